@@ -1,0 +1,45 @@
+# Every target installs what it needs into .venv first. PYTHON chooses the interpreter (3.11 or newer).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test check format bench docs clean
+
+help:  ## Show the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED)  ## Install the package and its development tools into .venv.
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	@touch $@
+
+demo: $(INSTALLED)  ## Train a tiny model to use a tool across turns; the report goes to runs/demo.
+	$(BIN)/python -m examples.run two_hop_lookup --out runs/demo
+
+test: $(INSTALLED)  ## Run the tests.
+	$(BIN)/python -m pytest -n 2
+
+check: $(INSTALLED)  ## Check format, lint, types and import layers.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)  ## Format the code and mend what the linter can.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named peer.
+	$(BIN)/python benchmarks/bench_embedded_engine.py
+
+docs: $(INSTALLED)  ## Build the documentation into build/docs.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(BIN)/python docs/generate_reference.py
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
+	@echo "open build/docs/index.html"
+
+clean:  ## Remove what the targets made, .venv included.
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,282 @@
+"""Tokens per second of the embedded engine against two engines of `transformers`, on a small random model.
+
+    python benchmarks/bench_embedded_engine.py [--quick] [--json FILE]
+
+The peers are `generate` on one padded batch, and continuous batching. All sample at temperature 1, each on its own
+copy of the model, with the same number of threads in one process. Rounds alternate between the engines; the table
+shows medians, and as ratios the medians of the rounds' own ratios, which a busy machine disturbs least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.types import SamplingParams
+
+VOCAB_SIZE = 2048
+OURS, PADDED, CONTINUOUS = "embedded", "generate, padded", "continuous batching"
+TARGET_OF_PADDED = 0.7
+TARGET_OF_CONTINUOUS = 1.5
+RESULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that all come at once."""
+
+    concurrency: int
+    prompt_tokens: int
+    new_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} x ({self.prompt_tokens} + {self.new_tokens})"
+
+    def prompts(self, *, seed: int) -> list[list[int]]:
+        rng = np.random.default_rng(seed)
+        return rng.integers(1, VOCAB_SIZE, (self.concurrency, self.prompt_tokens)).tolist()
+
+
+WORKLOADS = (
+    Workload(1, 64, 128),
+    Workload(8, 64, 128),
+    Workload(32, 64, 128),
+    Workload(64, 64, 128),
+    Workload(32, 900, 64),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One engine's run of one workload."""
+
+    engine: str
+    workload: Workload
+    round: int
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.workload.concurrency * self.workload.new_tokens / self.wall_s
+
+    @property
+    def tokens_per_cpu_s(self) -> float:
+        return self.workload.concurrency * self.workload.new_tokens / self.cpu_s
+
+
+class Engine(Protocol):
+    """Runs all prompts to their full length; what it needs beforehand is not timed."""
+
+    name: str
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> tuple[float, float]:
+        """Returns wall and CPU seconds."""
+        ...
+
+
+class Embedded:
+    name = OURS
+
+    def __init__(self, model: Any, *, threads: int) -> None:
+        config = EmbeddedConfig(max_slots=64, max_model_len=1024, num_threads=threads)
+        self._server = EmbeddedServer(model, config=config)
+        self._loop = asyncio.new_event_loop()
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> tuple[float, float]:
+        params = SamplingParams(max_tokens=workload.new_tokens)
+
+        async def generate_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for i, prompt in enumerate(prompts):
+                    ids = np.asarray(prompt, dtype=np.int32)
+                    group.create_task(self._server.generate(ids, params, str(i)))
+
+        return clocked(lambda: self._loop.run_until_complete(generate_all()))
+
+
+class PaddedGenerate:
+    name = PADDED
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> tuple[float, float]:
+        ids = torch.tensor(prompts)
+        return clocked(
+            lambda: self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                min_new_tokens=workload.new_tokens,
+                max_new_tokens=workload.new_tokens,
+                pad_token_id=0,
+            )
+        )
+
+
+class ContinuousBatching:
+    name = CONTINUOUS
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> tuple[float, float]:
+        generation_config = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, max_new_tokens=workload.new_tokens, eos_token_id=-1
+        )
+        # Room for 64 sequences of 1024 tokens, and the same prefill budget as ours.
+        batching_config = ContinuousBatchingConfig(
+            page_size=64, num_blocks=1024, max_batch_tokens=576, max_requests_per_batch=64
+        )
+        manager = self._model.init_continuous_batching(generation_config, batching_config)
+        manager.start()
+        try:
+            self._collect(manager, prompts[:1])
+            return clocked(lambda: self._collect(manager, prompts))
+        finally:
+            manager.stop(block=True)
+
+    def _collect(self, manager: Any, prompts: list[list[int]]) -> None:
+        manager.add_requests(prompts)
+        for _ in prompts:
+            result = manager.get_result(timeout=RESULT_TIMEOUT_S)
+            if result is None or result.error is not None:
+                raise RuntimeError(f"continuous batching failed: {result and result.error}")
+
+
+def clocked(work: Callable[[], object]) -> tuple[float, float]:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def make_model() -> Any:
+    """3.7 million parameters in the shape of Qwen3."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model: Any = Qwen3ForCausalLM(config)
+    return model.eval()
+
+
+def measure(engines: list[Engine], workloads: tuple[Workload, ...], *, rounds: int) -> list[Sample]:
+    """Runs every engine once per round and workload, after one small run to warm up."""
+    for engine in engines:
+        warm_up = Workload(2, 16, 8)
+        engine.run(warm_up, warm_up.prompts(seed=0))
+    samples: list[Sample] = []
+    for workload in workloads:
+        for number in range(rounds):
+            prompts = workload.prompts(seed=number + 1)
+            # Turn the order round, so that no engine always comes after the same other one.
+            for engine in engines[number % len(engines) :] + engines[: number % len(engines)]:
+                wall_s, cpu_s = engine.run(workload, prompts)
+                samples.append(Sample(engine.name, workload, number, wall_s, cpu_s))
+    return samples
+
+
+def ratio(samples: list[Sample], workload: Workload, peer: str, *, of_cpu: bool = False) -> float:
+    """Our tokens per second over the peer's: the median of the rounds."""
+
+    def speeds(engine: str) -> list[float]:
+        own = [s for s in samples if (s.engine, s.workload) == (engine, workload)]
+        return [s.tokens_per_cpu_s if of_cpu else s.tokens_per_s for s in own]
+
+    return statistics.median(a / b for a, b in zip(speeds(OURS), speeds(peer), strict=True))
+
+
+def print_table(samples: list[Sample], engines: list[str], workloads: tuple[Workload, ...]) -> None:
+    table = Table(title="new tokens per second of wall time (of CPU time)")
+    table.add_column("requests x (prompt + new)")
+    for name in engines:
+        table.add_column(name, justify="right")
+    for name in engines[1:]:
+        table.add_column(f"ratio to {name}", justify="right", max_width=20)
+    for workload in workloads:
+        cells = [str(workload)]
+        for name in engines:
+            own = [s for s in samples if (s.engine, s.workload) == (name, workload)]
+            wall = statistics.median(s.tokens_per_s for s in own)
+            cpu = statistics.median(s.tokens_per_cpu_s for s in own)
+            cells.append(f"{wall:.0f} ({cpu:.0f})")
+        for name in engines[1:]:
+            wall = ratio(samples, workload, name)
+            cpu = ratio(samples, workload, name, of_cpu=True)
+            cells.append(f"{wall:.2f} ({cpu:.2f})")
+        table.add_row(*cells)
+    Console(width=140).print(table)
+
+
+def missed_targets(samples: list[Sample], workloads: tuple[Workload, ...]) -> list[str]:
+    missed: list[str] = []
+    for workload in workloads:
+        targets = {PADDED: TARGET_OF_PADDED}
+        if workload.concurrency >= 32:
+            targets[CONTINUOUS] = TARGET_OF_CONTINUOUS
+        for peer, target in targets.items():
+            got = ratio(samples, workload, peer)
+            if got < target:
+                missed.append(f"{workload}: {got:.2f} times {peer}, below {target}")
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one round of two short workloads")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    transformers.logging.set_verbosity_error()
+    workloads = (Workload(8, 64, 32), Workload(32, 64, 32)) if options.quick else WORKLOADS
+    model = make_model()
+    engines: list[Engine] = [
+        Embedded(copy.deepcopy(model), threads=options.threads),
+        PaddedGenerate(copy.deepcopy(model)),
+        ContinuousBatching(copy.deepcopy(model)),
+    ]
+    samples = measure(engines, workloads, rounds=1 if options.quick else 3)
+    print_table(samples, [engine.name for engine in engines], workloads)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1))
+    missed = missed_targets(samples, workloads)
+    for line in missed:
+        Console().print(f"missed: {line}", highlight=False)
+    if missed and not options.quick:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

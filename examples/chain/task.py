@@ -1,0 +1,92 @@
+"""Work out a * b + c with two calls: the second one needs what the first one returned."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from agent_loop.tools.function import function_tool
+from agent_loop.types import AgentLoopOutput, Message, ToolCall
+
+SYSTEM = "Use the calculator."
+QUESTION = "What is {} * {} + {}?"
+ANSWER = "It is {}."
+
+
+@function_tool
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: First factor.
+        b: Second factor.
+    """
+    return a * b
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """Add two integers.
+
+    Args:
+        a: First summand.
+        b: Second summand.
+    """
+    return a + b
+
+
+def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
+    """Rows about triples of numbers that are not held out."""
+    return _rows(random.Random(seed), count=count, held_out=False)
+
+
+def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
+    """Rows about held-out triples: no training row asks about any of them."""
+    return _rows(random.Random(seed), count=count, held_out=True)
+
+
+def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
+    """1 if the last answer gives the right result, else 0."""
+    return float(output.answer.strip() == ANSWER.format(row["result"]))
+
+
+def solution(row: Mapping[str, Any]) -> list[Message]:
+    """The turns that earn the reward."""
+    first = ToolCall("multiply", {"a": row["a"], "b": row["b"]}).as_message()
+    second = ToolCall("add", {"a": row["product"], "b": row["c"]}).as_message()
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [first]},
+        {"role": "tool", "content": str(row["product"])},
+        {"role": "assistant", "content": "", "tool_calls": [second]},
+        {"role": "tool", "content": str(row["result"])},
+        {"role": "assistant", "content": ANSWER.format(row["result"])},
+    ]
+
+
+def _rows(rng: random.Random, *, count: int, held_out: bool) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    while len(rows) < count:
+        a, b, c = (rng.randrange(10, 100) for _ in range(3))
+        if _is_held_out(a, b, c) == held_out:
+            rows.append(_row(a, b, c))
+    return rows
+
+
+def _is_held_out(a: int, b: int, c: int) -> bool:
+    return (a + b + c) % 5 == 0
+
+
+def _row(a: int, b: int, c: int) -> dict[str, Any]:
+    return {
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": QUESTION.format(a, b, c)},
+        ],
+        "agent_name": "tool_agent",
+        "a": a,
+        "b": b,
+        "c": c,
+        "product": a * b,
+        "result": a * b + c,
+    }

@@ -1,0 +1,196 @@
+"""What a run leaves to look at: the curves, a table of answers, and whole trajectories token by token."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import jinja2
+from agent_loop.types import Origin, Trajectory
+from rich.console import Console
+from rich.table import Table
+
+from examples.common.curves import DARK, LIGHT, HeldOut, Panel, draw_curves
+
+NUM_COMPARED = 10
+NUM_SHOWN = 3
+PANELS = (
+    Panel("reward/success", "Success", is_share=True),
+    Panel("reward/mean", "Reward"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether the run reached what its task asks for."""
+
+    is_passed: bool
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportInput:
+    """All that a report is made of."""
+
+    title: str
+    subtitle: str
+    verdict: Verdict
+    before: Sequence[Trajectory]
+    after: Sequence[Trajectory]
+    """Of the same rows as `before`, in the same order."""
+    metrics: Sequence[Mapping[str, Any]]
+    """One mapping per training step."""
+    right_answer: Callable[[Mapping[str, Any]], str]
+    """Of a row."""
+    decode: Callable[[Sequence[int]], str]
+    """Token ids to text, control tokens written out."""
+
+    @property
+    def held_out(self) -> HeldOut:
+        return HeldOut(before=success_rate(self.before), after=success_rate(self.after))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """One token on the page."""
+
+    text: str
+    origin: str
+    hover: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptView:
+    """One trajectory on the page."""
+
+    is_right: bool
+    answer: str
+    calls: str
+    stop_reason: str
+    num_model_tokens: int
+    tokens: Sequence[TokenView]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same prompt before and after."""
+
+    question: str
+    right_answer: str
+    before: AttemptView
+    after: AttemptView
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFigure:
+    """A number before and after, as text."""
+
+    name: str
+    before: str
+    after: str
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float:
+    """The share of trajectories with the full reward; a failed one is no success."""
+    return fmean(trajectory.reward == 1.0 for trajectory in trajectories)
+
+
+def write_report(report: ReportInput, *, folder: Path) -> Path:
+    """Writes `curves.png` and `report.html`, and returns the path of the latter."""
+    curves = draw_curves(report.metrics, panels=PANELS, held_out=report.held_out, theme=LIGHT)
+    curves_dark = draw_curves(report.metrics, panels=PANELS, held_out=report.held_out, theme=DARK)
+    (folder / "curves.png").write_bytes(curves)
+    comparisons = _compare(report, count=NUM_COMPARED)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.get_template("report.html.jinja").render(
+        title=report.title,
+        subtitle=report.subtitle,
+        verdict=report.verdict,
+        figures=key_figures(report),
+        curves_light=base64.b64encode(curves).decode(),
+        curves_dark=base64.b64encode(curves_dark).decode(),
+        curves_alt=f"Success on training prompts over {len(report.metrics)} steps. {report.verdict.sentence}",
+        comparisons=comparisons,
+        trajectories=comparisons[:NUM_SHOWN],
+    )
+    path = folder / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def print_comparison(report: ReportInput, *, console: Console) -> None:
+    """The table of answers and the key figures, on the terminal."""
+    answers = Table("prompt", "right", "before", "after", title="Answers to held-out prompts")
+    for line in _compare(report, count=NUM_COMPARED):
+        answers.add_row(line.question, line.right_answer, _marked(line.before), _marked(line.after))
+    console.print(answers)
+    figures = Table("", "before", "after")
+    for figure in key_figures(report):
+        figures.add_row(figure.name, figure.before, figure.after)
+    console.print(figures)
+
+
+def key_figures(report: ReportInput) -> list[KeyFigure]:
+    """Success, tool calls and sampled tokens, on all held-out prompts."""
+
+    def both(name: str, measure: Callable[[Sequence[Trajectory]], str]) -> KeyFigure:
+        return KeyFigure(name, before=measure(report.before), after=measure(report.after))
+
+    return [
+        both("Success", lambda group: f"{success_rate(group):.1%}"),
+        both("Tool calls each", lambda group: f"{fmean(t.output.metrics.num_tool_calls for t in group):.2f}"),
+        both("Sampled tokens each", lambda group: f"{fmean(_num_model_tokens(t) for t in group):.1f}"),
+    ]
+
+
+def _compare(report: ReportInput, *, count: int) -> list[Comparison]:
+    pairs = list(zip(report.before, report.after, strict=True))[:count]
+    return [
+        Comparison(
+            question=str(before.row["raw_prompt"][-1]["content"]),
+            right_answer=report.right_answer(before.row),
+            before=_attempt(before, decode=report.decode),
+            after=_attempt(after, decode=report.decode),
+        )
+        for before, after in pairs
+    ]
+
+
+def _attempt(trajectory: Trajectory, *, decode: Callable[[Sequence[int]], str]) -> AttemptView:
+    output = trajectory.output
+    num_calls = output.metrics.num_tool_calls
+    return AttemptView(
+        is_right=trajectory.reward == 1.0,
+        answer=output.answer,
+        calls=f"after {num_calls} tool call{'' if num_calls == 1 else 's'}",
+        stop_reason=str(output.stop_reason).replace("_", " "),
+        num_model_tokens=_num_model_tokens(trajectory),
+        tokens=list(_tokens(trajectory, decode=decode)),
+    )
+
+
+def _tokens(trajectory: Trajectory, *, decode: Callable[[Sequence[int]], str]) -> Iterator[TokenView]:
+    for segment in trajectory.output.segments:
+        for place, token_id in enumerate(segment.token_ids.tolist()):
+            hover = f"token {token_id}"
+            if segment.log_probs is not None:
+                log_prob = float(segment.log_probs[place])
+                hover += f", log-prob {log_prob:.3f} ({math.exp(log_prob):.1%})"
+            text = decode([token_id]).replace("\n", "↵\n")
+            yield TokenView(text=text, origin=str(segment.origin), hover=hover)
+
+
+def _num_model_tokens(trajectory: Trajectory) -> int:
+    return sum(len(segment) for segment in trajectory.output.segments if segment.origin is Origin.MODEL)
+
+
+def _marked(attempt: AttemptView) -> str:
+    colour, mark = ("green", "✓") if attempt.is_right else ("red", "✗")
+    return f"[{colour}]{mark}[/] {attempt.answer or '(no answer)'} [dim]{attempt.calls}[/]"

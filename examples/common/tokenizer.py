@@ -1,0 +1,68 @@
+"""A byte-level BPE tokenizer made for one task, so that a whole tool call is about a dozen tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_loop.types import Message
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+CHATML_MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+HERMES_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
+MAX_VOCAB_SIZE = 768
+"""Enough for every phrase of a task to become one token; training ends earlier, when nothing is left to merge."""
+
+
+def train_tokenizer(
+    conversations: Iterable[Sequence[Message]], *, tools: Sequence[dict[str, Any]]
+) -> PreTrainedTokenizerFast:
+    """Learns merges from rendered conversations.
+
+    Digits and newlines stay single tokens; whatever stands between them may merge into one token, however many words
+    that is. No merge crosses a newline or a marker, and turns begin and end there: a conversation encoded turn by
+    turn has the same tokens as one encoded at once. All 256 bytes are in the vocabulary, so any text round-trips.
+    """
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\n"), behavior="isolated"),
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=MAX_VOCAB_SIZE,
+        special_tokens=[AddedToken(marker, special=True, normalized=False) for marker in CHATML_MARKERS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(_texts_between_markers(conversations, tools=tools), trainer)
+    core.add_tokens([AddedToken(marker, special=False, normalized=False) for marker in HERMES_MARKERS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        chat_template=CHAT_TEMPLATE,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]]) -> str:
+    """The conversation as text, by the tokenizer's chat template."""
+    return str(tokenizer.apply_chat_template(list(messages), tools=list(tools), tokenize=False))
+
+
+def _texts_between_markers(
+    conversations: Iterable[Sequence[Message]], *, tools: Sequence[dict[str, Any]]
+) -> Iterator[str]:
+    renderer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template=CHAT_TEMPLATE)
+    marker = re.compile("|".join(map(re.escape, CHATML_MARKERS + HERMES_MARKERS)))
+    for messages in conversations:
+        yield from marker.split(render(renderer, messages, tools=tools))

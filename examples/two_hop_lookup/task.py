@@ -1,0 +1,126 @@
+"""Find a shelf in two look-ups: an order names a part, and the part names a shelf."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from agent_loop.errors import ToolError
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.types import AgentLoopOutput, Message, ToolCall
+
+SYSTEM = "Find the shelf."
+QUESTION = "Which shelf holds the part of order {}?"
+ANSWER = "Shelf {}."
+ORDERS_PER_ROW = 8
+
+
+def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
+    """Rows about orders that are not held out, each with relations of its own."""
+    rng = random.Random(seed)
+    orders = [number for number in range(100, 1000) if not _is_held_out(number)]
+    return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
+
+
+def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
+    """Rows about held-out orders: no training row asks about any of them."""
+    rng = random.Random(seed)
+    orders = [number for number in range(100, 1000) if _is_held_out(number)]
+    return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
+
+
+def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
+    """1 if the last answer names the right shelf, else 0."""
+    return float(output.answer.strip() == ANSWER.format(row["shelf"]))
+
+
+def solution(row: Mapping[str, Any]) -> list[Message]:
+    """The turns that earn the reward."""
+    order_call = ToolCall("part_of_order", {"order": row["order"]}).as_message()
+    shelf_call = ToolCall("shelf_of_part", {"part": row["part"]}).as_message()
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [order_call]},
+        {"role": "tool", "content": str(row["part"])},
+        {"role": "assistant", "content": "", "tool_calls": [shelf_call]},
+        {"role": "tool", "content": str(row["shelf"])},
+        {"role": "assistant", "content": ANSWER.format(row["shelf"])},
+    ]
+
+
+class LookupTool(BaseTool):
+    """Looks a number up in the table that the row brings along."""
+
+    tool_name: ClassVar[str]
+    description: ClassVar[str]
+    key: ClassVar[str]
+
+    def __init__(
+        self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(config or {}, tool_schema or self.default_schema())
+        self._tables: dict[str, Mapping[str, int]] = {}
+
+    @classmethod
+    def default_schema(cls) -> dict[str, Any]:
+        parameters = {
+            "type": "object",
+            "properties": {cls.key: {"type": "integer", "description": f"The number of the {cls.key}."}},
+            "required": [cls.key],
+        }
+        function = {"name": cls.tool_name, "description": cls.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self._tables[instance_id] = kwargs["table"]
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        number = parameters[self.key]
+        found = self._tables[instance_id].get(str(number))
+        if found is None:
+            raise ToolError(f"There is no {self.key} {number}.")
+        return ToolResponse(text=str(found)), None, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self._tables.pop(instance_id, None)
+
+
+class PartOfOrder(LookupTool):
+    tool_name = "part_of_order"
+    description = "Tells which part an order is about."
+    key = "order"
+
+
+class ShelfOfPart(LookupTool):
+    tool_name = "shelf_of_part"
+    description = "Tells which shelf holds a part."
+    key = "part"
+
+
+def _is_held_out(order: int) -> bool:
+    return order % 5 == 0
+
+
+def _row(rng: random.Random, *, asked_order: int) -> dict[str, Any]:
+    others = [number for number in range(100, 1000) if number != asked_order]
+    orders = [asked_order, *rng.sample(others, ORDERS_PER_ROW - 1)]
+    parts = rng.sample(range(100, 1000), ORDERS_PER_ROW)
+    shelves = [rng.randrange(10, 100) for _ in parts]
+    part_of_order = {str(order): part for order, part in zip(orders, parts, strict=True)}
+    shelf_of_part = {str(part): shelf for part, shelf in zip(parts, shelves, strict=True)}
+    return {
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": QUESTION.format(asked_order)},
+        ],
+        "agent_name": "tool_agent",
+        "tools_kwargs": {
+            "part_of_order": {"create_kwargs": {"table": part_of_order}},
+            "shelf_of_part": {"create_kwargs": {"table": shelf_of_part}},
+        },
+        "order": asked_order,
+        "part": parts[0],
+        "shelf": shelves[0],
+    }

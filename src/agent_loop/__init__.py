@@ -1,0 +1,90 @@
+"""Multi-turn, tool-using rollouts for reinforcement learning, exact to the token.
+
+The names below are the public interface. Each is imported at first use, so that `import agent_loop` stays quick and
+loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_loop.chat.parsers import ToolParser
+    from agent_loop.chat.template import ChatTemplate
+    from agent_loop.episode import Episode
+    from agent_loop.interactions.base import BaseInteraction
+    from agent_loop.loops.base import AgentLoopBase
+    from agent_loop.loops.registry import register
+    from agent_loop.loops.single_turn import SingleTurnAgentLoop
+    from agent_loop.loops.tool_agent import ToolAgentLoop
+    from agent_loop.rollout.manager import AgentLoopManager
+    from agent_loop.rollout.worker import AgentLoopWorker
+    from agent_loop.servers.base import AsyncServerBase
+    from agent_loop.servers.manager import AsyncLLMServerManager
+    from agent_loop.servers.scripted import ScriptedServer
+    from agent_loop.tools.base import BaseTool, ToolResponse
+    from agent_loop.tools.function import function_tool
+    from agent_loop.types import AgentLoopOutput, AgentState, Segment, StopReason, TokenOutput
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgentLoopBase",
+    "AgentLoopManager",
+    "AgentLoopOutput",
+    "AgentLoopWorker",
+    "AgentState",
+    "AsyncLLMServerManager",
+    "AsyncServerBase",
+    "BaseInteraction",
+    "BaseTool",
+    "ChatTemplate",
+    "Episode",
+    "ScriptedServer",
+    "Segment",
+    "SingleTurnAgentLoop",
+    "StopReason",
+    "TokenOutput",
+    "ToolAgentLoop",
+    "ToolParser",
+    "ToolResponse",
+    "function_tool",
+    "register",
+]
+
+_MODULE_OF = {
+    "AgentLoopBase": "loops.base",
+    "AgentLoopManager": "rollout.manager",
+    "AgentLoopOutput": "types",
+    "AgentLoopWorker": "rollout.worker",
+    "AgentState": "types",
+    "AsyncLLMServerManager": "servers.manager",
+    "AsyncServerBase": "servers.base",
+    "BaseInteraction": "interactions.base",
+    "BaseTool": "tools.base",
+    "ChatTemplate": "chat.template",
+    "Episode": "episode",
+    "ScriptedServer": "servers.scripted",
+    "Segment": "types",
+    "SingleTurnAgentLoop": "loops.single_turn",
+    "StopReason": "types",
+    "TokenOutput": "types",
+    "ToolAgentLoop": "loops.tool_agent",
+    "ToolParser": "chat.parsers",
+    "ToolResponse": "tools.base",
+    "function_tool": "tools.function",
+    "register": "loops.registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'agent_loop' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"agent_loop.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

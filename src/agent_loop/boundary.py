@@ -1,0 +1,176 @@
+"""The edge to code of the user's: bounded in time, its faults told from a cancellation, what it opened closed once."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from numbers import Real
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.errors import EpisodeError
+from agent_loop.types import Incident, IncidentKind
+
+ResultT = TypeVar("ResultT")
+
+
+class DeadlineExpired(Exception):
+    """The time limit given to `run_bounded` passed."""
+
+
+async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float) -> ResultT:
+    """Awaits the function's result for at most `timeout_s`.
+
+    Raises:
+        DeadlineExpired: This time limit passed. A TimeoutError of the function's own is raised as it is.
+        RuntimeError: The function raised CancelledError although nobody cancelled, or tried to end the process.
+    """
+    scope = asyncio.timeout(timeout_s)
+    try:
+        async with scope:
+            return await function()
+    except TimeoutError as error:
+        if scope.expired():
+            raise DeadlineExpired(f"took longer than {timeout_s:g} s") from error
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("it raised CancelledError although nobody cancelled it") from error
+    except SystemExit as error:
+        raise RuntimeError(f"it raised {error!r} to end the process") from error
+
+
+async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Awaits an async function on the event loop, and runs any other in a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await run_in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+def as_finite_number(value: Any) -> float | None:
+    """The value as a float; None if it is no number, not finite, or an array of more than one.
+
+    Booleans are 0 and 1, and scalars of numpy and torch are read.
+    """
+    try:
+        scalar = value.item() if hasattr(value, "item") else value
+        number = float(scalar) if isinstance(scalar, Real) else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message on one line."""
+    message = one_line(str(error), max_length=500)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def describe_value(value: Any) -> str:
+    """Value and type on one line."""
+    text = one_line(repr(value), max_length=80)
+    return text if value is None else f"{text} ({type(value).__name__})"
+
+
+def one_line(text: str, *, max_length: int) -> str:
+    """The text with its white space run together, cut to `max_length` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
+
+
+class TrajectoryInstance:
+    """One trajectory's share of an object that all trajectories use: opened at first use, closed exactly once.
+
+    An opening that fails or is cancelled may have set something up, so it is closed like any other; the next use
+    opens another instance, under a new id.
+
+    Args:
+        name: What it is, for ids and errors.
+        open_as: Sets up what belongs to the given instance id.
+        close_as: Frees it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        open_as: Callable[[str], Awaitable[Any]],
+        close_as: Callable[[str], Awaitable[Any]],
+    ) -> None:
+        self.name = name
+        self.instance_id: str | None = None
+        """None until an opening succeeded."""
+        self._open_as = open_as
+        self._close_as = close_as
+        self._started: list[str] = []
+        self._num_closing = 0
+        self._is_closed = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def num_open(self) -> int:
+        """Openings that were started and not yet closed."""
+        return len(self._started) + self._num_closing
+
+    async def open(self) -> str:
+        """The instance's id, opened first if it is not.
+
+        Raises:
+            EpisodeError: It is closed.
+        """
+        async with self._lock:
+            if self._is_closed:
+                raise EpisodeError(f"{self.name} was used after its trajectory was closed; use it before")
+            if self.instance_id is None:
+                instance_id = uuid4().hex
+                self._started.append(instance_id)
+                await self._open_as(instance_id)
+                self.instance_id = instance_id
+            return self.instance_id
+
+    async def close(self, *, timeout_s: float) -> list[str]:
+        """Closes each opening that was started. Returns what went wrong, one line each."""
+        self._is_closed = True
+        started, self._started = self._started, []
+        self._num_closing += len(started)
+        problems: list[str] = []
+        for instance_id in started:
+            try:
+                await run_bounded(partial(self._close_as, instance_id), timeout_s=timeout_s)
+            except DeadlineExpired as error:
+                problems.append(f"closing {self.name} {error}")
+            except Exception as error:  # noqa: BLE001  (close boundary: named in the record, others go on)
+                problems.append(f"closing {self.name} raised {describe_error(error)}")
+            finally:
+                self._num_closing -= 1
+        return problems
+
+
+async def close_instances(
+    instances: Iterable[TrajectoryInstance], *, timeout_s: float, incidents: list[Incident]
+) -> None:
+    """Closes all at once, each within `timeout_s`, to the end even if the caller is cancelled meanwhile.
+
+    What goes wrong is added to `incidents`, which is thus complete after a cancellation too.
+    """
+
+    async def close(instance: TrajectoryInstance) -> None:
+        problems = await instance.close(timeout_s=timeout_s)
+        incidents.extend(Incident(IncidentKind.CLOSE_FAILED, problem) for problem in problems)
+
+    async def close_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for instance in instances:
+                group.create_task(close(instance))
+
+    instances = list(instances)
+    most_openings = max((instance.num_open for instance in instances), default=0)
+    if most_openings:
+        await run_shielded(close_all, timeout_s=timeout_s * (most_openings + 1))

@@ -1,0 +1,1 @@
+"""Chat templates and tool parsers: messages to tokens and back."""

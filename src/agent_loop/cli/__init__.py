@@ -1,0 +1,52 @@
+"""The command `agent-loop`: one file per subcommand."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from agent_loop import __version__
+from agent_loop.cli.eval import eval_command
+from agent_loop.cli.rollout import rollout_command
+from agent_loop.cli.train import train_command
+from agent_loop.errors import AgentLoopError
+
+app = typer.Typer(
+    name="agent-loop",
+    help="Multi-turn, tool-using rollouts for reinforcement learning, exact to the token.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.command("train")(train_command)
+app.command("rollout")(rollout_command)
+app.command("eval")(eval_command)
+
+
+def main() -> None:
+    """Runs the command line. An error that was raised on purpose is shown without a traceback; exit code 2."""
+    try:
+        app()
+    except AgentLoopError as error:
+        console = Console(stderr=True)
+        console.print(f"[bold red]{type(error).__name__}[/]", end=": ")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"agent-loop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(  # pyright: ignore[reportUnusedFunction]
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the version."
+    ),
+) -> None:
+    pass

@@ -1,0 +1,69 @@
+"""`agent-loop rollout`: run rows and keep the trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agent_loop.cli.arguments import (
+    ConfigArgument,
+    DataOption,
+    MaxRowsOption,
+    ModelOption,
+    OverridesArgument,
+    SamplesOption,
+    read_config,
+    read_rows,
+)
+from agent_loop.cli.running import run_rows
+from agent_loop.rollout.records import write_records
+from agent_loop.types import Trajectory
+
+
+def rollout_command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="Where the trajectories go, as JSON lines.")] = Path(
+        "trajectories.jsonl"
+    ),
+    model: ModelOption = None,
+    data: DataOption = None,
+    max_rows: MaxRowsOption = None,
+    n: SamplesOption = None,
+) -> None:
+    """Run agent loops on rows and write their trajectories: tokens, masks, log-probs, messages, rewards.
+
+    Examples:
+
+        agent-loop rollout config.yaml
+
+        agent-loop rollout config.yaml --data rows.jsonl --max-rows 8 -n 4 --out sampled.jsonl
+
+        agent-loop rollout config.yaml --model runs/train/checkpoints/step-000040/model rollout.temperature=0.7
+    """
+    settings = read_config(config, overrides, model=model)
+    rows = read_rows(settings, data=data, max_rows=max_rows)
+    console = Console()
+    trajectories = asyncio.run(run_rows(settings, rows=rows, n=n, validate=False, console=console))
+    write_records(out, trajectories)
+    console.print(_summary(trajectories))
+    console.print(f"{len(trajectories)} trajectories in {out}", markup=False)
+
+
+def _summary(trajectories: Sequence[Trajectory]) -> Table:
+    table = Table("ended with", "trajectories", "mean reward", "mean response tokens")
+    for reason, count in Counter(t.output.stop_reason for t in trajectories).most_common():
+        ended = [t for t in trajectories if t.output.stop_reason is reason]
+        rewards = [t.reward for t in ended if t.reward is not None]
+        mean_reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
+        mean_tokens = sum(len(t.output.response_ids) for t in ended) / count
+        table.add_row(reason, str(count), mean_reward, f"{mean_tokens:.0f}")
+    return table

@@ -1,0 +1,52 @@
+"""`agent-loop train`: from rows to better weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
+
+EXIT_INTERRUPTED = 130
+
+
+def train_command(
+    config: ConfigArgument,
+    overrides: OverridesArgument = None,
+    *,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in `trainer.run_dir`.")
+    ] = False,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume-from", help="Go on from this checkpoint, or this run's last.", show_default=False
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove what another run left in `trainer.run_dir`.")
+    ] = False,
+) -> None:
+    """Train a model on rollouts: rows, agent loops, rewards, GRPO, new weights in the servers, over and over.
+
+    Ctrl-C stops in good order and writes a checkpoint; a second Ctrl-C stops at once.
+
+    Examples:
+
+        agent-loop train config.yaml
+
+        agent-loop train config.yaml actor.lr=1e-5 rollout.n=16 trainer.run_dir=runs/second
+
+        agent-loop train config.yaml --resume trainer.total_steps=200
+    """
+    settings = read_config(config, overrides)
+
+    from agent_loop.training.ppo_trainer import PPOTrainer  # late: keeps `--help` and config errors quick
+
+    trainer = PPOTrainer(settings, resume=str(resume_from) if resume_from else resume, overwrite=overwrite)
+    result = asyncio.run(trainer.fit())
+    if result.was_interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -1,0 +1,124 @@
+"""What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, threads that may hang, and
+concurrent calls whose errors come out as they are.
+
+The only module that starts bare tasks; each is over when the function that started it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar, cast
+
+ResultT = TypeVar("ResultT")
+
+
+async def run_together(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Runs calls at once and returns their results in order.
+
+    If one raises, the others are cancelled and its exception is raised as it is, not in a group.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failures:
+        raise cast(BaseException, failures.exceptions[0]) from None
+    return [task.result() for task in tasks]
+
+
+async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float) -> ResultT:
+    """Runs cleanup to its end even if the caller is cancelled meanwhile, but no longer than `timeout_s`.
+
+    The cancellation is delivered afterwards.
+
+    Raises:
+        TimeoutError: It took longer.
+    """
+
+    async def bounded() -> ResultT:
+        async with asyncio.timeout(timeout_s):
+            return await function()
+
+    task = asyncio.ensure_future(bounded())
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                break
+            cancelled = error
+        except Exception:  # noqa: BLE001  (raised again below, by task.result())
+            break
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not report it as lost
+        raise cancelled
+    return task.result()
+
+
+async def run_abortable(
+    call: Coroutine[Any, Any, ResultT],
+    *,
+    abort: Callable[[], Awaitable[None]],
+    keep_partial: Callable[[ResultT], object],
+    grace_s: float,
+) -> ResultT:
+    """Awaits a call that, on cancellation, is first asked to end by itself.
+
+    If the caller is cancelled, `abort` is awaited and the call gets `grace_s` to return what it has, which goes to
+    `keep_partial`; then the cancellation is delivered. A call that does not return in time is cancelled.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):  # the cancellation counts more than a server that cannot abort
+            await run_shielded(lambda: _abort_and_wait(task, abort), timeout_s=grace_s)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled() and task.exception() is None:
+            keep_partial(task.result())
+        raise
+    return task.result()
+
+
+async def _abort_and_wait(task: asyncio.Future[Any], abort: Callable[[], Awaitable[None]]) -> None:
+    await abort()
+    await asyncio.wait({task})
+
+
+async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    """Runs a blocking function in a thread of its own.
+
+    A pool would be used up by functions that hang; a daemon thread hangs alone and does not keep the process alive.
+    Cancelling stops the waiting, not the function.
+    """
+    context = contextvars.copy_context()
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_OneThreadEach(), lambda: context.run(function, *args, **kwargs))
+
+
+class _OneThreadEach(Executor):
+    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except StopIteration as error:
+                future.set_exception(RuntimeError(f"{fn} raised {error!r}, which no coroutine can pass on"))
+            except BaseException as error:  # noqa: BLE001  (handed to whoever awaits the future)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        threading.Thread(target=work, daemon=True, name=f"agent-loop-{fn}").start()
+        return future

@@ -1,0 +1,390 @@
+"""Typed settings: YAML plus `key=value` overrides, every key known, every value checked before work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+from yaml import YAMLError
+
+from agent_loop.errors import ConfigError, did_you_mean
+
+Positive = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+SectionT = TypeVar("SectionT", bound=BaseModel)
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DataConfig(Section):
+    """Where the rows come from."""
+
+    train_files: list[str] = []
+    """`.jsonl`, `.json` or `.parquet` files, or `file.py:function` that returns rows."""
+    val_files: list[str] = []
+    """The same, for evaluation."""
+    prompt_key: str = "prompt"
+    """The column with the messages (or with one user message as text)."""
+    train_batch_size: Positive = 16
+    """Prompts per step; each is sampled `rollout.n` times."""
+    val_max_rows: Positive | None = None
+    """Evaluate on the first so many rows only."""
+    shuffle: bool = True
+    seed: int = 0
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = ""
+    """A folder or hub name that `transformers` loads, tokenizer and chat template included."""
+    tokenizer_path: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    chat_template_path: str | None = None
+    """A Jinja file that takes the place of the tokenizer's own template."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    trust_remote_code: bool = False
+
+
+class ValSamplingConfig(Section):
+    """How completions are sampled in evaluation."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    n: Positive = 1
+    """Trajectories per row; more than one gives pass@k."""
+
+
+class CustomServerConfig(Section):
+    """A server class of the user's."""
+
+    path: str
+    """A Python file or a module."""
+    name: str
+    """The class in it, a subclass of `AsyncServerBase`."""
+
+
+class AgentConfig(Section):
+    """Which loops there are and where they run."""
+
+    num_workers: Positive = 1
+    default_agent_loop: str = "single_turn_agent"
+    """For rows without `agent_name`."""
+    agent_loop_config_path: str | None = None
+    """YAML list of `{name, _target_: module.Class, ...}`: loops beside the registered ones."""
+    loop_files: list[str] = []
+    """Python files to import first, so that their `@register` takes effect."""
+    custom_async_server: CustomServerConfig | None = None
+
+
+class MultiTurnConfig(Section):
+    """The limits of conversations, tools and interactions."""
+
+    max_assistant_turns: Positive | None = None
+    max_user_turns: Positive | None = None
+    """Replies of tools and interactions, each counted once."""
+    max_parallel_calls: Positive = 1
+    """Calls of one turn that run at once; the rest queue behind them."""
+    max_tool_response_length: Positive = 256
+    """Tokens of one tool reply, the truncation marker included."""
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """Where the reply is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
+    max_turn_tokens: Positive | None = None
+    """Tokens of one assistant turn; None is what `response_length` leaves."""
+    max_invalid_turns: Positive = 3
+    """So many turns in a row with nothing but malformed calls end the trajectory."""
+    tools: list[str] = []
+    """Functions decorated with `@function_tool`, or `BaseTool` classes, as `file.py:name` or `module:name`."""
+    tool_config_path: str | None = None
+    """YAML: `tools: [{class_name, config, tool_schema}]`."""
+    interaction_config_path: str | None = None
+    """YAML: `interaction: [{name, class_name, config}]`."""
+    format: str = "hermes"
+    """The tool parser's name."""
+    tool_timeout_s: PositiveSeconds = 60.0
+    """One call of a tool."""
+    interaction_timeout_s: PositiveSeconds = 120.0
+    """One reply of an interaction."""
+    close_timeout_s: PositiveSeconds = 10.0
+    """Closing one tool or interaction."""
+
+
+class RolloutConfig(Section):
+    """How trajectories are sampled."""
+
+    engine: str = "embedded"
+    """`embedded`, `scripted`, or `module:Class` for a server class of your own."""
+    engine_kwargs: dict[str, Any] = {}
+    """Options of the engine itself, by its own names."""
+    num_servers: Positive = 1
+    n: Positive = 1
+    """Trajectories per prompt: the size of a group."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    prompt_length: Positive = 512
+    """Tokens of the first prompt at most."""
+    response_length: Positive = 512
+    """Tokens after the first prompt at most: the model's, tools' and interactions' together."""
+    truncate_prompt: Literal["no", "left", "right"] = "no"
+    """What to do with a longer prompt: end the trajectory, or cut its beginning or its end."""
+    pad_to: Literal["longest", "limits"] = "longest"
+    """Width of the batch: its longest row, or `prompt_length` + `response_length`."""
+    free_cache_engine: bool = True
+    """Put the servers to sleep between rollouts."""
+    trajectory_timeout_s: PositiveSeconds | None = 600.0
+    """A trajectory that takes longer ends with `deadline`, its tokens kept."""
+    max_concurrent: Positive | None = None
+    """Trajectories in flight per worker; None is all of them."""
+    max_failed_share: Share = 0.5
+    """A batch with a larger share of failed trajectories stops the run."""
+    seed: int = 0
+    val: ValSamplingConfig = ValSamplingConfig()
+    agent: AgentConfig = AgentConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+
+
+class RewardConfig(Section):
+    """How trajectories are scored."""
+
+    function: str | None = None
+    """`file.py:name` or `module:name` of `(output, row) -> float | dict`, sync or async."""
+    timeout_s: PositiveSeconds = 60.0
+    """Scoring one trajectory."""
+    success_threshold: float = 1.0
+    """A trajectory with at least this reward counts as a success."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become advantages."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    drop_zero_variance_groups: bool = True
+    """Groups in which every trajectory got the same reward carry no signal and are left out."""
+
+
+class ActorConfig(Section):
+    """How advantages become weights."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    ppo_epochs: Positive = 1
+    """Passes over the batch per step."""
+    ppo_mini_batches: Positive = 1
+    """Optimiser steps per pass."""
+    max_tokens_per_micro_batch: Positive = 16384
+    """Padded tokens in one forward and backward pass."""
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_ratio_high: Annotated[float, Field(gt=0)] = 0.28
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty to the policy at the start of the run; 0 keeps no reference."""
+    entropy_coeff: Annotated[float, Field(ge=0)] = 0.0
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    gradient_checkpointing: bool = False
+
+
+class TrainerConfig(Section):
+    """How long, where to, and how often."""
+
+    total_steps: Positive = 100
+    run_dir: str = "runs/train"
+    """Metrics, checkpoints and trajectories go here."""
+    val_every: Positive | None = None
+    """Evaluate every so many steps, and at the end."""
+    val_before_train: bool = False
+    save_every: Positive | None = 20
+    """Write a checkpoint every so many steps, and at the end."""
+    keep_checkpoints: Positive = 2
+    num_threads: Positive = 1
+    """Torch threads for training on a CPU."""
+    seed: int = 0
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    actor: ActorConfig = ActorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+
+LONG_NAMES: Mapping[str, str] = {
+    "actor_rollout_ref.model": "model",
+    "actor_rollout_ref.rollout": "rollout",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.val_kwargs": "rollout.val",
+    "actor_rollout_ref.actor": "actor",
+    "actor_rollout_ref.actor.optim.lr": "actor.lr",
+    "actor_rollout_ref.actor.optim.weight_decay": "actor.weight_decay",
+    "actor_rollout_ref.actor.optim.betas": "actor.betas",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps": "actor.warmup_steps",
+    "data.max_prompt_length": "rollout.prompt_length",
+    "data.max_response_length": "rollout.response_length",
+    "trainer.default_local_dir": "trainer.run_dir",
+    "trainer.total_training_steps": "trainer.total_steps",
+    "trainer.save_freq": "trainer.save_every",
+    "trainer.test_freq": "trainer.val_every",
+    "custom_reward_function.path": "reward.function",
+}
+"""Names of other systems' configurations and the keys that they mean here; the longest match counts."""
+
+FIXED_LONG_NAMES: Mapping[str, Any] = {
+    "data.return_raw_chat": True,
+    "actor_rollout_ref.rollout.mode": "async",
+}
+"""Switches of other systems that cannot be set otherwise here: accepted with this value, refused with another."""
+
+
+def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and `key=value` overrides.
+
+    Relative paths in the file are relative to where the command runs. `${...}` interpolation is OmegaConf's.
+
+    Raises:
+        ConfigError: The file is missing or not YAML, a key is unknown, or a value is out of range.
+    """
+    merged = OmegaConf.create() if path is None else _read_yaml(Path(path))
+    merged = _with_short_names(cast(dict[str, Any], OmegaConf.to_container(merged)))
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {override!r} is not of the form key=value, as in actor.lr=1e-4")
+        try:
+            value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([override])))
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"override {override!r} cannot be read: {error}") from error
+        merged = cast(
+            dict[str, Any], OmegaConf.to_container(OmegaConf.merge(merged, _with_short_names(value)))
+        )
+    try:
+        resolved = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(merged), resolve=True))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path or 'overrides'}: {error}") from error
+    return parse_section(Config, resolved, where=str(path or "overrides"))
+
+
+def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: str) -> SectionT:
+    """Checks a mapping against a section.
+
+    Raises:
+        ConfigError: One line per fault: what, got, do.
+    """
+    try:
+        return section.model_validate(dict(values))
+    except ValidationError as error:
+        lines = [_explain(fault, section) for fault in error.errors()]
+        raise ConfigError(f"{where}: " + "\n".join(lines)) from None
+
+
+def _read_yaml(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"config file {str(path)!r} does not exist; give the path of a YAML file")
+    try:
+        loaded = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} is not valid YAML: {error}") from error
+    if not OmegaConf.is_dict(loaded):
+        raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
+    return loaded
+
+
+def _with_short_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewrites long names key by key, so that they mix freely with short ones."""
+    short: dict[str, Any] = {}
+    for key, value in _flatten(values):
+        if key in FIXED_LONG_NAMES:
+            if value != FIXED_LONG_NAMES[key]:
+                raise ConfigError(
+                    f"{key} is {value!r}; only {FIXED_LONG_NAMES[key]!r} exists here, so leave it out"
+                )
+            continue
+        _put(short, _short_name(key).split("."), value)
+    return short
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and not name.endswith("engine_kwargs"):
+            flat += _flatten(cast(Mapping[str, Any], value), prefix=f"{name}.")
+        else:
+            flat.append((name, cast(Any, value)))
+    return flat
+
+
+def _short_name(key: str) -> str:
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        short = LONG_NAMES.get(".".join(parts[:length]))
+        if short is not None:
+            return ".".join([short, *parts[length:]])
+    return key
+
+
+def _put(target: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
+        inner = target.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{'.'.join(path)}: {part!r} is given both a value and keys of its own")
+        target = cast(dict[str, Any], inner)
+    target[path[-1]] = value
+
+
+def _explain(fault: ErrorDetails, section: type[BaseModel]) -> str:
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        owner = _section_at(section, location[:-1])
+        prefix = "".join(f"{part}." for part in location[:-1])
+        near = did_you_mean(location[-1], owner.model_fields) if owner is not None else ""
+        elsewhere = [name for name in all_keys(section) if name.rpartition(".")[2] == location[-1]]
+        if elsewhere:
+            near = f"; did you mean {elsewhere[0]!r}?"
+        return f"unknown key {prefix}{location[-1]!r}{near}"
+    if fault["type"] == "missing":
+        return f"key {key!r} is missing"
+    message = fault["msg"][0].lower() + fault["msg"][1:]
+    return f"{key} is {fault['input']!r}: {message}"
+
+
+def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every key of a section and of those below it, dotted."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += all_keys(inner, prefix=f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _section_at(section: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    for part in path:
+        info = section.model_fields.get(part)
+        inner = info.annotation if info is not None else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return None
+        section = inner
+    return section

@@ -1,0 +1,465 @@
+"""The live state of one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+from uuid import uuid4
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.concurrency import run_abortable, run_together
+from agent_loop.errors import AgentLoopError, EpisodeError
+from agent_loop.interactions.session import InteractionReply, InteractionSession
+from agent_loop.ledger import TokenLedger
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.tools.session import ToolResult, ToolSession
+from agent_loop.types import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    Failure,
+    Incident,
+    IncidentKind,
+    IntArray,
+    MalformedCall,
+    Message,
+    Origin,
+    ParsedCompletion,
+    SamplingParams,
+    StopReason,
+    ToolCall,
+    TokenOutput,
+)
+
+ABORT_GRACE_S = 5.0
+"""How long a server may take to hand over the tokens of an aborted request."""
+
+
+class EpisodeStopped(AgentLoopError):
+    """Raised by an episode that is over, to leave the loop's body; the trajectory's record is complete."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"the episode is over: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """What ends an episode. None is no limit."""
+
+    prompt_length: int
+    """Tokens of the first prompt."""
+    response_length: int
+    """Tokens after the first prompt."""
+    truncate_prompt: str = "no"
+    """`left` or `right`: cut the beginning or the end of a longer prompt, instead of ending the episode."""
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_turn_tokens: int | None = None
+    """Tokens of one assistant turn."""
+    deadline_s: float | None = None
+    """Seconds from opening."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One assistant turn, as it was sampled and as it reads."""
+
+    token_ids: Sequence[int]
+    parsed: ParsedCompletion
+    is_cut: bool
+    """It ended by a limit, not by the model's own stop token."""
+
+    @property
+    def content(self) -> str:
+        return self.parsed.content
+
+    @property
+    def calls(self) -> tuple[ToolCall | MalformedCall, ...]:
+        return self.parsed.calls
+
+
+class Episode:
+    """One trajectory while it runs: the only writer of its tokens, the one place where its limits are kept.
+
+    Single use, with `async with`. Entering renders the prompt; leaving closes the tools and the interaction, whatever
+    happened. Verbs: `generate`, `observe`, `call_tools`, `interact`, `finish`, `output`. A verb on an episode that is
+    over raises `EpisodeStopped`, which the worker turns into the trajectory's record; a loop need not catch it.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        *,
+        template: ChatTemplate,
+        server_manager: AsyncLLMServerManager,
+        limits: EpisodeLimits,
+        tools: ToolSession | None = None,
+        tool_schemas: Sequence[Mapping[str, Any]] = (),
+        interaction: InteractionSession | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        self.request_id = request_id or uuid4().hex
+        self.limits = limits
+        self.stop_reason: StopReason | None = None
+        self.assistant_turns = 0
+        self.user_turns = 0
+        self._messages: list[Message] = list(messages)
+        self._template = template
+        self._server_manager = server_manager
+        self._tools = tools
+        self._tool_schemas = tool_schemas
+        self._interaction = interaction
+        self._ledger = TokenLedger()
+        self._incidents: list[Incident] = []
+        self._tool_rewards: list[float] = []
+        self._turn_scores: list[float] = []
+        self._verdicts: list[float] = []
+        self._metrics = AgentLoopMetrics()
+        self._clock: _Clock | None = None
+        self._deadline = asyncio.Timeout(None)
+        self._is_closed = False
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._clock is not None:
+            raise EpisodeError("an episode is used once; make a new one")
+        self._clock = _Clock(asyncio.get_running_loop())
+        self._deadline = asyncio.timeout(self.limits.deadline_s)
+        await self._deadline.__aenter__()
+        try:
+            self._open()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._deadline.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            await self.finish(StopReason.DEADLINE)
+            raise EpisodeStopped(StopReason.DEADLINE) from None
+        if error is None or isinstance(error, EpisodeStopped):
+            await self.finish()
+        elif isinstance(error, asyncio.CancelledError):
+            await self._close(StopReason.CANCELLED)
+        else:
+            await self._close(StopReason.FAILED)
+
+    async def finish(self, reason: StopReason = StopReason.ANSWERED) -> None:
+        """Ends the episode: tools and interaction give their verdicts and are closed.
+
+        A reason that already stands remains. Finishing twice is the same as once.
+
+        Raises:
+            ToolBug: A tool's `calc_reward` raised or took too long.
+            InteractionBug: The interaction's `calculate_score` did.
+        """
+        if self._is_closed:
+            return
+        self.stop(reason)
+        try:
+            if self._tools is not None:
+                self._verdicts += (await self._tools.calc_rewards()).values()
+            if (
+                self._interaction is not None
+                and (score := await self._interaction.calculate_score()) is not None
+            ):
+                self._verdicts.append(score)
+        finally:
+            await self._close(reason)
+
+    # -- verbs -----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, sampling_params: Mapping[str, Any] | SamplingParams, *, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """One assistant turn.
+
+        A turn that is cut by `response_length` or aborted ends the episode. One that is cut by `max_turn_tokens` does
+        not: the next `observe` closes it.
+
+        Args:
+            sampling_params: See `SamplingParams`; `max_tokens` is lowered to what the limits leave.
+            stop_token_ids: More stop tokens, for this turn alone.
+
+        Raises:
+            EpisodeStopped: The episode is over, or a limit allows no further turn.
+            ServerError: The server failed.
+        """
+        self._refuse_if_over()
+        if _reached(self.assistant_turns, self.limits.max_assistant_turns):
+            raise self._stopped(StopReason.MAX_ASSISTANT_TURNS)
+        if self.num_tokens_left <= 0:
+            raise self._stopped(StopReason.RESPONSE_LENGTH)
+        params = self._limited(SamplingParams.parse(sampling_params), stop_token_ids)
+        started = self._now
+        try:
+            sampled = await run_abortable(
+                self._server_manager.generate(
+                    self.request_id, prompt_ids=self._ledger.context, sampling_params=params
+                ),
+                abort=lambda: self._server_manager.abort(self.request_id),
+                keep_partial=self._record_turn,
+                grace_s=ABORT_GRACE_S,
+            )
+        finally:
+            self._add_metrics(generate_sequences=self._now - started)
+        completion = self._record_turn(sampled)
+        if sampled.stop_reason == "aborted":
+            self.stop(StopReason.CANCELLED)
+        elif self.num_tokens_left <= 0 and (completion.is_cut or completion.calls):
+            self.stop(StopReason.RESPONSE_LENGTH)
+        return completion
+
+    async def observe(self, messages: Sequence[Message]) -> bool:
+        """Adds what tools, a user or an environment said; the model speaks next.
+
+        Returns:
+            Whether it was added. It is not if it does not fit into `response_length`; the episode is over then, as it
+            is if it fits exactly.
+
+        Raises:
+            EpisodeStopped: The episode is over, or a limit allows no further turn.
+        """
+        self._refuse_if_over()
+        if not self.may_go_on():
+            raise EpisodeStopped(self.stop_reason or StopReason.FAILED)
+        self._messages += messages
+        ids = self._template.bridge(messages, last_token_id=self._ledger.last_token_id)
+        left = self.num_tokens_left
+        if len(ids) >= left:
+            self.stop(StopReason.RESPONSE_LENGTH)
+        if len(ids) > left:
+            self.note(
+                IncidentKind.DROPPED_OBSERVATION, f"the reply has {len(ids)} tokens where {left} are left"
+            )
+            return False
+        is_tool_reply = any(message["role"] == "tool" for message in messages)
+        self._ledger.append(ids, origin=Origin.TOOL if is_tool_reply else Origin.INTERACTION)
+        self.user_turns += 1
+        return True
+
+    async def call_tools(self, calls: Sequence[ToolCall], *, max_parallel: int = 1) -> list[ToolResult]:
+        """Runs calls on the trajectory's own tool instances and records what they earned.
+
+        Args:
+            max_parallel: So many run at once; the rest queue behind them.
+
+        Returns:
+            One result per call, in order.
+
+        Raises:
+            ToolBug: A tool raised something else than `ToolError`; the calls beside it are cancelled.
+        """
+        if self._tools is None:
+            raise EpisodeError("this episode has no tools; pass tools= to AgentLoopBase.episode")
+        tools, places, started = self._tools, asyncio.Semaphore(max_parallel), self._now
+
+        async def run(call: ToolCall) -> ToolResult:
+            async with places:
+                return await tools.execute(call)
+
+        try:
+            results = await run_together(run(call) for call in calls)
+        finally:
+            self._add_metrics(tool_calls=self._now - started, num_tool_calls=len(calls))
+        for result in results:
+            if result.reward is not None:
+                self._tool_rewards.append(result.reward)
+            if result.incident is not None:
+                self.note(result.incident.kind, result.incident.detail)
+        return results
+
+    async def interact(self) -> InteractionReply:
+        """Asks the interaction for its reply to the conversation and records the turn's score.
+
+        Raises:
+            InteractionBug: It raised or took too long.
+        """
+        if self._interaction is None:
+            raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
+        started = self._now
+        try:
+            reply = await self._interaction.respond(list(self._messages))
+        finally:
+            self._add_metrics(tool_calls=self._now - started)
+        self._turn_scores.append(reply.score)
+        return reply
+
+    def stop(self, reason: StopReason) -> None:
+        """Says why the episode ends; no further turn is possible. The first reason stands."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+    def note(self, kind: IncidentKind, detail: str) -> None:
+        """Records a named loss."""
+        self._incidents.append(Incident(kind, detail, self.assistant_turns))
+
+    def record_message(self, message: Message) -> None:
+        """Keeps a message that the model does not see, for the conversation's record."""
+        self._messages.append(message)
+
+    def output(
+        self,
+        *,
+        reward_score: float | None = None,
+        extra_fields: Mapping[str, Any] | None = None,
+        failure: Failure | None = None,
+    ) -> AgentLoopOutput:
+        """The trajectory's record. An episode that nobody ended has `answered`.
+
+        Args:
+            reward_score: The loop's own reward; None leaves it to the tools and the interaction, and if they have none
+                to the reward function.
+            extra_fields: Whatever else to hand on; becomes columns of the batch.
+            failure: What made it fail.
+
+        Raises:
+            EpisodeError: Tools or an interaction are open; `await finish()` first.
+        """
+        if self._has_open_parts:
+            raise EpisodeError(
+                "tools or an interaction are still open; await episode.finish() before output()"
+            )
+        if reward_score is None and self._verdicts:
+            reward_score = sum(self._verdicts)
+        stop_reason = StopReason.FAILED if failure else self.stop_reason or StopReason.ANSWERED
+        return AgentLoopOutput(
+            segments=self._ledger.segments(),
+            stop_reason=stop_reason,
+            reward_score=reward_score,
+            messages=self._messages,
+            metrics=replace(self._metrics, total=self._now),
+            tool_rewards=self._tool_rewards,
+            turn_scores=self._turn_scores,
+            incidents=self._incidents,
+            failure=failure,
+            extra_fields=extra_fields,
+        )
+
+    # -- what loops may ask ----------------------------------------------------------------------------------------
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return tuple(self._messages)
+
+    @property
+    def context(self) -> IntArray:
+        """All tokens so far, shape [num_tokens]; read-only."""
+        return self._ledger.context
+
+    @property
+    def has_interaction(self) -> bool:
+        return self._interaction is not None
+
+    @property
+    def num_tokens_left(self) -> int:
+        """What `response_length` leaves."""
+        return self.limits.response_length - self._ledger.num_response_tokens
+
+    @property
+    def is_last_turn(self) -> bool:
+        """Whether nothing that the next assistant turn asks for could be answered: a turn limit stands behind it."""
+        return _reached(self.assistant_turns + 1, self.limits.max_assistant_turns) or _reached(
+            self.user_turns, self.limits.max_user_turns
+        )
+
+    def may_go_on(self) -> bool:
+        """Whether a reply and another assistant turn are allowed; if not, the episode is over with the reason."""
+        if _reached(self.assistant_turns, self.limits.max_assistant_turns):
+            self.stop(StopReason.MAX_ASSISTANT_TURNS)
+        elif _reached(self.user_turns, self.limits.max_user_turns):
+            self.stop(StopReason.MAX_USER_TURNS)
+        elif self.num_tokens_left <= 0:
+            self.stop(StopReason.RESPONSE_LENGTH)
+        return self.stop_reason is None
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        ids = self._template.open(self._messages, tools=self._tool_schemas)
+        limit, side = self.limits.prompt_length, self.limits.truncate_prompt
+        if len(ids) > limit:
+            detail = f"the prompt has {len(ids)} tokens, over prompt_length {limit}"
+            if side == "no":
+                self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; no token of it was used")
+                self.stop(StopReason.PROMPT_LENGTH)
+                return
+            self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; cut on the {side}")
+            ids = ids[-limit:] if side == "left" else ids[:limit]
+        self._ledger.append(ids, origin=Origin.PROMPT)
+
+    def _refuse_if_over(self) -> None:
+        if self._clock is None:
+            raise EpisodeError("the episode is not open; use it with `async with`")
+        if self.stop_reason is not None:
+            raise EpisodeStopped(self.stop_reason)
+
+    def _stopped(self, reason: StopReason) -> EpisodeStopped:
+        self.stop(reason)
+        return EpisodeStopped(reason)
+
+    def _limited(self, params: SamplingParams, stop_token_ids: Sequence[int]) -> SamplingParams:
+        limits = (params.max_tokens, self.limits.max_turn_tokens, self.num_tokens_left)
+        return replace(
+            params,
+            max_tokens=min(limit for limit in limits if limit is not None),
+            stop_token_ids=(*params.stop_token_ids, *stop_token_ids),
+        )
+
+    def _record_turn(self, sampled: TokenOutput) -> Completion:
+        self._ledger.append_completion(sampled)
+        self._add_metrics(num_preempted=sampled.num_preempted)
+        parsed = self._template.parse(sampled.token_ids)
+        is_cut = sampled.stop_reason != "stop"
+        self.assistant_turns += 1
+        self._messages.append(parsed.as_message())
+        if is_cut:
+            self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
+        return Completion(sampled.token_ids, parsed, is_cut)
+
+    @property
+    def _has_open_parts(self) -> bool:
+        return any(part.num_open for part in (self._tools, self._interaction) if part is not None)
+
+    async def _close(self, reason: StopReason) -> None:
+        self.stop(reason)
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for part in (self._tools, self._interaction):
+            if part is not None:
+                self._incidents += await part.close()
+
+    @property
+    def _now(self) -> float:
+        return 0.0 if self._clock is None else self._clock.seconds
+
+    def _add_metrics(self, **amounts: Any) -> None:
+        self._metrics = replace(
+            self._metrics, **{name: getattr(self._metrics, name) + amount for name, amount in amounts.items()}
+        )
+
+
+class _Clock:
+    """Seconds since the episode was opened, in the event loop's time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._started = loop.time()
+
+    @property
+    def seconds(self) -> float:
+        return self._loop.time() - self._started
+
+
+def _reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit

@@ -1,0 +1,83 @@
+"""The exceptions, named after the boundary at which things went wrong.
+
+Every message says what is wrong, what was found, and what to do. The command line prints an `AgentLoopError`
+without a traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AgentLoopError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+
+class ConfigError(AgentLoopError):
+    """A setting is unknown, missing or out of range."""
+
+
+class DataError(AgentLoopError):
+    """A data file, or a row of it, is not what the run needs."""
+
+
+class SamplingParamsError(AgentLoopError):
+    """A sampling parameter is unknown, out of range, or not offered by the server."""
+
+
+class ChatTemplateError(AgentLoopError):
+    """A chat template cannot render or bridge the conversation."""
+
+
+class EpisodeError(AgentLoopError):
+    """An episode or a trajectory record was used against its contract."""
+
+
+class ToolError(AgentLoopError):
+    """Raised by a tool to tell the model that the call did not work; the episode goes on."""
+
+
+class ToolBug(AgentLoopError):
+    """A tool raised something else than `ToolError`, or broke its contract; the episode fails."""
+
+
+class InteractionBug(AgentLoopError):
+    """An interaction raised, broke its contract or took too long; the episode fails."""
+
+
+class RewardError(AgentLoopError):
+    """A reward function raised, took too long, or returned something else than a number or a mapping."""
+
+
+class ServerError(AgentLoopError):
+    """An LLM server failed a request."""
+
+    def __init__(self, message: str, *, server: str = "", request_id: str = "") -> None:
+        where = " ".join(
+            part for part in (server and f"server {server}", request_id and f"request {request_id}") if part
+        )
+        super().__init__(f"{where}: {message}" if where else message)
+        self.server = server
+        self.request_id = request_id
+
+
+class RolloutError(AgentLoopError):
+    """Too many trajectories of a batch failed."""
+
+
+class WeightsError(AgentLoopError):
+    """Published weights do not fit the server's model."""
+
+
+class CheckpointError(AgentLoopError):
+    """A checkpoint is missing, damaged, or of another run."""
+
+
+def did_you_mean(got: str, options: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or the list of options if none is near."""
+    options = sorted(options)
+    near = difflib.get_close_matches(got, options, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are: {', '.join(options)}" if options else ""

@@ -1,0 +1,77 @@
+"""Loads what users name in a configuration: `file.py:name`, `module:name` or `module.name`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agent_loop.errors import ConfigError, did_you_mean
+
+
+def load_object(reference: str, *, key: str) -> Any:
+    """The object that a reference names.
+
+    Args:
+        reference: `path/to/file.py:name`, `package.module:name` or `package.module.name`.
+        key: The configuration key it comes from, for the error.
+
+    Raises:
+        ConfigError: There is no such file, module or name, or importing it raised.
+    """
+    source, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
+    if not source or not name:
+        raise ConfigError(f"{key} is {reference!r}; give file.py:name or module:name")
+    module = load_module(source, key=key)
+    target: Any = module
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(
+                f"{key} is {reference!r}: {source} has no {name!r}{did_you_mean(name, _names(module))}"
+            )
+        target = getattr(target, part)
+    return target
+
+
+def load_module(source: str, *, key: str) -> ModuleType:
+    """Imports a module by its dotted name or a file by its path; a file is imported once.
+
+    Raises:
+        ConfigError: It does not exist, or importing it raised.
+    """
+    try:
+        return (
+            _import_file(Path(source), key=key) if source.endswith(".py") else importlib.import_module(source)
+        )
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key}: importing {source} raised {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path, *, key: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"{key}: file {str(path)!r} does not exist")
+    name = f"agent_loop_user_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}: {str(path)!r} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _names(module: ModuleType) -> list[str]:
+    return [name for name in vars(module) if not name.startswith("_")]

@@ -1,0 +1,120 @@
+"""What an agent loop is: user code that decides what happens next and owns nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.config import MultiTurnConfig
+from agent_loop.episode import Episode, EpisodeLimits
+from agent_loop.errors import DataError, did_you_mean
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.tools.base import BaseTool
+from agent_loop.tools.session import ToolSession, ToolSessionConfig
+from agent_loop.types import AgentLoopOutput, Message
+
+
+@dataclass(frozen=True, slots=True)
+class LoopContext:
+    """What a worker gives to each loop."""
+
+    server_manager: AsyncLLMServerManager
+    template: ChatTemplate
+    limits: EpisodeLimits
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    tools: Mapping[str, BaseTool] = field(default_factory=dict[str, BaseTool])
+    interactions: Mapping[str, BaseInteraction] = field(default_factory=dict[str, BaseInteraction])
+
+
+class AgentLoopBase(ABC):
+    """One agent loop; made anew for each row.
+
+    Subclass it, write `run`, and give it a name with `@register("name")`. Further keys of its entry in
+    `agent_loop_config_path` arrive as keyword arguments of the constructor.
+    """
+
+    def __init__(self, context: LoopContext) -> None:
+        self.context = context
+        self.server_manager = context.server_manager
+        self.template = context.template
+        self.tokenizer = context.template.tokenizer
+        self.last_episode: Episode | None = None
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """Runs one conversation.
+
+        Args:
+            sampling_params: Temperature, top_p and top_k of the run; pass them on, changed or not.
+            row: The row's columns, `raw_prompt` (the messages) among them.
+
+        Returns:
+            The trajectory: an episode's `output()`, or one built from token lists.
+
+        Raises:
+            Exception: Whatever is raised fails this trajectory and no other.
+        """
+
+    def episode(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Mapping[str, BaseTool] | None = None,
+        tools_kwargs: Mapping[str, Any] | None = None,
+        interaction_kwargs: Mapping[str, Any] | None = None,
+    ) -> Episode:
+        """A new episode on this loop's servers, for `async with`.
+
+        Args:
+            messages: The first prompt.
+            tools: The tools that the model may call, by name; their schemas are shown to it.
+            tools_kwargs: Per tool name: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`.
+            interaction_kwargs: `name` of an interaction, and what it is started with.
+
+        Raises:
+            DataError: There is no such tool or interaction.
+        """
+        tools = tools or {}
+        session = None
+        if tools or tools_kwargs:
+            config = ToolSessionConfig(
+                timeout_s=self.context.multi_turn.tool_timeout_s,
+                close_timeout_s=self.context.multi_turn.close_timeout_s,
+            )
+            session = ToolSession(tools, config=config, tools_kwargs=tools_kwargs)
+        self.last_episode = Episode(
+            messages,
+            template=self.template,
+            server_manager=self.server_manager,
+            limits=self.context.limits,
+            tools=session,
+            tool_schemas=[tool.tool_schema for tool in tools.values()],
+            interaction=self._interaction_session(interaction_kwargs),
+        )
+        return self.last_episode
+
+    async def apply_chat_template(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of a first prompt, for loops that work on token ids."""
+        return self.template.open(messages, tools=tools).tolist()
+
+    def _interaction_session(self, interaction_kwargs: Mapping[str, Any] | None) -> InteractionSession | None:
+        if not interaction_kwargs:
+            return None
+        kwargs = dict(interaction_kwargs)
+        name = kwargs.pop("name", None)
+        interaction = self.context.interactions.get(str(name))
+        if interaction is None:
+            near = did_you_mean(str(name), self.context.interactions)
+            raise DataError(f"interaction_kwargs.name is {name!r}: no such interaction{near}")
+        config = InteractionSessionConfig(
+            timeout_s=self.context.multi_turn.interaction_timeout_s,
+            close_timeout_s=self.context.multi_turn.close_timeout_s,
+        )
+        return InteractionSession(interaction, config=config, interaction_kwargs=kwargs)

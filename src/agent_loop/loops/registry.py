@@ -1,0 +1,94 @@
+"""Agent loops by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from agent_loop.errors import ConfigError, DataError, did_you_mean
+from agent_loop.loading import load_module
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.registries import load_class
+
+LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
+
+_registered: dict[str, type[AgentLoopBase]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEntry:
+    """A loop class and what its constructor is given beside the context."""
+
+    loop_class: type[AgentLoopBase]
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def register(agent_name: str) -> Callable[[LoopT], LoopT]:
+    """Makes a loop known by a name, for `rollout.agent.default_agent_loop` and the rows' `agent_name`.
+
+    Raises:
+        ConfigError: Another class has that name already.
+    """
+
+    def decorate(loop_class: LoopT) -> LoopT:
+        known = _registered.get(agent_name)
+        if known is not None and known.__qualname__ != loop_class.__qualname__:
+            raise ConfigError(f"agent loop {agent_name!r} is registered already, as {known.__qualname__}")
+        _registered[agent_name] = loop_class
+        return loop_class
+
+    return decorate
+
+
+class LoopRegistry:
+    """All loops of a run: the registered ones and those of a YAML file.
+
+    Args:
+        loop_files: Python files to import first, so that their `@register` takes effect.
+        config_path: YAML list of `{name, _target_: module.Class or file.py:Class, ...}`; further keys go to the
+            constructor.
+
+    Raises:
+        ConfigError: A file is missing or wrong.
+    """
+
+    def __init__(self, *, loop_files: list[str] | None = None, config_path: str | None = None) -> None:
+        for file in loop_files or []:
+            load_module(file, key="rollout.agent.loop_files")
+        self._entries = {name: LoopEntry(loop_class) for name, loop_class in _registered.items()}
+        if config_path is not None:
+            self._entries |= _read_config(Path(config_path))
+
+    def get(self, agent_name: str) -> LoopEntry:
+        """The loop of that name.
+
+        Raises:
+            DataError: There is none.
+        """
+        if agent_name not in self._entries:
+            raise DataError(f"unknown agent loop {agent_name!r}{did_you_mean(agent_name, self._entries)}")
+        return self._entries[agent_name]
+
+
+def _read_config(path: Path) -> dict[str, LoopEntry]:
+    key = "rollout.agent.agent_loop_config_path"
+    if not path.is_file():
+        raise ConfigError(f"{key} is {str(path)!r}: no such file")
+    try:
+        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {str(path)!r} is not valid YAML: {error}") from error
+    if not isinstance(entries, list):
+        raise ConfigError(f"{key}: {str(path)!r} must hold a list of {{name, _target_}}")
+    loops: dict[str, LoopEntry] = {}
+    for entry in cast(list[Any], entries):
+        if not isinstance(entry, dict) or not {"name", "_target_"} <= set(cast(dict[str, Any], entry)):
+            raise ConfigError(f"{key}: entry {entry!r} needs the keys name and _target_")
+        kwargs = dict(cast(dict[str, Any], entry))
+        name, target = str(kwargs.pop("name")), str(kwargs.pop("_target_"))
+        loops[name] = LoopEntry(load_class(target, base=AgentLoopBase, key=key), kwargs)
+    return loops

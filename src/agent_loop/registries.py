@@ -1,0 +1,87 @@
+"""Reads the YAML lists in which users name classes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from agent_loop.boundary import describe_error
+from agent_loop.config import Section, parse_section
+from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.loading import load_object
+
+EntryT = TypeVar("EntryT", bound=Section)
+BaseT = TypeVar("BaseT")
+
+
+def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, key: str) -> list[EntryT]:
+    """The entries of the list that the file holds under `list_key`. `${...}` interpolation is OmegaConf's.
+
+    Args:
+        path: A YAML file, relative to where the command runs.
+        entry_type: What each entry must be.
+        list_key: The only key that the file may hold.
+        key: The configuration key the path comes from, for the error.
+
+    Raises:
+        ConfigError: The file is missing, is not YAML, or holds something else.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}: file {str(path)!r} does not exist; give the path of a YAML file")
+    try:
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: file {str(path)!r} is not valid YAML: {error}") from error
+    entries: Any = cast(dict[str, Any], content).get(list_key) if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{path}: there is no list under {list_key!r}; begin the file with `{list_key}:`")
+    for name in cast(dict[str, Any], content):
+        if name != list_key:
+            raise ConfigError(f"{path}: unknown key {name!r}{did_you_mean(name, [list_key])}")
+    return [
+        _parse_entry(entry, entry_type=entry_type, where=f"{path}: {list_key}[{index}]")
+        for index, entry in enumerate(cast(list[Any], entries))
+    ]
+
+
+def load_class(reference: str, *, base: type[BaseT], key: str) -> type[BaseT]:
+    """The class that a reference names.
+
+    Raises:
+        ConfigError: There is no such class, or it is not a subclass of `base`.
+    """
+    loaded = load_object(reference, key=key)
+    if not isinstance(loaded, type):
+        raise ConfigError(
+            f"{key} is {reference!r}, an object of type {type(loaded).__name__}; "
+            f"name a subclass of {base.__name__}"
+        )
+    if not issubclass(loaded, base):
+        raise ConfigError(
+            f"{key} is {reference!r}, which is no subclass of {base.__name__}; derive it from that"
+        )
+    return loaded
+
+
+def construct(make: Callable[..., BaseT], *args: Any, where: str) -> BaseT:
+    """Makes an object of a user's class.
+
+    Raises:
+        ConfigError: Making it raised.
+    """
+    try:
+        return make(*args)
+    except Exception as error:
+        name = getattr(make, "__name__", repr(make))
+        raise ConfigError(f"{where}: making a {name} raised {describe_error(error)}") from error
+
+
+def _parse_entry(entry: Any, *, entry_type: type[EntryT], where: str) -> EntryT:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} is {entry!r}; give keys: {', '.join(entry_type.model_fields)}")
+    return parse_section(entry_type, cast(Mapping[str, Any], entry), where=where)

@@ -1,0 +1,1 @@
+"""Running many agent loops at once, and what comes out."""

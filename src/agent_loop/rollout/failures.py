@@ -1,0 +1,42 @@
+"""When bad rollouts stop being data and become a broken run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from agent_loop.errors import RolloutError
+from agent_loop.types import Failure, Trajectory
+
+
+class FailureBudget:
+    """Counts the failed trajectories of one batch.
+
+    Args:
+        num_trajectories: Size of the batch.
+        max_share: The share of it that may fail.
+    """
+
+    def __init__(self, *, num_trajectories: int, max_share: float) -> None:
+        self._num_trajectories = num_trajectories
+        self._max_share = max_share
+        self._failures: list[Failure] = []
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Takes note of a trajectory.
+
+        Raises:
+            RolloutError: It is one failure too many; the message holds the commonest error in full.
+        """
+        if trajectory.output.failure is None:
+            return
+        self._failures.append(trajectory.output.failure)
+        if len(self._failures) > self._max_share * self._num_trajectories:
+            raise RolloutError(self._explanation())
+
+    def _explanation(self) -> str:
+        [(error, count)] = Counter(failure.error for failure in self._failures).most_common(1)
+        example = next(failure for failure in self._failures if failure.error == error)
+        return (
+            f"{len(self._failures)} of {self._num_trajectories} trajectories failed, more than "
+            f"rollout.max_failed_share {self._max_share} allows; {count} of them with:\n\n{example.traceback}"
+        )

@@ -1,0 +1,225 @@
+"""The top of a rollout: rows in, trajectories or a batch of tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
+
+from agent_loop.chat.template import ChatTemplate, load_chat_template
+from agent_loop.concurrency import run_shielded, run_together
+from agent_loop.config import Config, RolloutConfig
+from agent_loop.episode import EpisodeLimits
+from agent_loop.interactions.registry import load_interactions
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rewards.function import RewardFunction, load_reward
+from agent_loop.rollout.failures import FailureBudget
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.factory import create_servers
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.tools.registry import load_tools
+from agent_loop.types import Row, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+    from agent_loop.rollout.batch import RolloutBatch
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class AgentLoopManager:
+    """Owns the servers and the workers of a run.
+
+    Args:
+        config: Limits, sampling and names of loops, tools and interactions.
+        servers: The LLM servers; closed with the manager.
+        template: The model's chat template.
+        reward: Scores trajectories that have no reward of their own.
+
+    Raises:
+        ConfigError: A loop, tool or interaction that the config names does not exist or cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        servers: Sequence[AsyncServerBase],
+        template: ChatTemplate,
+        reward: RewardFunction | None = None,
+    ) -> None:
+        self.config = config
+        self.template = template
+        self.server_manager = AsyncLLMServerManager(servers)
+        multi_turn = config.multi_turn
+        context = LoopContext(
+            server_manager=self.server_manager,
+            template=template,
+            limits=_limits(config),
+            multi_turn=multi_turn,
+            tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
+            interactions=load_interactions(multi_turn.interaction_config_path),
+        )
+        loops = LoopRegistry(
+            loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path
+        )
+        self.workers = [
+            AgentLoopWorker(
+                context,
+                loops=loops,
+                default_agent_loop=config.agent.default_agent_loop,
+                reward=reward,
+                max_concurrent=config.max_concurrent,
+            )
+            for _ in range(config.agent.num_workers)
+        ]
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        """Loads everything that a configuration names.
+
+        Raises:
+            ConfigError: Something named does not exist or does not fit.
+        """
+        template = load_chat_template(
+            config.model.tokenizer_path or config.model.path,
+            tool_parser=config.rollout.multi_turn.format,
+            chat_template_path=config.model.chat_template_path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        reward = None
+        if config.reward.function is not None:
+            reward = load_reward(config.reward.function, timeout_s=config.reward.timeout_s)
+        servers = create_servers(config.model, rollout=config.rollout)
+        return cls(config.rollout, servers=servers, template=template, reward=reward)
+
+    async def generate_sequences(
+        self, rows: Sequence[Row], *, n: int | None = None, validate: bool = False
+    ) -> RolloutBatch:
+        """Runs `n` trajectories per row and assembles them.
+
+        Args:
+            rows: Any number of them, each with `raw_prompt`.
+            n: Trajectories per row; None is `rollout.n` (`rollout.val.n` in validation).
+            validate: Sample as `rollout.val` says.
+
+        Returns:
+            A `tensordict.TensorDict` with one row per trajectory, ordered by row, then sample; `batch["timing"]` holds
+            the timing metrics. See `agent_loop.rollout.batch` for the fields.
+
+        Raises:
+            RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
+        """
+        from agent_loop.rollout.batch import (
+            assemble,
+            timing_metrics,
+        )  # late: needs torch; running loops does not
+
+        trajectories = await self.run(rows, n=n, validate=validate)
+        fixed = self.config.pad_to == "limits"
+        batch = assemble(
+            trajectories,
+            pad_token_id=self.template.pad_token_id,
+            prompt_width=self.config.prompt_length if fixed else None,
+            response_width=self.config.response_length if fixed else None,
+        )
+        batch.set_non_tensor("timing", timing_metrics(trajectories))
+        return batch
+
+    async def run(
+        self,
+        rows: Sequence[Row],
+        *,
+        n: int | None = None,
+        validate: bool = False,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """Runs `n` trajectories per row, ordered by row, then sample.
+
+        Cancelling it cancels every trajectory; when it returns or raises nothing runs any more.
+
+        Args:
+            on_trajectory: Told of each trajectory as it ends.
+
+        Raises:
+            RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
+        """
+        n = n or (self.config.val.n if validate else self.config.n)
+        params = self._sampling_params(validate=validate)
+        jobs = [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
+        budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
+        async with self._awake():
+            chunks = await run_together(
+                worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
+                for worker, chunk in zip(self.workers, _split(jobs, len(self.workers)), strict=True)
+            )
+        return [trajectory for chunk in chunks for trajectory in chunk]
+
+    def cancel(self, trajectory_id: str) -> bool:
+        """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
+        return any(worker.cancel(trajectory_id) for worker in self.workers)
+
+    async def wake_up(self) -> None:
+        """Makes the servers ready: weights on the device, KV cache allocated."""
+        await self.server_manager.wake_up()
+
+    async def sleep(self) -> None:
+        """Frees the servers' KV caches and gives their devices to the trainer."""
+        await self.server_manager.sleep()
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        """Publishes new weights to all servers.
+
+        Raises:
+            WeightsError: They do not fit the servers' model; nothing was changed.
+        """
+        await self.server_manager.update_weights(weights, weight_version=weight_version)
+
+    async def close(self) -> None:
+        """Ends the servers."""
+        await self.server_manager.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncGenerator[None]:
+        if not self.config.free_cache_engine:
+            yield
+            return
+        await self.wake_up()
+        try:
+            yield
+        finally:
+            await run_shielded(self.sleep, timeout_s=CLOSE_TIMEOUT_S)
+
+    def _sampling_params(self, *, validate: bool) -> Mapping[str, Any]:
+        source = self.config.val if validate else self.config
+        return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+
+
+def _limits(config: RolloutConfig) -> EpisodeLimits:
+    return EpisodeLimits(
+        prompt_length=config.prompt_length,
+        response_length=config.response_length,
+        truncate_prompt=config.truncate_prompt,
+        max_assistant_turns=config.multi_turn.max_assistant_turns,
+        max_user_turns=config.multi_turn.max_user_turns,
+        max_turn_tokens=config.multi_turn.max_turn_tokens,
+        deadline_s=config.trajectory_timeout_s,
+    )
+
+
+def _split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:
+    """Contiguous chunks whose sizes differ by at most one."""
+    cuts = [len(jobs) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [jobs[start:end] for start, end in pairwise(cuts)]

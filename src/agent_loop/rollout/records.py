@@ -1,0 +1,54 @@
+"""Trajectories as JSON lines, complete to the token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from agent_loop.types import Segment, Trajectory
+
+
+def to_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as plain JSON values: who, what happened, what it was worth, and every token.
+
+    `segments` holds, in order, `origin`, `token_ids`, and for the model's `log_probs` and `weight_version`.
+    """
+    output = trajectory.output
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "group": trajectory.group,
+        "rollout": trajectory.rollout,
+        "stop_reason": str(output.stop_reason),
+        "reward": trajectory.reward,
+        "reward_extra": dict(trajectory.reward_extra),
+        "tool_rewards": list(output.tool_rewards),
+        "turn_scores": list(output.turn_scores),
+        "num_turns": output.num_turns,
+        "messages": list(output.messages),
+        "incidents": [
+            {"kind": str(incident.kind), "detail": incident.detail, "assistant_turn": incident.assistant_turn}
+            for incident in output.incidents
+        ],
+        "failure": output.failure and {"error": output.failure.error, "traceback": output.failure.traceback},
+        "metrics": {name: getattr(output.metrics, name) for name in output.metrics.__slots__},
+        "segments": [_segment(segment) for segment in output.segments],
+        "extra_fields": dict(output.extra_fields),
+    }
+
+
+def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Writes one line per trajectory. Values that JSON does not know are written as text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for trajectory in trajectories:
+            file.write(json.dumps(to_record(trajectory), ensure_ascii=False, default=str) + "\n")
+
+
+def _segment(segment: Segment) -> dict[str, Any]:
+    record: dict[str, Any] = {"origin": str(segment.origin), "token_ids": segment.token_ids.tolist()}
+    if segment.weight_version is not None:
+        record["weight_version"] = segment.weight_version
+        record["log_probs"] = None if segment.log_probs is None else segment.log_probs.tolist()
+    return record

@@ -1,0 +1,206 @@
+"""The rows of a data set: loading them, and which of them a step takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.loading import load_object
+from agent_loop.types import Message, Row
+
+
+def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]]:
+    """Reads all sources, one after the other. Each row gets `raw_prompt`, a list of messages.
+
+    Args:
+        sources: `.jsonl`, `.json` (a list of rows) or `.parquet` files, or `file.py:function`, which returns rows.
+        prompt_key: The column with the messages, or with the text of one user message. A row that has
+            `raw_prompt` already needs no such column.
+
+    Raises:
+        ConfigError: A source is of no known kind, or the function does not exist.
+        DataError: A file is missing or unreadable, a row has no prompt or one that is not messages, or there are
+            no rows.
+    """
+    rows = [
+        _with_prompt(row, where=where, prompt_key=prompt_key)
+        for source in sources
+        for where, row in _read(source)
+    ]
+    if not rows:
+        names = ", ".join(sources) or "an empty list of sources"
+        raise DataError(f"there are no rows in {names}; give at least one file or function with rows")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampler:
+    """Which rows a step takes: a pure function of the step, so that a resumed run needs nothing else.
+
+    The rows of one epoch follow those of the one before without a gap, so no row is left out; the batch at the
+    border takes from both.
+    """
+
+    rows: Sequence[Row]
+    batch_size: int
+    shuffle: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.rows) < self.batch_size:
+            raise DataError(
+                f"the data set has {len(self.rows)} rows, fewer than data.train_batch_size={self.batch_size}; "
+                "give more rows or lower the batch size"
+            )
+
+    def batch(self, step: int) -> list[Row]:
+        """The rows of a step; the first step is 1."""
+        start = (step - 1) * self.batch_size
+        places = [divmod(place, len(self.rows)) for place in range(start, start + self.batch_size)]
+        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
+        return [self.rows[orders[epoch][place]] for epoch, place in places]
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(len(self.rows))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)).tolist()
+
+
+def _read(source: str) -> Iterator[tuple[str, Any]]:
+    """Each row with the words that say where it is."""
+    reader = _READERS.get(Path(source).suffix)
+    if reader is not None:
+        if not Path(source).is_file():
+            raise DataError(f"data file {source!r} does not exist; give the path of a file with rows")
+        return reader(source)
+    if ":" in source:
+        return _read_function(source)
+    kinds = ", ".join(_READERS)
+    raise ConfigError(
+        f"data source {source!r} is of no known kind; give a file ({kinds}) or file.py:function"
+    )
+
+
+def _read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(_read_text(source).split("\n"), start=1):
+        if line.strip():
+            where = f"{source} line {number}"
+            try:
+                yield where, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:80]!r}"
+                ) from error
+
+
+def _read_json(source: str) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(_read_text(source))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{source} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
+        ) from error
+    if not isinstance(rows, list):
+        raise DataError(f"{source} holds a {type(rows).__name__}; a .json data file holds a list of rows")
+    return _numbered(source, cast(list[Any], rows))
+
+
+def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
+    # Late, because it takes as long to import as everything else that rows need.
+    arrow: Any = import_module("pyarrow")
+    parquet: Any = import_module("pyarrow.parquet")
+    try:
+        table = parquet.read_table(source)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{source} cannot be read as Parquet: {error}") from error
+    return _numbered(source, table.to_pylist())
+
+
+def _read_function(source: str) -> Iterator[tuple[str, Any]]:
+    function = load_object(source, key="data")
+    if not callable(function):
+        raise ConfigError(
+            f"data source {source!r} is a {type(function).__name__}; name a function that takes nothing "
+            "and returns rows"
+        )
+    rows = function()
+    if not isinstance(rows, Iterable):
+        raise DataError(f"{source} returned a {type(rows).__name__}; it must return an iterable of rows")
+    return _numbered(source, cast(Iterable[Any], rows))
+
+
+_READERS: Mapping[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
+
+
+def _read_text(source: str) -> str:
+    try:
+        return Path(source).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{source} cannot be read as UTF-8 text: {error}") from error
+
+
+def _numbered(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(rows, start=1):
+        yield f"{source} row {number}", row
+
+
+def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} is a {type(row).__name__}; a row is a mapping from column names to values")
+    columns = {str(name): value for name, value in cast(Mapping[Any, Any], row).items()}
+    key = "raw_prompt" if columns.get("raw_prompt") is not None else prompt_key
+    if columns.get(key) is None:
+        names = ", ".join(columns) or "none"
+        near = get_close_matches(prompt_key, columns, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise DataError(
+            f"{where} has no {prompt_key!r} (columns: {names}); set data.prompt_key to the column with the "
+            f"prompt{hint}"
+        )
+    return columns | {"raw_prompt": _messages(columns[key], where=f"{where}, column {key!r}")}
+
+
+def _messages(prompt: Any, *, where: str) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    kind = type(prompt).__name__
+    if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping):
+        raise DataError(f"{where} is a {kind}; {_PROMPT_SHAPE}")
+    messages = [_message(message, where=where) for message in cast(Iterable[Any], prompt)]
+    if not messages:
+        raise DataError(f"{where} is an empty list; {_PROMPT_SHAPE}")
+    return messages
+
+
+def _message(message: Any, *, where: str) -> Message:
+    """Columnar files give every message and content part every key: those that say nothing are left out."""
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} holds a {type(message).__name__}; {_PROMPT_SHAPE}")
+    given = cast(Mapping[str, Any], message)
+    if not isinstance(given.get("role"), str) or "content" not in given:
+        raise DataError(f"{where} holds a message with the keys {sorted(given)}; {_PROMPT_SHAPE}")
+    cleaned = {key: value for key, value in given.items() if value is not None or key == "content"}
+    if isinstance(given["content"], list):
+        cleaned["content"] = [_content_part(part) for part in cast(list[Any], given["content"])]
+    return cleaned
+
+
+def _content_part(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    return {key: value for key, value in cast(Mapping[str, Any], part).items() if value is not None}
+
+
+_PROMPT_SHAPE = 'give text, or messages like [{"role": "user", "content": "..."}]'

@@ -1,0 +1,201 @@
+"""Runs many agent loops at once, each to a record, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from agent_loop.concurrency import run_together
+from agent_loop.episode import EpisodeStopped
+from agent_loop.errors import ConfigError, EpisodeError
+from agent_loop.loops.base import AgentLoopBase, LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rewards.function import RewardFunction, Score
+from agent_loop.rollout.failures import FailureBudget
+from agent_loop.types import AgentLoopOutput, Failure, Row, StopReason, Trajectory
+
+DEADLINE_GRACE_S = 15.0
+"""A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One trajectory to run."""
+
+    row: Row
+    group: int
+    rollout: int
+    sampling_params: Mapping[str, Any]
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"group={self.group}/rollout={self.rollout}"
+
+
+class AgentLoopWorker:
+    """Runs agent loops concurrently on one event loop.
+
+    A trajectory that raises, hangs or is cancelled ends with a reason and its tokens; the others do not notice.
+
+    Args:
+        context: What each loop gets; its server manager is scoped to each trajectory.
+        loops: The agent loops by name.
+        default_agent_loop: The loop of rows without `agent_name`.
+        reward: Scores trajectories that have no reward of their own; None leaves those unscored.
+        max_concurrent: Trajectories in flight; None is all of them.
+    """
+
+    def __init__(
+        self,
+        context: LoopContext,
+        *,
+        loops: LoopRegistry,
+        default_agent_loop: str = "single_turn_agent",
+        reward: RewardFunction | None = None,
+        max_concurrent: int | None = None,
+    ) -> None:
+        self._context = context
+        self._loops = loops
+        self._default_agent_loop = default_agent_loop
+        self._reward = reward
+        self._max_concurrent = max_concurrent
+        self._running: dict[str, asyncio.Task[Any]] = {}
+        self._cancelled: set[str] = set()
+
+    @property
+    def running(self) -> Sequence[str]:
+        """The trajectories in flight."""
+        return tuple(self._running)
+
+    async def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        budget: FailureBudget | None = None,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """Runs all jobs and returns their trajectories in the same order.
+
+        Args:
+            budget: How many may fail; None is no limit.
+            on_trajectory: Told of each trajectory as it ends.
+
+        Raises:
+            RolloutError: More failed than the budget allows; what was running is cancelled.
+        """
+        places = asyncio.Semaphore(self._max_concurrent or max(len(jobs), 1))
+
+        async def run_one(job: Job) -> Trajectory:
+            async with places:
+                trajectory = await self._run_job(job)
+            if budget is not None:
+                budget.count(trajectory)
+            if on_trajectory is not None:
+                on_trajectory(trajectory)
+            return trajectory
+
+        return await run_together(run_one(job) for job in jobs)
+
+    def cancel(self, trajectory_id: str) -> bool:
+        """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
+        task = self._running.get(trajectory_id)
+        if task is None:
+            return False
+        self._cancelled.add(trajectory_id)
+        return task.cancel()
+
+    async def _run_job(self, job: Job) -> Trajectory:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[job.trajectory_id] = task
+        try:
+            output = await self._run_loop(job)
+        finally:
+            del self._running[job.trajectory_id]
+            self._cancelled.discard(job.trajectory_id)
+        return await self._scored(output, job)
+
+    async def _run_loop(self, job: Job) -> AgentLoopOutput:
+        """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
+        loop: AgentLoopBase | None = None
+        deadline_s = self._context.limits.deadline_s
+        backstop = asyncio.timeout(None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
+        try:
+            async with self._context.server_manager.scope() as server_manager, backstop:
+                loop = self._make_loop(job, replace(self._context, server_manager=server_manager))
+                output = cast(Any, await loop.run(dict(job.sampling_params), **job.row))
+            return _checked(output, loop)
+        except EpisodeStopped as stopped:
+            return _record(loop, stopped.reason)
+        except asyncio.CancelledError:
+            if not self._was_cancelled_alone(job):
+                raise
+            return _record(loop, StopReason.CANCELLED)
+        except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
+            if backstop.expired():
+                return _record(loop, StopReason.DEADLINE)
+            return _record(loop, StopReason.FAILED, failure=_failure(error))
+
+    def _was_cancelled_alone(self, job: Job) -> bool:
+        """Whether the cancellation came from `cancel`, and from nowhere else."""
+        return job.trajectory_id in self._cancelled and self._running[job.trajectory_id].uncancel() == 0
+
+    async def _scored(self, output: AgentLoopOutput, job: Job) -> Trajectory:
+        """The reward's edge: a reward function that raises fails its trajectory."""
+        score: Score | None = None
+        try:
+            score = await self._score(output, job)
+        except Exception as error:  # noqa: BLE001  (a broken reward is data too; many of them stop the run)
+            output = output.failed(_failure(error))
+        return Trajectory(
+            output=output,
+            row=job.row,
+            group=job.group,
+            rollout=job.rollout,
+            reward=None if score is None else score.reward,
+            reward_extra={} if score is None else score.extra,
+        )
+
+    async def _score(self, output: AgentLoopOutput, job: Job) -> Score | None:
+        if output.stop_reason in (StopReason.FAILED, StopReason.CANCELLED):
+            return None
+        if output.reward_score is not None:
+            return Score(output.reward_score)
+        return None if self._reward is None else await self._reward(output, job.row)
+
+    def _make_loop(self, job: Job, context: LoopContext) -> AgentLoopBase:
+        name = str(job.row.get("agent_name") or self._default_agent_loop)
+        entry = self._loops.get(name)
+        try:
+            return entry.loop_class(context, **entry.kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"agent loop {name!r} cannot be made with {sorted(entry.kwargs)}: {error}"
+            ) from error
+
+
+def _record(
+    loop: AgentLoopBase | None, reason: StopReason, *, failure: Failure | None = None
+) -> AgentLoopOutput:
+    """What a loop left behind that did not return: its episode, if it had one."""
+    episode = None if loop is None else loop.last_episode
+    if episode is None:
+        return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
+    episode.stop(reason)
+    return episode.output(failure=failure)
+
+
+def _checked(output: Any, loop: AgentLoopBase) -> AgentLoopOutput:
+    if not isinstance(output, AgentLoopOutput):
+        raise EpisodeError(
+            f"{type(loop).__name__}.run returned {type(output).__name__}; return an AgentLoopOutput"
+        )
+    return output
+
+
+def _failure(error: Exception) -> Failure:
+    line = f"{type(error).__name__}: {error}".strip()
+    return Failure(error=line, traceback="".join(traceback.format_exception(error)))

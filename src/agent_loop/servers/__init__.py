@@ -1,0 +1,1 @@
+"""LLM servers, and the client that balances over them."""

@@ -1,0 +1,191 @@
+"""Attention over the slots, as an attention implementation of `transformers`.
+
+A model switched to `ATTENTION_NAME` calls `_attend` in every layer with the tokens of one step, packed into a single
+row. What to do with them is in the `AttentionContext` that the caller of the model passes as `attention_context`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.modeling_utils import AttentionInterface
+
+from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.cache import KVCache, LayerShape
+
+ATTENTION_NAME = "agent_loop_slots"
+UNSUPPORTED_OPTIONS = {
+    "softcap": "soft-capping of attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a position bias",
+}
+
+
+class AttentionContext(Protocol):
+    """What one forward does in its attention layers."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def attend(
+        self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
+        """Maps query, key and value, each [1, heads, tokens, head_dim], to [1, tokens, heads, head_dim]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows with one new token each, computed by one call."""
+
+    row_start: int
+    row_end: int
+    slots: slice | Tensor
+    """A range of slots is read in place; an index [rows] is gathered first."""
+    length: int
+    """Of the longest row, its new token included."""
+    mask: Tensor | None
+    """Added to the scores, [slots, 1, 1, length]; None if every row is as long as the longest."""
+    positions_in_range: Tensor | None = None
+    """Where the rows lie in a range of slots that holds others too, [rows]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Consecutive new tokens of one slot."""
+
+    row_start: int
+    row_end: int
+    slot: int
+    length: int
+    """Of the sequence, the chunk included."""
+    mask: Tensor | None
+    """Added to the scores, [chunk, length]; None if the chunk starts the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAttention:
+    """The attention of one step: writes the new tokens to the cache, then reads the cache."""
+
+    cache: KVCache
+    max_model_len: int
+    cache_rows: dict[int, Tensor]
+    """By number of KV heads, where the new tokens go: see `KVCache.write`."""
+    groups: tuple[DecodeGroup, ...]
+    chunks: tuple[PrefillChunk, ...]
+
+    def attend(
+        self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
+        self.cache.write(layer, rows=self.cache_rows[key.shape[1]], key=key, value=value)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        parts = [
+            _decode(group, query=query, keys=keys, values=values, scaling=scaling) for group in self.groups
+        ]
+        parts += [
+            _prefill(chunk, query=query, keys=keys, values=values, scaling=scaling) for chunk in self.chunks
+        ]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+
+@dataclass(slots=True)
+class ShapeProbe:
+    """Plain causal attention that notes what each layer would store."""
+
+    max_model_len: int
+    layers: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
+
+    def attend(
+        self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> Tensor:
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        ).transpose(1, 2)
+
+
+def _decode(
+    group: DecodeGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """Returns [rows, heads, value_dim]. The heads that share a KV head are computed as its query tokens."""
+    num_rows, num_kv_heads = group.row_end - group.row_start, keys.shape[1]
+    query_rows = query[0, :, group.row_start : group.row_end].transpose(0, 1)
+    query_rows = query_rows.reshape(num_rows, num_kv_heads, -1, query.shape[-1])
+    if isinstance(group.slots, slice):
+        keys, values = keys[group.slots, :, : group.length], values[group.slots, :, : group.length]
+    else:
+        keys = keys[:, :, : group.length].index_select(0, group.slots)
+        values = values[:, :, : group.length].index_select(0, group.slots)
+    if group.positions_in_range is not None:
+        spread = query_rows.new_zeros((keys.shape[0], *query_rows.shape[1:]))
+        query_rows = spread.index_copy_(0, group.positions_in_range, query_rows)
+    attended = scaled_dot_product_attention(query_rows, keys, values, attn_mask=group.mask, scale=scaling)
+    if group.positions_in_range is not None:
+        attended = attended.index_select(0, group.positions_in_range)
+    return attended.reshape(num_rows, -1, values.shape[-1])
+
+
+def _prefill(
+    chunk: PrefillChunk, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """Returns [chunk, heads, value_dim]. KV heads are the batch; the query heads that share one see it unrepeated."""
+    num_kv_heads, count = keys.shape[1], chunk.row_end - chunk.row_start
+    query_rows = query[0, :, chunk.row_start : chunk.row_end]
+    query_rows = query_rows.reshape(num_kv_heads, -1, count, query.shape[-1])
+    shared = (-1, query_rows.shape[1], -1, -1)
+    attended = scaled_dot_product_attention(
+        query_rows,
+        keys[chunk.slot, :, : chunk.length].unsqueeze(1).expand(shared),
+        values[chunk.slot, :, : chunk.length].unsqueeze(1).expand(shared),
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scaling,
+    )
+    return attended.flatten(0, 1).transpose(0, 1)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    attention_context: AttentionContext | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    if attention_context is None:
+        raise ConfigError(
+            f"{type(module).__name__} was called without an attention context: either the model does not hand "
+            "keyword arguments to its attention, or somebody else called a model that an embedded server owns; "
+            "give the server its own copy"
+        )
+    _check_options(module, attention_context, sliding_window=sliding_window, options=options)
+    attended = attention_context.attend(module.layer_idx, query=query, key=key, value=value, scaling=scaling)
+    return attended, None
+
+
+def _check_options(
+    module: Any, context: AttentionContext, *, sliding_window: int | None, options: dict[str, Any]
+) -> None:
+    if sliding_window is not None and sliding_window < context.max_model_len:
+        raise ConfigError(
+            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, which the embedded server does "
+            f"not compute; set EmbeddedConfig.max_model_len ({context.max_model_len}) to at most {sliding_window}, "
+            "or use another server"
+        )
+    for option, meaning in UNSUPPORTED_OPTIONS.items():
+        if options.get(option) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} uses {meaning} ({option}), which the embedded server does not compute; "
+                "use another server"
+            )
+
+
+# No mask function is registered under the name: `transformers` then builds no mask.
+cast(Any, AttentionInterface).register(ATTENTION_NAME, _attend)

@@ -1,0 +1,185 @@
+"""Packs one step: which tokens of which slots go through the model, and how attention groups them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from agent_loop.servers.embedded.attention import DecodeGroup, PrefillChunk, SlotAttention
+from agent_loop.servers.embedded.cache import KVCache
+from agent_loop.servers.embedded.slots import Slot
+
+SHORTEST_BUCKET = 256
+"""Decoding rows of up to this length are computed together; above it, rows of like length."""
+GATHER_COST = 2
+"""Reading slots by index copies them first, which about doubles the time of attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tokens of one step in one row, decoding rows first."""
+
+    token_ids: Tensor
+    """Shape [1, tokens]."""
+    position_ids: Tensor
+    """Shape [1, tokens]."""
+    attention: SlotAttention
+    sampled_slots: tuple[Slot, ...]
+    """Those whose next token follows from this step, in the order of their logits."""
+    logit_rows: Tensor | None
+    """The tokens whose logits are needed, [sampled_slots]; None for all."""
+    advances: tuple[tuple[Slot, int], ...]
+    """How many tokens the step adds to each slot's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    slots: list[Slot]
+    """In ascending order of index."""
+    is_range: bool
+
+    @property
+    def length(self) -> int:
+        return max(slot.num_tokens for slot in self.slots)
+
+    @property
+    def span(self) -> int:
+        return self.slots[-1].index - self.slots[0].index + 1
+
+    @property
+    def cost(self) -> int:
+        return self.length * (self.span if self.is_range else GATHER_COST * len(self.slots))
+
+
+def pack_step(busy: Sequence[Slot], *, cache: KVCache, chunk_tokens: int) -> StepBatch:
+    """Takes every slot with one token to compute, and of the others, in the order given, as much as fits."""
+    decoding = [slot for slot in busy if slot.num_tokens - slot.num_cached == 1]
+    plans = _plan_groups(decoding)
+    rows = [slot for plan in plans for slot in plan.slots]
+    chunks = _cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens)
+    advances = [(slot, 1) for slot in rows] + chunks
+    counts = np.array([count for _, count in advances])
+    ends = np.cumsum(counts)
+    slot_ids = np.repeat([slot.index for slot, _ in advances], counts)
+    # A token's position is its place in the packed row, shifted by what its slot already holds.
+    shifts = np.array([slot.num_cached for slot, _ in advances]) - (ends - counts)
+    positions: NDArray[np.int64] = np.arange(int(ends[-1])) + np.repeat(shifts, counts)
+    token_ids = np.concatenate([s.tokens[s.num_cached : s.num_cached + count] for s, count in advances])
+    device = cache.keys[0].device
+    is_sampled = [slot.num_cached + count == slot.num_tokens for slot, count in advances]
+    logit_rows = ends[is_sampled] - 1
+    attention = SlotAttention(
+        cache=cache,
+        max_model_len=cache.max_model_len,
+        cache_rows={
+            heads: _to(
+                device,
+                array=_cache_rows(
+                    slot_ids, positions=positions, num_heads=heads, max_model_len=cache.max_model_len
+                ),
+            )
+            for heads in cache.kv_head_counts
+        },
+        groups=tuple(_decode_groups(plans, cache=cache)),
+        chunks=tuple(_prefill_chunks(chunks, first_row=len(rows), cache=cache)),
+    )
+    return StepBatch(
+        token_ids=_to(device, array=token_ids.astype(np.int64)).unsqueeze(0),
+        position_ids=_to(device, array=positions).unsqueeze(0),
+        attention=attention,
+        sampled_slots=tuple(slot for (slot, _), sampled in zip(advances, is_sampled, strict=True) if sampled),
+        logit_rows=None if len(logit_rows) == len(token_ids) else _to(device, array=logit_rows),
+        advances=tuple(advances),
+    )
+
+
+def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[tuple[Slot, int]]:
+    chunks: list[tuple[Slot, int]] = []
+    for slot in prefilling:
+        if budget <= 0:
+            break
+        count = min(slot.num_tokens - slot.num_cached, budget)
+        chunks.append((slot, count))
+        budget -= count
+    return chunks
+
+
+def _plan_groups(decoding: Iterable[Slot]) -> list[_GroupPlan]:
+    """All rows in one call, or one call for each class of like lengths: whichever reads less."""
+    slots = sorted(decoding, key=lambda slot: slot.index)
+    if not slots:
+        return []
+    together = _cheaper_plan(slots)
+    by_length = groupby(sorted(slots, key=_length_class), key=_length_class)
+    apart = [_cheaper_plan(list(group)) for _, group in by_length]
+    return [together] if together.cost <= sum(plan.cost for plan in apart) else apart
+
+
+def _cheaper_plan(slots: list[Slot]) -> _GroupPlan:
+    return min((_GroupPlan(slots, is_range=True), _GroupPlan(slots, is_range=False)), key=lambda p: p.cost)
+
+
+def _length_class(slot: Slot) -> int:
+    return max(slot.num_tokens, SHORTEST_BUCKET).bit_length()
+
+
+def _decode_groups(plans: Iterable[_GroupPlan], *, cache: KVCache) -> Iterable[DecodeGroup]:
+    device, dtype = cache.keys[0].device, cache.keys[0].dtype
+    row = 0
+    for plan in plans:
+        first, count = plan.slots[0].index, len(plan.slots)
+        offsets = np.array([slot.index for slot in plan.slots]) - first
+        is_spread = plan.is_range and plan.span > count
+        lengths = np.full(plan.span if plan.is_range else count, plan.length)
+        lengths[offsets if plan.is_range else np.arange(count)] = [slot.num_tokens for slot in plan.slots]
+        mask = None
+        if lengths.min() < plan.length:
+            is_past_end = np.arange(plan.length) >= lengths[:, None]
+            mask = _additive(_to(device, array=is_past_end), dtype=dtype)[:, None, None]
+        yield DecodeGroup(
+            row_start=row,
+            row_end=row + count,
+            slots=slice(first, first + plan.span) if plan.is_range else _to(device, array=offsets + first),
+            length=plan.length,
+            mask=mask,
+            positions_in_range=_to(device, array=offsets) if is_spread else None,
+        )
+        row += count
+
+
+def _prefill_chunks(
+    chunks: Iterable[tuple[Slot, int]], *, first_row: int, cache: KVCache
+) -> Iterable[PrefillChunk]:
+    device, dtype = cache.keys[0].device, cache.keys[0].dtype
+    row = first_row
+    for slot, count in chunks:
+        length, mask = slot.num_cached + count, None
+        if slot.num_cached:
+            is_future = torch.ones((count, length), dtype=torch.bool, device=device).triu(slot.num_cached + 1)
+            mask = _additive(is_future, dtype=dtype)
+        yield PrefillChunk(row_start=row, row_end=row + count, slot=slot.index, length=length, mask=mask)
+        row += count
+
+
+def _cache_rows(
+    slot_ids: NDArray[np.int64], *, positions: NDArray[np.int64], num_heads: int, max_model_len: int
+) -> NDArray[np.int64]:
+    heads = np.arange(num_heads)
+    return ((slot_ids[:, None] * num_heads + heads) * max_model_len + positions[:, None]).ravel()
+
+
+def _additive(is_hidden: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device).masked_fill_(
+        is_hidden, float("-inf")
+    )
+
+
+def _to(device: torch.device, *, array: NDArray[np.generic]) -> Tensor:
+    return cast(Any, torch).from_numpy(array).to(device)

@@ -1,0 +1,48 @@
+"""The settings of the embedded engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agent_loop.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedConfig:
+    """How one embedded server runs its model."""
+
+    max_slots: int = 64
+    """Requests in the batch at once; more wait in line. Each slot holds the KV cache of one sequence."""
+    max_model_len: int = 2048
+    """Tokens of prompt and completion together. The cache is allocated for `max_slots * max_model_len` tokens."""
+    prefill_chunk_tokens: int = 512
+    """Prompt tokens computed in one step, beside the decoding rows; bounds how long a step holds these up."""
+    num_threads: int = 1
+    """CPU threads of one forward. More than the machine's free cores is slower, not faster."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is the GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto` keeps the type that the model comes in."""
+    seed: int = 0
+    """For requests that bring no seed. Give each replica another one, or all of them sample alike."""
+    recompute_kv_on_update: bool = False
+    """After a weight update, compute the cache of requests in flight again under the new weights. Counts as a
+    preemption."""
+    offload_weights_on_sleep: bool = True
+    """Move the weights to host memory while asleep; matters on a GPU only."""
+    verify: bool = True
+    """At construction, compare log-probs with a plain forward and refuse a model on which they differ."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_model_len", "prefill_chunk_tokens", "num_threads"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"EmbeddedConfig.{name} is {value}; give at least 1")
+        for name, options in (
+            ("device", ("auto", "cpu", "cuda")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+        ):
+            value = getattr(self, name)
+            if value not in options:
+                raise ConfigError(f"EmbeddedConfig.{name} is {value!r}; give one of {', '.join(options)}")

@@ -1,0 +1,134 @@
+"""One completion in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from random import Random
+
+from agent_loop.errors import SamplingParamsError, ServerError
+from agent_loop.servers.embedded.slots import Slot
+from agent_loop.types import (
+    IntArray,
+    SamplingParams,
+    ServerStopReason,
+    TokenOutput,
+    VersionSpan,
+    as_token_ids,
+)
+
+LOWEST_TEMPERATURE = 1e-4
+"""Below this, dividing logits by the temperature loses them in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a server admits."""
+
+    server: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class GenerationRequest:
+    """A request and what was sampled for it. Written by the engine thread only."""
+
+    request_id: str
+    prompt_ids: IntArray
+    """Shape [num_tokens]."""
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    max_new_tokens: int
+    random: Random | None
+    """Its own source of randomness; None shares the engine's."""
+    slot: Slot | None = None
+    """Its place in the batch; None while it waits."""
+    waits_for: tuple[Slot, int] | None = None
+    """A slot, and the admission on it, that is computing a prefix which this request can copy."""
+    token_ids: list[int] = field(default_factory=list[int])
+    log_probs: list[float] = field(default_factory=list[float])
+    weight_versions: list[int] = field(default_factory=list[int])
+    num_preempted: int = 0
+
+    @property
+    def is_held(self) -> bool:
+        """The prefix that it waits for is still being computed."""
+        if self.waits_for is None:
+            return False
+        slot, admission = self.waits_for
+        return slot.admission == admission and slot.is_prefilling
+
+    def append(self, token_id: int, log_prob: float, *, weight_version: int) -> ServerStopReason | None:
+        """Adds a sampled token; returns why the completion ends with it, None if it goes on."""
+        self.token_ids.append(token_id)
+        self.log_probs.append(log_prob)
+        self.weight_versions.append(weight_version)
+        if token_id in self.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_new_tokens else None
+
+    def output(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenOutput:
+        """The completion so far; `weight_version` is for one without any token."""
+        spans = [VersionSpan(version, len(list(run))) for version, run in groupby(self.weight_versions)]
+        return TokenOutput(
+            token_ids=self.token_ids,
+            log_probs=self.log_probs,
+            stop_reason=stop_reason,
+            weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
+            num_preempted=self.num_preempted,
+            version_spans=tuple(spans) if len(spans) > 1 else (),
+        )
+
+
+def build_request(
+    request_id: str, *, prompt_ids: IntArray, params: SamplingParams, limits: RequestLimits
+) -> GenerationRequest:
+    """Checks a request against the limits.
+
+    Raises:
+        ServerError: The prompt is empty, does not fit, or holds an id that the model does not know.
+        SamplingParamsError: A parameter that this server does not offer.
+    """
+    prompt_ids = as_token_ids(prompt_ids)
+    num_tokens, longest = len(prompt_ids), limits.max_model_len - 1
+
+    def refuse(message: str) -> ServerError:
+        return ServerError(message, server=limits.server, request_id=request_id)
+
+    if num_tokens == 0:
+        raise refuse("the prompt is empty; give at least one token")
+    if num_tokens > longest:
+        raise refuse(
+            f"the prompt has {num_tokens} tokens, but max_model_len {limits.max_model_len} leaves room for {longest} "
+            "and one to sample; raise EmbeddedConfig.max_model_len or shorten the prompt"
+        )
+    lowest, highest = int(prompt_ids.min()), int(prompt_ids.max())
+    if lowest < 0 or highest >= limits.vocab_size:
+        raise refuse(
+            f"the prompt holds token id {lowest if lowest < 0 else highest}, but the model's vocabulary ends at "
+            f"{limits.vocab_size - 1}; give ids of this model's tokenizer"
+        )
+    _check_params(params)
+    room = limits.max_model_len - num_tokens
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        params=params,
+        stop_token_ids=frozenset(params.stop_token_ids)
+        | (frozenset[int]() if params.ignore_eos else limits.eos_token_ids),
+        max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+        random=None if params.seed is None else Random(params.seed),
+    )
+
+
+def _check_params(params: SamplingParams) -> None:
+    if params.repetition_penalty != 1.0:
+        raise SamplingParamsError(
+            f"repetition_penalty is {params.repetition_penalty}; the embedded server offers only 1.0 (none)"
+        )
+    if 0 < params.temperature < LOWEST_TEMPERATURE:
+        raise SamplingParamsError(
+            f"temperature is {params.temperature}; give 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+        )

@@ -1,0 +1,178 @@
+"""Owns the `transformers` model: switches its attention to the slots, and runs steps through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.attention import ATTENTION_NAME, AttentionContext, ShapeProbe
+from agent_loop.servers.embedded.batch import StepBatch
+from agent_loop.servers.embedded.cache import KVCache, LayerShape
+from agent_loop.servers.embedded.config import EmbeddedConfig
+
+PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Layers that keep keys and values. A sliding window shorter than the sequences is refused in the forward."""
+
+
+class ModelRunner:
+    """The model of one embedded server, from now on the server's own.
+
+    Raises:
+        ConfigError: The model is of a kind that slot attention does not compute.
+    """
+
+    def __init__(self, model: Any, *, config: EmbeddedConfig) -> None:
+        check_model_config(model.config, config=config)
+        self.model: Any = model
+        self._config = config
+        self._device = _choose_device(config)
+        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.model.to(device=self._device, dtype=dtype).eval()
+        self._plain_attention: str = model.config._attn_implementation
+        self._switch_attention(ATTENTION_NAME)
+        try:
+            self._layers = self._probe_layers()
+        except ConfigError:
+            self.hand_back()
+            raise
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layers[0].dtype
+
+    def allocate_cache(self) -> KVCache:
+        return KVCache(
+            self._layers, num_slots=self._config.max_slots, max_model_len=self._config.max_model_len
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Returns the logits of the rows that are sampled, [rows, vocab]."""
+        return self._forward(
+            batch.token_ids,
+            position_ids=batch.position_ids,
+            context=batch.attention,
+            logit_rows=batch.logit_rows,
+        )
+
+    @torch.inference_mode()
+    def plain_log_probs(self, token_ids: Sequence[int]) -> Tensor:
+        """The next-token log-probs after each token, by the model's own attention. Shape [tokens, vocab]."""
+        self._switch_attention(self._plain_attention)
+        try:
+            ids = torch.tensor([token_ids], device=self._device)
+            output: Any = self.model(input_ids=ids, use_cache=False)
+        finally:
+            self._switch_attention(ATTENTION_NAME)
+        return output.logits[0].float().log_softmax(dim=-1)
+
+    def offload(self) -> None:
+        """Moves the weights to host memory, and gives the device's free memory back."""
+        if self._device.type == "cuda":
+            if self._config.offload_weights_on_sleep:
+                self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def load(self) -> None:
+        """Moves the weights to the device."""
+        self.model.to(self._device)
+
+    def hand_back(self) -> None:
+        """Gives the model its own attention again, for whoever uses it after the server."""
+        self._switch_attention(self._plain_attention)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        *,
+        position_ids: Tensor,
+        context: AttentionContext,
+        logit_rows: Tensor | None = None,
+    ) -> Tensor:
+        output: Any = self.model(
+            input_ids=token_ids,
+            position_ids=position_ids,
+            use_cache=False,
+            logits_to_keep=0 if logit_rows is None else logit_rows,
+            attention_context=context,
+        )
+        return output.logits[0]
+
+    @torch.inference_mode()
+    def _probe_layers(self) -> list[LayerShape]:
+        probe = ShapeProbe(max_model_len=self._config.max_model_len)
+        two_tokens = torch.arange(2, device=self._device).unsqueeze(0)
+        self._forward(two_tokens, position_ids=two_tokens, context=probe)
+        num_layers = int(self.model.config.num_hidden_layers)
+        if sorted(probe.layers) != list(range(num_layers)):
+            raise ConfigError(
+                f"{type(self.model).__name__} has {num_layers} layers, but only {len(probe.layers)} of them call "
+                "exchangeable attention; the embedded server needs all of them to: use another server"
+            )
+        return [probe.layers[layer] for layer in range(num_layers)]
+
+    def _switch_attention(self, name: str) -> None:
+        try:
+            self.model.set_attn_implementation(name)
+        except ValueError as error:
+            raise ConfigError(
+                f"{type(self.model).__name__} does not let its attention be exchanged ({error}); use another server"
+            ) from error
+
+
+def check_model_config(model_config: Any, *, config: EmbeddedConfig) -> None:
+    """Refuses by name what cannot work; the rest is found out by running the model.
+
+    Raises:
+        ConfigError: See the message.
+    """
+    kind, longest = model_config.model_type, config.max_model_len
+    if model_config._attn_implementation == ATTENTION_NAME:
+        raise ConfigError(
+            "this model already belongs to an embedded server; load it again or give a copy of the original"
+        )
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ConfigError(f"{kind} is an encoder-decoder model; the embedded server runs decoders only")
+    others = set(getattr(model_config, "layer_types", None) or ()) - PLAIN_LAYER_TYPES
+    if others:
+        raise ConfigError(
+            f"{kind} has layers of type {', '.join(sorted(others))}; the embedded server computes full attention "
+            "only: use another server"
+        )
+    own_limit = getattr(model_config, "max_position_embeddings", None)
+    if own_limit is not None and longest > own_limit:
+        raise ConfigError(
+            f"EmbeddedConfig.max_model_len is {longest}, but the model ends at {own_limit} positions; "
+            f"set it to at most {own_limit}"
+        )
+    for rope in _rope_parameters(model_config):
+        switch = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and switch is not None and longest > switch:
+            raise ConfigError(
+                f"{kind} changes its position frequencies for sequences over {switch} tokens (longrope), which "
+                f"cannot be batched with shorter ones; set EmbeddedConfig.max_model_len ({longest}) to at most {switch}"
+            )
+
+
+def _rope_parameters(model_config: Any) -> list[Mapping[str, Any]]:
+    """One mapping, or one per layer type."""
+    rope: Mapping[str, Any] = getattr(model_config, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+
+
+def _choose_device(config: EmbeddedConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "EmbeddedConfig.device is 'cuda', but torch finds no GPU; set it to 'auto' or 'cpu'"
+        )
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)

@@ -1,0 +1,90 @@
+"""Draws next tokens, many rows at once, from one uniform number per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agent_loop.types import SamplingParams
+
+BELOW_ONE = 1.0 - 2.0**-50
+"""Keeps a point on the cumulative scale under its end, whatever the rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """One row's next token."""
+
+    token_id: int
+    log_prob: float
+    """As `TokenOutput.log_probs` defines it."""
+    is_finite: bool
+    """False if the row's logits hold NaN or infinity, and the rest means nothing."""
+
+
+def sample_rows(
+    logits: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> list[SampledRow]:
+    """Samples one token per row.
+
+    A row's token depends on its own logits, parameters and uniform number alone: it is where that number falls on the
+    cumulative distribution.
+
+    Args:
+        logits: Shape [rows, vocab].
+        params: One per row.
+        uniforms: One per row, from 0 to below 1; of no effect on greedy rows.
+    """
+    logits = logits.float()
+    if any(p.temperature not in (0.0, 1.0) for p in params):
+        logits = logits / _column([p.temperature or 1.0 for p in params], like=logits)
+    log_norm = logits.logsumexp(dim=-1, keepdim=True)
+    is_greedy = [p.temperature == 0 for p in params]
+    if all(is_greedy):
+        token_ids = logits.argmax(dim=-1, keepdim=True)
+    else:
+        token_ids = _draw(logits - log_norm, params=params, uniforms=uniforms)
+        if any(is_greedy):
+            greedy = torch.tensor(is_greedy, device=logits.device).unsqueeze(1)
+            token_ids = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), token_ids)
+    log_probs = logits.gather(1, token_ids) - log_norm
+    # One transfer from the device for all three; a double holds any token id.
+    columns = torch.cat([column.double() for column in (token_ids, log_probs, log_norm.isfinite())], dim=1)
+    rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
+    return [
+        SampledRow(token_id=int(token), log_prob=log_prob, is_finite=bool(finite))
+        for token, log_prob, finite in rows
+    ]
+
+
+def _draw(log_probs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    probs = log_probs.exp()
+    cut_rows = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+    if cut_rows:
+        index = torch.tensor(cut_rows, device=probs.device)
+        probs[index] = _cut(probs[index], params=[params[row] for row in cut_rows])
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    points = _column(uniforms, like=cumulative) * BELOW_ONE * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, points, right=True).clamp_(max=probs.shape[-1] - 1)
+
+
+def _cut(probs: Tensor, *, params: Sequence[SamplingParams]) -> Tensor:
+    """Sets to zero what top-k and top-p leave out. The token that crosses `top_p` stays in."""
+    ordered, order = probs.sort(dim=-1, descending=True)
+    vocab_size = probs.shape[-1]
+    top_k = _column([float(p.top_k if p.top_k > 0 else vocab_size) for p in params], like=probs)
+    top_p = _column([p.top_p if p.top_p < 1 else 2.0 for p in params], like=probs)
+    rank = torch.arange(vocab_size, device=probs.device)
+    # Top-p is a share of the mass that top-k leaves.
+    ordered = ordered * (rank < top_k)
+    mass_before = ordered.cumsum(dim=-1) - ordered
+    is_kept = mass_before < top_p * ordered.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(probs).scatter_(1, order, ordered * is_kept)
+
+
+def _column(values: Sequence[float], *, like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)

@@ -1,0 +1,164 @@
+"""The embedded engine as an `AsyncServerBase`."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from os import PathLike
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from agent_loop.errors import ConfigError, WeightsError
+from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.engine import Engine, EngineStats
+from agent_loop.servers.embedded.request import RequestLimits, build_request
+from agent_loop.servers.embedded.runner import ModelRunner
+from agent_loop.servers.embedded.thread import EngineThread
+from agent_loop.servers.embedded.verify import verify_engine
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+
+NO_CONFIG = EmbeddedConfig()
+
+
+class EmbeddedServer(AsyncServerBase):
+    """Runs a `transformers` causal model in a thread of this process.
+
+    The model becomes the server's own: it is moved to the device, switched to the engine's attention and overwritten
+    by `update_weights`. Give a copy if somebody else needs it; after `close` it has its own attention again.
+
+    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions give them at
+    temperature 1. Requests never lose their place in the batch: `num_preempted` counts only the recomputations that
+    `EmbeddedConfig.recompute_kv_on_update` asks for.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        name: str = "embedded-0",
+        config: EmbeddedConfig = NO_CONFIG,
+        eos_token_ids: Iterable[int] | None = None,
+    ) -> None:
+        """Args:
+            model: A `transformers.PreTrainedModel` with a language-model head.
+            eos_token_ids: The tokens that end a completion; by default those of the model's generation config.
+
+        Raises:
+            ConfigError: The model is of a kind that the engine does not compute, or does not fit the config.
+        """
+        self.name = name
+        runner = ModelRunner(model, config=config)
+        self._limits = RequestLimits(
+            server=name,
+            max_model_len=config.max_model_len,
+            vocab_size=runner.vocab_size,
+            eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
+        )
+        self._engine = Engine(runner, config=config, server=name)
+        if config.verify:
+            try:
+                verify_engine(self._engine, runner=runner, limits=self._limits)
+            except ConfigError:
+                self._engine.release()
+                raise
+            self._engine.reset()
+        self._thread = EngineThread(self._engine, name=name, num_threads=config.num_threads)
+        # Also runs at the interpreter's exit, which would otherwise kill the thread in the middle of a forward.
+        self._stop = weakref.finalize(self, self._thread.stop)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | PathLike[str],
+        *,
+        name: str = "embedded-0",
+        config: EmbeddedConfig = NO_CONFIG,
+        eos_token_ids: Iterable[int] | None = None,
+    ) -> EmbeddedServer:
+        """Loads a model from a directory, or by its name on the hub.
+
+        Raises:
+            ConfigError: There is no such model, or the engine does not compute it.
+        """
+        loader: Any = AutoModelForCausalLM
+        try:
+            model = loader.from_pretrained(path, dtype=config.dtype)
+        except OSError as error:
+            raise ConfigError(
+                f"no model can be loaded from {str(path)!r} ({error}); give a directory that `save_pretrained` wrote"
+            ) from error
+        return cls(model, name=name, config=config, eos_token_ids=eos_token_ids)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters since the start."""
+        return replace(self._engine.stats)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache; 0 while asleep."""
+        return self._engine.cache_bytes
+
+    async def generate(
+        self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str
+    ) -> TokenOutput:
+        request = build_request(
+            request_id, prompt_ids=prompt_ids, params=sampling_params, limits=self._limits
+        )
+        future = self._thread.submit(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._thread.forget(request)
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        if self._thread.end_reason is None:
+            await self._thread.call(lambda engine: engine.abort_session(request_id))
+
+    async def end_session(self, request_id: str) -> None:
+        if self._thread.end_reason is None:
+            await self._thread.call(lambda engine: engine.end_session(request_id))
+
+    async def wake_up(self) -> None:
+        await self._thread.call(lambda engine: engine.wake_up())
+
+    async def sleep(self) -> None:
+        await self._thread.call(lambda engine: engine.sleep())
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        collected = dict(weights)
+        for name, weight in collected.items():
+            if not torch.is_tensor(weight):
+                raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
+        await self._thread.call(
+            lambda engine: engine.update_weights(collected, weight_version=weight_version)
+        )
+
+    async def health(self) -> ServerHealth:
+        reason = self._thread.end_reason
+        return ServerHealth(
+            is_alive=reason is None,
+            num_running=self._engine.num_running,
+            num_waiting=self._engine.num_waiting,
+            weight_version=self._engine.weight_version,
+            detail=reason or "",
+        )
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._stop)
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    for holder in (getattr(model, "generation_config", None), model.config):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

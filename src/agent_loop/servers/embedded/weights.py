@@ -1,0 +1,60 @@
+"""Replaces a model's weights in place, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent_loop.errors import WeightsError, did_you_mean
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Checks every weight, then copies them into the model's own tensors.
+
+    Of tied weights (an embedding that is also the output head) one name is enough; if all come, they must be equal.
+    Buffers may be left out.
+
+    Raises:
+        WeightsError: A name or shape does not fit, or a weight is missing. The model is as it was.
+    """
+    targets = _targets(model)
+    for name, weight in weights.items():
+        if name not in targets:
+            raise WeightsError(f"the model has no weight {name!r}{did_you_mean(name, targets)}")
+        if weight.shape != targets[name].shape:
+            raise WeightsError(
+                f"weight {name!r} has shape {tuple(weight.shape)}, but the model's is {tuple(targets[name].shape)}; "
+                "publish the weights of the model that the server runs"
+            )
+        if weight.is_meta:
+            raise WeightsError(
+                f"weight {name!r} is on the meta device and holds no data; materialize it first"
+            )
+    _check_tied(model, weights=weights)
+    with torch.no_grad():
+        for name, weight in weights.items():
+            targets[name].copy_(weight)
+
+
+def _targets(model: torch.nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Any] = model.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _check_tied(model: torch.nn.Module, *, weights: Mapping[str, Tensor]) -> None:
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    for names in names_of.values():
+        given = [name for name in names if name in weights]
+        if not given:
+            raise WeightsError(f"weight {names[0]!r} is missing; publish all {len(names_of)} weights at once")
+        for name in given[1:]:
+            if not torch.equal(weights[name], weights[given[0]]):
+                raise WeightsError(
+                    f"weights {given[0]!r} and {name!r} are one in this model but were published with different "
+                    "values; publish either, or untie them in the model's config"
+                )

@@ -1,0 +1,229 @@
+"""A server that says what it is told to: for tests of loops, tools and trainers without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from agent_loop.config import ModelConfig
+from agent_loop.errors import ConfigError, ServerError
+from agent_loop.loading import load_object
+from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.types import IntArray, SamplingParams, TokenOutput, VersionSpan
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScriptedRequest:
+    """What the server was asked."""
+
+    prompt_ids: IntArray
+    sampling_params: SamplingParams
+    request_id: str
+    turn: int
+    """How many completions this session had before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedReply:
+    """What the server says."""
+
+    token_ids: Sequence[int]
+    """The stop token included, if the model is to stop by itself."""
+    log_probs: Sequence[float] | None = None
+    """One per token; None gives -0.5 for each."""
+    latency_s: float = 0.0
+    """Time to the last token. Tokens come evenly spread over it; infinity never answers."""
+    error: str | None = None
+    """Fail with a `ServerError` that says this, after the latency."""
+    stops: bool = True
+    """Whether the model meant to stop here; False ends with stop reason `length`."""
+
+
+Script: TypeAlias = Callable[[ScriptedRequest], ScriptedReply] | Sequence[ScriptedReply]
+"""What to answer each request with; a sequence is read by the turn of the session."""
+
+
+class ScriptedServer(AsyncServerBase):
+    """Follows a script, and otherwise behaves as a real server: limits, stop tokens, abort, sleep, versions.
+
+    Every request is kept in `requests`, so that a test can compare what the engine was sent with what was recorded.
+    """
+
+    def __init__(self, script: Script, *, name: str = "scripted-0") -> None:
+        self.name = name
+        self.requests: list[ScriptedRequest] = []
+        self._script = script
+        self._turns: dict[str, int] = {}
+        self._aborts: dict[str, asyncio.Event] = {}
+        self._weight_version = 0
+        self._version_changes: list[tuple[float, int]] = []
+        self._is_asleep = False
+        self._is_closed = False
+
+    @classmethod
+    def create(
+        cls, *, name: str, model: ModelConfig, max_model_len: int, seed: int, engine_kwargs: Mapping[str, Any]
+    ) -> ScriptedServer:
+        """Follows the function that `engine_kwargs["script"]` names as `file.py:name`."""
+        kwargs = dict(engine_kwargs)
+        script = kwargs.pop("script", None)
+        if script is None or kwargs:
+            raise ConfigError(
+                f"rollout.engine_kwargs of a scripted server takes script, got {sorted(engine_kwargs)}"
+            )
+        return cls(load_object(str(script), key="rollout.engine_kwargs.script"), name=name)
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that have begun and not ended."""
+        return len(self._turns)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._aborts)
+
+    async def generate(
+        self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str
+    ) -> TokenOutput:
+        self._refuse_if_unable(request_id)
+        turn = self._turns.get(request_id, 0)
+        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn)
+        self.requests.append(request)
+        reply = self._reply_to(request)
+        self._turns[request_id] = turn + 1
+        aborted = self._aborts[request_id] = asyncio.Event()
+        started = asyncio.get_running_loop().time()
+        first_version = self._weight_version
+        try:
+            was_aborted = await _waits(aborted, reply.latency_s)
+        finally:
+            del self._aborts[request_id]
+        if self._is_closed:
+            raise ServerError("the server was closed", server=self.name, request_id=request_id)
+        if reply.error is not None and not was_aborted:
+            raise ServerError(reply.error, server=self.name, request_id=request_id)
+        return self._completion(
+            request, reply, was_aborted=was_aborted, started=started, version=first_version
+        )
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._aborts:
+            self._aborts[request_id].set()
+
+    async def end_session(self, request_id: str) -> None:
+        self._turns.pop(request_id, None)
+
+    async def wake_up(self) -> None:
+        self._is_asleep = False
+
+    async def sleep(self) -> None:
+        if self._aborts:
+            raise ServerError(f"{len(self._aborts)} requests are still running", server=self.name)
+        self._is_asleep = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        for _ in weights:
+            pass
+        self._weight_version = weight_version
+        self._version_changes.append((asyncio.get_running_loop().time(), weight_version))
+
+    async def health(self) -> ServerHealth:
+        return ServerHealth(
+            is_alive=not self._is_closed,
+            num_running=len(self._aborts),
+            num_waiting=0,
+            weight_version=self._weight_version,
+            detail="closed" if self._is_closed else "",
+        )
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for aborted in self._aborts.values():
+            aborted.set()
+
+    def _refuse_if_unable(self, request_id: str) -> None:
+        trouble = ""
+        if self._is_closed:
+            trouble = "the server is closed"
+        elif self._is_asleep:
+            trouble = "the server is asleep; call wake_up first"
+        elif request_id in self._aborts:
+            trouble = "a request of this session is already running"
+        if trouble:
+            raise ServerError(trouble, server=self.name, request_id=request_id)
+
+    def _reply_to(self, request: ScriptedRequest) -> ScriptedReply:
+        if callable(self._script):
+            return self._script(request)
+        if request.turn >= len(self._script):
+            raise ServerError(
+                f"the script has {len(self._script)} replies and was asked for number {request.turn + 1}",
+                server=self.name,
+                request_id=request.request_id,
+            )
+        return self._script[request.turn]
+
+    def _completion(
+        self,
+        request: ScriptedRequest,
+        reply: ScriptedReply,
+        *,
+        was_aborted: bool,
+        started: float,
+        version: int,
+    ) -> TokenOutput:
+        params = request.sampling_params
+        wanted = list(reply.token_ids)
+        log_probs = [-0.5] * len(wanted) if reply.log_probs is None else list(reply.log_probs)
+        elapsed = asyncio.get_running_loop().time() - started
+        num_tokens, stop_reason = len(wanted), ("stop" if reply.stops else "length")
+        for position, token in enumerate(wanted):
+            if token in params.stop_token_ids:
+                num_tokens, stop_reason = position + 1, "stop"
+                break
+        if params.max_tokens is not None and num_tokens > params.max_tokens:
+            num_tokens, stop_reason = params.max_tokens, "length"
+        if was_aborted:
+            share = 0.0 if math.isinf(reply.latency_s) else elapsed / reply.latency_s
+            num_tokens, stop_reason = min(num_tokens, int(share * len(wanted))), "aborted"
+        spans = self._version_spans(num_tokens, reply.latency_s / max(len(wanted), 1), started, version)
+        return TokenOutput(
+            token_ids=wanted[:num_tokens],
+            log_probs=log_probs[:num_tokens],
+            stop_reason=stop_reason,
+            weight_version=spans[-1].weight_version if spans else version,
+            version_spans=spans if len(spans) > 1 else (),
+        )
+
+    def _version_spans(
+        self, num_tokens: int, seconds_per_token: float, started: float, version: int
+    ) -> tuple[VersionSpan, ...]:
+        """Which version was in force when each token was due."""
+        counts: dict[int, int] = {}
+        changes = [change for change in self._version_changes if change[0] >= started]
+        for position in range(num_tokens):
+            due = started + (position + 1) * seconds_per_token
+            while changes and changes[0][0] < due:
+                version = changes.pop(0)[1]
+            counts[version] = counts.get(version, 0) + 1
+        return tuple(VersionSpan(v, n) for v, n in counts.items())
+
+
+async def _waits(event: asyncio.Event, seconds: float) -> bool:
+    """Waits for the event at most so long, and tells whether it came."""
+    if seconds <= 0:
+        return False
+    try:
+        async with asyncio.timeout(None if math.isinf(seconds) else seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Tools: what models may call."""

@@ -1,0 +1,64 @@
+"""What a tool is: four methods around one instance per trajectory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResponse:
+    """What a tool answers the model with."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+    ends_episode: bool = False
+    """The trajectory is over; this answer is recorded but the model gets no further turn."""
+
+
+class BaseTool(ABC):
+    """One tool that models may call. The object is shared by all trajectories of a worker; what belongs to one
+    trajectory is kept under its `instance_id`.
+
+    Per trajectory: `create` once before the first call, `execute` for each call, `calc_reward` once at the end,
+    `release` last, whatever happened before.
+
+    Args:
+        config: The tool's own settings, as given in the YAML registry.
+        tool_schema: The OpenAI function schema: `{"type": "function", "function": {name, description, parameters}}`.
+            A subclass that carries its own as a class attribute `tool_schema` needs none in the registry.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
+        self.config = dict(config)
+        self.tool_schema = dict(tool_schema)
+
+    @property
+    def name(self) -> str:
+        """The name that the model calls it by."""
+        return str(self.tool_schema["function"]["name"])
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        """Sets up what one trajectory needs. `kwargs` are the row's `tools_kwargs[name]["create_kwargs"]`."""
+
+    @abstractmethod
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Runs one call. The parameters fit the schema. `kwargs` are the row's `execute_kwargs`.
+
+        Returns:
+            The answer, a reward for this call (None for no reward), and anything worth recording.
+
+        Raises:
+            ToolError: The call did not work; the message is the model's answer.
+        """
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        """The tool's verdict on the whole trajectory; None if it has none."""
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Frees what `create` set up."""

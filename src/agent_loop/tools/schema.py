@@ -1,0 +1,155 @@
+"""Proves that a schema is one of a tool, and holds the arguments of calls against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, ValidationError
+from pydantic import Field
+
+from agent_loop.config import Section, parse_section
+from agent_loop.errors import ConfigError, did_you_mean
+
+MAX_FAULTS = 3
+"""So many faults of one call are named to the model."""
+
+
+def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
+    """Checks that a schema is an OpenAI function schema and that its parameters are a JSON schema.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    function = parse_section(_ToolSchema, tool_schema, where=where).function
+    where = f"{where}: function.parameters of {function.name!r}"
+    try:
+        Draft202012Validator.check_schema(function.parameters)
+    except SchemaError as error:
+        place = ".".join(str(part) for part in error.absolute_path)
+        raise ConfigError(
+            f"{where} is no valid JSON schema: {place or 'its root'}: {error.message}"
+        ) from error
+    if function.parameters.get("type", "object") != "object":
+        raise ConfigError(f"{where} has the type {function.parameters['type']!r}; make it 'object'")
+    properties: dict[str, Any] = function.parameters.get("properties", {})
+    for name in function.parameters.get("required", []):
+        if name not in properties:
+            raise ConfigError(
+                f"{where} requires {name!r}, which is not a property{did_you_mean(name, properties)}"
+            )
+
+
+def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments of a call, in words for the model; None if they fit.
+
+    An argument that the schema does not name is wrong too, unless the schema itself says what else is allowed.
+    """
+    parameters: Mapping[str, Any] = tool_schema["function"].get("parameters") or {}
+    faults = _validator(json.dumps(parameters)).iter_errors(arguments)
+    sentences = dict.fromkeys(_describe_fault(fault) for fault in faults)
+    return "; ".join(list(sentences)[:MAX_FAULTS]) or None
+
+
+class _FunctionSchema(Section):
+    name: str = Field(pattern=r"^\S+$")
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool | None = None
+
+
+class _ToolSchema(Section):
+    type: Literal["function"] = "function"
+    function: _FunctionSchema
+
+
+class _Validator(Protocol):
+    def iter_errors(self, instance: Any) -> Iterable[ValidationError]: ...
+
+
+_OPENERS = (
+    "additionalProperties",
+    "patternProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$ref",
+    "unevaluatedProperties",
+)
+
+
+@lru_cache(maxsize=1024)
+def _validator(parameters_json: str) -> _Validator:
+    parameters = json.loads(parameters_json)
+    schema = {"type": "object", **parameters}
+    if "properties" in parameters and not any(key in parameters for key in _OPENERS):
+        schema["additionalProperties"] = False
+    return Draft202012Validator(schema)
+
+
+def _describe_fault(fault: ValidationError) -> str:
+    if fault.validator in ("anyOf", "oneOf"):
+        inner = [cause for cause in fault.context or () if cause.validator != "type" or cause.relative_path]
+        if inner:
+            return _describe_fault(inner[0])
+    place = _describe_place(fault.absolute_path)
+    schema: Any = fault.schema
+    instance: Any = fault.instance
+    if fault.validator == "required":
+        missing = [repr(name) for name in schema["required"] if name not in instance]
+        return f"{place or 'the call'} lacks {', '.join(missing)}"
+    if fault.validator == "additionalProperties" and schema["additionalProperties"] is False:
+        names = schema.get("properties", {})
+        unknown = next(name for name in instance if name not in names)
+        return f"{place or 'the call'} has no argument {unknown!r}{did_you_mean(unknown, names)}"
+    expected = _describe_expected(schema) if fault.validator in _TYPE_KEYWORDS else ""
+    if not expected:
+        return f"{place or 'the call'}: {fault.message}"
+    return f"{place or 'the call'} is {_describe_json(instance)}; expected {expected}"
+
+
+_TYPE_KEYWORDS = ("type", "enum", "const", "anyOf", "oneOf")
+_TYPE_WORDS = {
+    "integer": "an integer",
+    "array": "an array",
+    "object": "an object",
+    "string": "a string",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "null",
+}
+_VALUE_WORDS: Mapping[type, str] = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def _describe_place(path: Iterable[str | int]) -> str:
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+    return f"argument {''.join(steps).removeprefix('.')!r}" if steps else ""
+
+
+def _describe_expected(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(option, ensure_ascii=False) for option in schema["enum"])
+    if "const" in schema:
+        return json.dumps(schema["const"], ensure_ascii=False)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(filter(None, (_describe_expected(option) for option in schema[key])))
+    types = schema.get("type", [])
+    return " or ".join(_TYPE_WORDS[name] for name in ([types] if isinstance(types, str) else types))
+
+
+def _describe_json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    kind = next((word for type_, word in _VALUE_WORDS.items() if isinstance(value, type_)), "")
+    return f"{text}, {kind}" if kind else text

@@ -1,0 +1,234 @@
+"""The tools of one trajectory: opened at first use, bounded in time, closed exactly once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from agent_loop.boundary import (
+    DeadlineExpired,
+    TrajectoryInstance,
+    as_finite_number,
+    close_instances,
+    describe_error,
+    describe_value,
+    one_line,
+    run_bounded,
+)
+from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, did_you_mean
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.schema import check_arguments
+from agent_loop.types import Incident, IncidentKind, ToolCall
+
+KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSessionConfig:
+    """The time limits of one trajectory's tools."""
+
+    timeout_s: float
+    """One call, the tool's `create` before the first included."""
+    close_timeout_s: float
+    """One `calc_reward`, and one `release`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What came of one call."""
+
+    response: ToolResponse
+    reward: float | None = None
+    incident: Incident | None = None
+    """Why the call did not work, where it did not; `response` says it to the model."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What the tool found worth recording."""
+
+
+class ToolSession:
+    """The tools of one trajectory. Single use.
+
+    Each tool is created before its first call and released by `close`, once each, however many calls run at once. A
+    `create` that failed is released too, since it may have set something up; the next call creates anew.
+
+    Args:
+        tools: By name.
+        config: The time limits.
+        tools_kwargs: The row's `{tool: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`. None in
+            any place counts as absent, as tables with one column for all rows have it.
+
+    Raises:
+        DataError: `tools_kwargs` names an unknown tool or key.
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, BaseTool],
+        *,
+        config: ToolSessionConfig,
+        tools_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tools = tools
+        self._config = config
+        self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
+        self._instances: dict[str, TrajectoryInstance] = {}
+        self._incidents: list[Incident] = []
+        self._is_closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Tool instances that were opened and not yet closed."""
+        return sum(instance.num_open for instance in self._instances.values())
+
+    async def execute(self, call: ToolCall) -> ToolResult:
+        """Runs one call.
+
+        An unknown tool, arguments that do not fit the schema, a `ToolError` and a timeout are answered to the model.
+
+        Raises:
+            ToolBug: The tool raised anything else, or returned something that is no result.
+            EpisodeError: The session is closed.
+        """
+        if self._is_closed:
+            raise EpisodeError(f"tool {call.name!r} was called after close(); use one session per trajectory")
+        tool = self._tools.get(call.name)
+        if tool is None:
+            detail = f"there is no tool {call.name!r}{did_you_mean(call.name, self._tools)}"
+            return _answer(IncidentKind.UNKNOWN_TOOL, detail)
+        fault = check_arguments(tool.tool_schema, call.arguments)
+        if fault is not None:
+            return _answer(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {fault}")
+        try:
+            returned = await run_bounded(partial(self._run, tool, call), timeout_s=self._config.timeout_s)
+        except DeadlineExpired as error:
+            return _answer(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
+        except ToolError as error:
+            return _answer(IncidentKind.TOOL_ERROR, str(error) or f"{call.name} did not work")
+        except Exception as error:
+            arguments = one_line(repr(call.arguments), max_length=200)
+            raise ToolBug(
+                f"tool {call.name!r} raised {describe_error(error)} when called with {arguments}; "
+                "mend it, or raise ToolError where the model should be told"
+            ) from error
+        return _read_result(returned, name=call.name)
+
+    async def calc_rewards(self) -> dict[str, float]:
+        """The verdict of each tool that was used and has one, by name.
+
+        Raises:
+            ToolBug: A `calc_reward` raised, took too long, or returned no number.
+        """
+        rewards: dict[str, float] = {}
+        for name, instance in self._instances.items():
+            if instance.instance_id is None:
+                continue
+            kwargs = self._kwargs_of(name, "calc_reward_kwargs")
+            verdict = partial(self._tools[name].calc_reward, instance.instance_id, **kwargs)
+            try:
+                reward = await run_bounded(verdict, timeout_s=self._config.close_timeout_s)
+            except DeadlineExpired as error:
+                raise ToolBug(
+                    f"calc_reward of tool {name!r} {error}; mend it, or raise close_timeout_s"
+                ) from error
+            except Exception as error:
+                raise ToolBug(
+                    f"calc_reward of tool {name!r} raised {describe_error(error)}; mend it"
+                ) from error
+            if reward is not None:
+                rewards[name] = _read_reward(reward, where=f"calc_reward of tool {name!r}")
+        return rewards
+
+    async def close(self) -> list[Incident]:
+        """Releases every instance, all at once, to the end even if cancelled meanwhile.
+
+        Returns what went wrong; never raises for a tool's fault. A second call releases nothing and returns the same.
+        """
+        self._is_closed = True
+        await close_instances(
+            self._instances.values(), timeout_s=self._config.close_timeout_s, incidents=self._incidents
+        )
+        return list(self._incidents)
+
+    async def _run(self, tool: BaseTool, call: ToolCall) -> Any:
+        instance_id = await self._instance(tool, name=call.name).open()
+        arguments = copy.deepcopy(call.arguments)
+        return await tool.execute(instance_id, arguments, **self._kwargs_of(call.name, "execute_kwargs"))
+
+    def _instance(self, tool: BaseTool, *, name: str) -> TrajectoryInstance:
+        if name not in self._instances:
+            self._instances[name] = TrajectoryInstance(
+                f"tool {name!r}",
+                open_as=partial(tool.create, **self._kwargs_of(name, "create_kwargs")),
+                close_as=partial(tool.release, **self._kwargs_of(name, "release_kwargs")),
+            )
+        return self._instances[name]
+
+    def _kwargs_of(self, name: str, key: str) -> dict[str, Any]:
+        return self._kwargs.get(name, {}).get(key, {})
+
+
+def _answer(kind: IncidentKind, detail: str) -> ToolResult:
+    return ToolResult(ToolResponse(text=detail), incident=Incident(kind, " ".join(detail.split())))
+
+
+def _read_tools_kwargs(
+    tools_kwargs: Mapping[str, Any], *, tools: Mapping[str, BaseTool]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    read: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, groups in tools_kwargs.items():
+        if groups is None:
+            continue
+        if name not in tools:
+            raise DataError(f"tools_kwargs names an unknown tool {name!r}{did_you_mean(name, tools)}")
+        read[name] = {}
+        for key, kwargs in _mapping(groups, where=f"tools_kwargs[{name!r}]").items():
+            if key not in KWARGS_KEYS:
+                raise DataError(
+                    f"tools_kwargs[{name!r}]: unknown key {key!r}{did_you_mean(key, KWARGS_KEYS)}"
+                )
+            if kwargs is not None:
+                read[name][key] = dict(_mapping(kwargs, where=f"tools_kwargs[{name!r}][{key!r}]"))
+    return read
+
+
+def _mapping(value: Any, *, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is {describe_value(value)}; give a mapping")
+    return cast(Mapping[str, Any], value)
+
+
+def _read_result(returned: Any, *, name: str) -> ToolResult:
+    """Checks what `execute` returned; a plain str may stand in the response's place."""
+    parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
+    if len(parts) != 3:
+        raise ToolBug(
+            f"tool {name!r} returned {describe_value(returned)}; return (ToolResponse, reward or None, dict)"
+        )
+    response, reward, extra = parts
+    if isinstance(response, str):
+        response = ToolResponse(text=response)
+    if not isinstance(response, ToolResponse) or not _is_text_or_none(response.text):
+        raise ToolBug(
+            f"tool {name!r} returned {describe_value(response)} as its response; return ToolResponse(text=str)"
+        )
+    if not isinstance(extra, dict):
+        raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
+    if reward is not None:
+        reward = _read_reward(reward, where=f"tool {name!r}")
+    return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _read_reward(reward: Any, *, where: str) -> float:
+    number = as_finite_number(reward)
+    if number is None:
+        raise ToolBug(
+            f"{where} returned {describe_value(reward)} as its reward; return a finite number, or None"
+        )
+    return number

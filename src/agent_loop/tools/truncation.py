@@ -1,0 +1,68 @@
+"""Cuts a tool's reply to a number of tokens, and says so in the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+TruncateSide: TypeAlias = Literal["left", "right", "middle"]
+"""Where the text is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
+
+MARKERS: dict[TruncateSide, str] = {
+    "left": "...(truncated)",
+    "right": "(truncated)...",
+    "middle": "...(truncated)...",
+}
+
+_WINDOW_CHARS_PER_TOKEN = 32
+"""Of a text much longer than this allows, only the ends are encoded."""
+_CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What decoding shows where a cut fell inside a character."""
+
+
+def truncate_tokens(
+    text: str,
+    *,
+    max_tokens: int,
+    side: TruncateSide,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[list[int]], str],
+) -> tuple[str, bool]:
+    """The text in at most `max_tokens` tokens, the marker included, and whether something was cut.
+
+    A text that fits is returned as it is. The result is encoded again to be sure that it fits, so the limit holds
+    for tokenizers that join tokens across the cut. Where the limit leaves no room for marker and text, the text is
+    cut without a marker.
+    """
+    head_ids, tail_ids = _encode_ends(text, max_tokens=max_tokens, encode=encode)
+    if len(head_ids) <= max_tokens:
+        return text, False
+    marker = MARKERS[side]
+    num_marker_tokens = len(encode(marker))
+    if num_marker_tokens >= max_tokens:
+        marker, num_marker_tokens = "", 0
+    num_kept = max_tokens - num_marker_tokens
+    while num_kept > 0:
+        num_head = {"left": num_kept, "right": 0, "middle": (num_kept + 1) // 2}[side]
+        num_tail = num_kept - num_head
+        head = decode(list(head_ids[:num_head])).rstrip(_CUT_CHARACTER) if num_head else ""
+        tail = decode(list(tail_ids[-num_tail:])).lstrip(_CUT_CHARACTER) if num_tail else ""
+        shortened = head + marker + tail
+        excess = len(encode(shortened)) - max_tokens
+        if excess <= 0:
+            return shortened, True
+        num_kept -= excess
+    return marker, True
+
+
+def _encode_ends(
+    text: str, *, max_tokens: int, encode: Callable[[str], Sequence[int]]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Ids from which the beginning and the end can be cut; both are those of the whole text unless it is huge."""
+    window = _WINDOW_CHARS_PER_TOKEN * (max_tokens + 1)
+    if len(text) > 2 * window:
+        head_ids, tail_ids = encode(text[:window]), encode(text[-window:])
+        if len(head_ids) > max_tokens and len(tail_ids) > max_tokens:
+            return head_ids, tail_ids
+    ids = encode(text)
+    return ids, ids

@@ -1,0 +1,192 @@
+"""Checkpoints: one folder per step, whole or not there at all.
+
+checkpoints/step-000040/
+    model/       what `transformers` loads: weights, config, tokenizer
+    trainer.pt   optimiser, warm-up and random states
+    state.json   step, weight version, configuration, and the size of every other file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from agent_loop.errors import CheckpointError
+
+STATE_FILE = "state.json"
+TRAINER_FILE = "trainer.pt"
+MODEL_FOLDER = "model"
+
+
+class SavesPretrained(Protocol):
+    """A tokenizer, as far as a checkpoint is concerned."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk whose files are all there."""
+
+    path: Path
+    step: int
+    """Completed steps."""
+    weight_version: int
+    config: Mapping[str, Any]
+    """The configuration of the run that wrote it."""
+    config_digest: str
+    version: str
+    """The version of this package that wrote it."""
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / MODEL_FOLDER
+
+    def trainer_state(self) -> dict[str, Any]:
+        """What was given to `save_checkpoint`.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        try:
+            return torch.load(self.path / TRAINER_FILE, map_location="cpu", weights_only=True)
+        except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
+            raise _damaged(self.path, f"{TRAINER_FILE} cannot be read ({error})") from error
+
+
+def save_checkpoint(
+    run_dir: Path,
+    *,
+    step: int,
+    weight_version: int,
+    model: PreTrainedModel,
+    tokenizer: SavesPretrained,
+    trainer_state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    keep: int,
+) -> Path:
+    """Writes a checkpoint, then removes all but the last `keep` of the run."""
+    folder = checkpoints_folder(run_dir)
+    final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
+    for half_written in folder.glob(".step-*.tmp"):
+        shutil.rmtree(half_written)
+    temporary.mkdir(parents=True)
+    cast(Any, model).save_pretrained(str(temporary / MODEL_FOLDER))
+    tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
+    torch.save(dict(trainer_state), temporary / TRAINER_FILE)
+    state = {
+        "step": step,
+        "weight_version": weight_version,
+        "version": version("agent-loop"),
+        "config_digest": config_digest(config),
+        "config": dict(config),
+        "files": {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)},
+    }
+    (temporary / STATE_FILE).write_text(json.dumps(state, indent=2), encoding="utf-8")
+    for path in [*_files(temporary), temporary]:
+        _sync(path)
+    os.replace(temporary, final)
+    _sync(folder)
+    for old in list_checkpoints(run_dir)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, earliest first; half-written ones are none."""
+    folder = checkpoints_folder(run_dir)
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if re.fullmatch(r"step-\d{6,}", path.name)]
+    return sorted(named, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def latest_checkpoint(run_dir: Path) -> Checkpoint:
+    """The last checkpoint of a run.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    checkpoints = list_checkpoints(run_dir)
+    if not checkpoints:
+        raise CheckpointError(
+            f"{str(checkpoints_folder(run_dir))!r} holds no checkpoint; start without resume, or set "
+            "trainer.run_dir to the folder of the run to go on with"
+        )
+    return open_checkpoint(checkpoints[-1])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Reads what a checkpoint says of itself and checks that its files are there in full.
+
+    Raises:
+        CheckpointError: It is missing or damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {str(path)!r} does not exist; give a folder like .../step-000040")
+    try:
+        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        sizes: Mapping[str, int] = state["files"]
+        checkpoint = Checkpoint(
+            path=path,
+            step=int(state["step"]),
+            weight_version=int(state["weight_version"]),
+            config=state["config"],
+            config_digest=str(state["config_digest"]),
+            version=str(state["version"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})") from error
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size}")
+    return checkpoint
+
+
+def checkpoints_folder(run_dir: Path) -> Path:
+    """Where the checkpoints of a run are."""
+    return run_dir / "checkpoints"
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Tells configurations apart."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {str(path)!r} is damaged: {why}; remove it and resume from the one before it"
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _sync(path: Path) -> None:
+    """Brings a file or the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,252 @@
+"""The training loop: roll out, learn, publish, over and over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from agent_loop.concurrency import run_in_thread
+from agent_loop.config import Config
+from agent_loop.errors import RolloutError
+from agent_loop.rollout.batch import RolloutBatch, assemble, timing_metrics
+from agent_loop.rollout.rows import RowSampler
+from agent_loop.training import metrics as names
+from agent_loop.training.actor import Actor
+from agent_loop.training.advantages import grpo_advantages, has_signal
+from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
+from agent_loop.training.evaluation import Evaluation, summarise
+from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.metrics import MetricsWriter, rollout_metrics
+from agent_loop.training.progress import Progress
+from agent_loop.training.run_folder import config_values
+from agent_loop.training.timing import StepClock
+from agent_loop.types import Row, Trajectory
+
+
+class RolloutTemplate(Protocol):
+    """What the trainer needs of a chat template."""
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+class Rollouts(Protocol):
+    """What the trainer needs of an `AgentLoopManager`, whose docstrings say what each does."""
+
+    @property
+    def template(self) -> RolloutTemplate: ...
+
+    async def run(
+        self,
+        rows: Sequence[Row],
+        *,
+        n: int | None = None,
+        validate: bool = False,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]: ...
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    """Completed steps, those before a resume included."""
+    is_interrupted: bool
+    """It stopped before `trainer.total_steps` because it was asked to."""
+    run_dir: Path
+    checkpoint: Path | None
+    """The last checkpoint; None if none was written."""
+    metrics: Mapping[str, float]
+    """Of the last step of this run."""
+    evaluation: Evaluation | None
+    """The last one of this run."""
+
+
+class TrainingLoop:
+    """Runs steps. The weight version is the number of completed steps; servers and checkpoints only ever see the
+    weights of a completed step."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        manager: Rollouts,
+        actor: Actor,
+        sampler: RowSampler,
+        val_rows: Sequence[Row],
+        writer: MetricsWriter,
+        progress: Progress,
+        clock: StepClock,
+        interrupt: Interrupt,
+    ) -> None:
+        self._config = config
+        self._run_dir = Path(config.trainer.run_dir)
+        self._manager = manager
+        self._actor = actor
+        self._sampler = sampler
+        self._val_rows = val_rows
+        self._writer = writer
+        self._progress = progress
+        self._clock = clock
+        self._interrupt = interrupt
+        self._completed = 0
+        self._saved: tuple[int, Path] | None = None
+        self._evaluation: Evaluation | None = None
+
+    async def run(self, checkpoint: Checkpoint | None) -> TrainResult:
+        """Trains on from a checkpoint, which the actor has loaded, or from the start."""
+        metrics: Mapping[str, float] = {}
+        total_steps = self._config.trainer.total_steps
+        if checkpoint is not None:
+            self._completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
+            await self._publish()
+        elif self._config.trainer.val_before_train:
+            self._writer.write(0, await self._validate())
+        self._progress.start(completed_steps=self._completed)
+        try:
+            while self._completed < total_steps and not self._interrupt.is_requested:
+                metrics = await self._step() or metrics
+        except RolloutError:
+            await self._save()
+            raise
+        is_interrupted = self._completed < total_steps
+        if is_interrupted:
+            await self._save()
+            self._progress.say(
+                f"stopped after step {self._completed}; resume to go on from {self._saved_path}"
+            )
+        return TrainResult(
+            step=self._completed,
+            is_interrupted=is_interrupted,
+            run_dir=self._run_dir,
+            checkpoint=self._saved_path,
+            metrics=metrics,
+            evaluation=self._evaluation,
+        )
+
+    async def _step(self) -> dict[str, float] | None:
+        """One step; None if the rollout was abandoned."""
+        step = self._completed + 1
+        self._clock.start_step()
+
+        # 1. Take the rows of this step.
+        rows = self._sampler.batch(step)
+
+        # 2. Roll out under the weights of version `step - 1`.
+        trajectories = await self._roll_out(rows)
+        if trajectories is None:
+            return None
+
+        # 3. Measure.
+        metrics = rollout_metrics(
+            trajectories,
+            success_threshold=self._config.reward.success_threshold,
+            weight_version=self._completed,
+        )
+        metrics |= timing_metrics(trajectories)
+
+        # 4. Learn. This is what completes the step; Ctrl-C waits for it.
+        with self._clock.phase("update"):
+            metrics |= await run_in_thread(self._learn, trajectories)
+        self._completed = step
+
+        # 5. Publish, so that the next rollout is this policy's.
+        if not self._interrupt.is_requested:
+            await self._publish()
+
+        # 6. Evaluate, report, save.
+        if self._is_due(self._config.trainer.val_every):
+            metrics |= await self._validate()
+        metrics |= self._timings(num_tokens=metrics.get(names.MODEL_TOKENS, 0.0))
+        self._writer.write(step, metrics)
+        self._progress.end_step(step, metrics)
+        if self._is_due(self._config.trainer.save_every):
+            await self._save()
+        return metrics
+
+    async def _roll_out(self, rows: Sequence[Row]) -> list[Trajectory] | None:
+        n = self._config.rollout.n
+        self._progress.start_rollout(num_trajectories=len(rows) * n)
+        trajectories: list[Trajectory] | None = None
+        with self._clock.phase("rollout"):
+            async with self._interrupt.abandoning():
+                trajectories = await self._manager.run(
+                    rows, n=n, on_trajectory=self._progress.trajectory_done
+                )
+        return trajectories
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """From trajectories to new weights; runs in a thread."""
+        torch.set_num_threads(self._config.trainer.num_threads)
+        algorithm = self._config.algorithm
+        batch: RolloutBatch = assemble(trajectories, pad_token_id=self._manager.template.pad_token_id)
+        rewards_B, groups_B = batch["reward"], batch["group"]
+        advantages_B = grpo_advantages(
+            rewards_B, groups_B=groups_B, norm_by_std=algorithm.norm_adv_by_std_in_grpo
+        )
+        signal_B = has_signal(rewards_B, groups_B=groups_B)
+        keep_B = signal_B if algorithm.drop_zero_variance_groups else batch["is_scored"]
+        metrics = self._actor.update(batch, advantages_B=advantages_B, keep_B=keep_B)
+        return metrics | {names.SIGNAL_SHARE: float(signal_B.float().mean())}
+
+    async def _publish(self) -> None:
+        with self._clock.phase("publish"):
+            await self._manager.update_weights(self._actor.weights(), weight_version=self._completed)
+
+    async def _validate(self) -> dict[str, float]:
+        """Metrics of the validation rows; none if it was abandoned."""
+        n = self._config.rollout.val.n
+        self._progress.start_rollout(num_trajectories=len(self._val_rows) * n)
+        with self._clock.phase("validate"):
+            async with self._interrupt.abandoning():
+                trajectories = await self._manager.run(
+                    self._val_rows, n=n, validate=True, on_trajectory=self._progress.trajectory_done
+                )
+                self._evaluation = summarise(
+                    trajectories, success_threshold=self._config.reward.success_threshold
+                )
+                return self._evaluation.metrics()
+        return {}
+
+    async def _save(self) -> None:
+        """Writes a checkpoint of the last completed step, unless it is there already."""
+        if self._saved is not None and self._saved[0] == self._completed:
+            return
+        with self._clock.phase("save"):
+            path = await run_in_thread(
+                save_checkpoint,
+                self._run_dir,
+                step=self._completed,
+                weight_version=self._completed,
+                model=self._actor.model,
+                tokenizer=self._manager.template.tokenizer,
+                trainer_state=self._actor.state_dict(),
+                config=config_values(self._config),
+                keep=self._config.trainer.keep_checkpoints,
+            )
+        self._saved = (self._completed, path)
+
+    @property
+    def _saved_path(self) -> Path | None:
+        return None if self._saved is None else self._saved[1]
+
+    def _is_due(self, every: int | None) -> bool:
+        """At each `every`-th step and at the last one."""
+        is_last = self._completed == self._config.trainer.total_steps
+        return every is not None and (is_last or self._completed % every == 0)
+
+    def _timings(self, *, num_tokens: float) -> dict[str, float]:
+        seconds = self._clock.seconds()
+        timings = {f"{names.SECONDS}{phase}": value for phase, value in seconds.items()}
+        return timings | {names.TOKENS_PER_SECOND: num_tokens / max(seconds["rollout"], 1e-9)}

@@ -1,0 +1,148 @@
+"""The names of all metrics of training, how a rollout is measured, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from agent_loop.errors import DataError
+from agent_loop.types import Trajectory
+
+STEP = "step"
+"""Completed steps; the key of a line."""
+
+REWARD_MEAN = "reward/mean"
+REWARD_MIN = "reward/min"
+REWARD_MAX = "reward/max"
+SUCCESS_SHARE = "reward/success_share"
+"""Share of all trajectories with at least `reward.success_threshold`."""
+SIGNAL_SHARE = "reward/signal_share"
+"""Share of trajectories whose group has two different rewards."""
+
+NUM_TURNS_MEAN = "rollout/num_turns/mean"
+PROMPT_LENGTH_MEAN = "rollout/prompt_length/mean"
+RESPONSE_LENGTH_MEAN = "rollout/response_length/mean"
+RESPONSE_LENGTH_MAX = "rollout/response_length/max"
+MODEL_TOKENS = "rollout/model_tokens"
+TOOL_CALLS_MEAN = "rollout/num_tool_calls/mean"
+UNSCORED_SHARE = "rollout/unscored_share"
+STALENESS_MAX = "rollout/staleness/max"
+"""Steps between the oldest weights that sampled a token and those that the step began with."""
+STOP_REASON = "rollout/stop_reason/"
+"""Prefix: share of trajectories that ended so."""
+INCIDENT = "rollout/incidents/"
+"""Prefix: number of such incidents per trajectory."""
+
+LOSS = "actor/loss"
+PPO_KL = "actor/ppo_kl"
+CLIP_FRACTION = "actor/clip_fraction"
+ENTROPY = "actor/entropy"
+KL_LOSS = "actor/kl_loss"
+GRAD_NORM = "actor/grad_norm"
+LEARNING_RATE = "actor/lr"
+ROWS_TRAINED = "actor/rows_trained"
+OPTIMIZER_STEPS = "actor/optimizer_steps"
+NONFINITE_UPDATES = "actor/nonfinite_updates"
+"""Optimiser steps left out because the gradient was infinite or NaN."""
+SKIPPED_UPDATE = "actor/skipped_update"
+"""1 where no row carried a signal and the weights stayed as they were."""
+LOGPROB_DIFF_MAX = "actor/rollout_train_logprob_diff_max"
+LOGPROB_DIFF_MEAN = "actor/rollout_train_logprob_diff_mean"
+
+SECONDS = "timing_s/"
+"""Prefix: seconds of each phase."""
+STEP_SECONDS = "timing_s/step"
+TOKENS_PER_SECOND = "perf/model_tokens_per_s"
+"""Sampled tokens per second of rollout."""
+VALIDATION = "val/"
+"""Prefix: what evaluation measured."""
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], *, success_threshold: float, weight_version: int
+) -> dict[str, float]:
+    """What a batch of trajectories looks like; empty for an empty batch."""
+    if not trajectories:
+        return {}
+    outputs = [t.output for t in trajectories]
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    versions = [s.weight_version for o in outputs for s in o.segments if s.weight_version is not None]
+    response_lengths = [len(o.response_ids) for o in outputs]
+    metrics = {
+        SUCCESS_SHARE: sum(reward >= success_threshold for reward in rewards) / len(trajectories),
+        UNSCORED_SHARE: 1 - len(rewards) / len(trajectories),
+        NUM_TURNS_MEAN: _mean([o.num_turns for o in outputs]),
+        PROMPT_LENGTH_MEAN: _mean([len(o.prompt_ids) for o in outputs]),
+        RESPONSE_LENGTH_MEAN: _mean(response_lengths),
+        RESPONSE_LENGTH_MAX: float(max(response_lengths)),
+        MODEL_TOKENS: float(sum(int(o.response_mask.sum()) for o in outputs)),
+        TOOL_CALLS_MEAN: _mean([o.metrics.num_tool_calls for o in outputs]),
+        STALENESS_MAX: float(weight_version - min(versions, default=weight_version)),
+    }
+    if rewards:
+        metrics |= {REWARD_MEAN: _mean(rewards), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
+    for reason, count in Counter(o.stop_reason.value for o in outputs).items():
+        metrics[f"{STOP_REASON}{reason}"] = count / len(outputs)
+    for kind, count in Counter(i.kind.value for o in outputs for i in o.incidents).items():
+        metrics[f"{INCIDENT}{kind}"] = count / len(outputs)
+    return metrics
+
+
+class MetricsWriter:
+    """Appends one JSON object per step to a file. What is neither a number nor finite becomes null."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line is on disk, as far as the system is asked, when this returns."""
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({STEP: step, **values}) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file. A last line that was cut off while it was written is left out.
+
+    Raises:
+        DataError: Another line is damaged.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise DataError(f"{path} line {number} is not JSON ({error.msg}); repair or remove it") from error
+        yield values
+
+
+def forget_steps_after(path: Path, *, step: int) -> None:
+    """Takes the lines of later steps out of a metrics file, so that a resumed run writes them anew."""
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path) if line[STEP] <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

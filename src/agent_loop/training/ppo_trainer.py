@@ -1,0 +1,163 @@
+"""The trainer: loads what a configuration names and trains the policy on its own rollouts."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import RowSampler, load_rows
+from agent_loop.training.actor import Actor
+from agent_loop.training.checkpoint import Checkpoint
+from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.loop import Rollouts, TrainingLoop, TrainResult
+from agent_loop.training.metrics import MetricsWriter
+from agent_loop.training.policy import load_policy
+from agent_loop.training.progress import Progress
+from agent_loop.training.run_folder import (
+    METRICS_FILE,
+    changed_keys,
+    check_run_folder,
+    config_values,
+    find_checkpoint,
+    prepare_run_folder,
+)
+from agent_loop.training.timing import StepClock
+from agent_loop.types import Row
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class PPOTrainer:
+    """Puts the parts of a run together; single use.
+
+    Args:
+        config: All settings.
+        manager: Runs the rollouts and stays open afterwards; None makes one from the configuration and closes it.
+        resume: True or `auto` goes on from the last checkpoint in `trainer.run_dir`, a path from that checkpoint
+            (or from the last one of that run): at the step after it, with the rows of that step.
+        overwrite: Lets a new run remove what another one left in `trainer.run_dir`.
+        console: Where progress is shown; None is standard output.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        manager: Rollouts | None = None,
+        resume: bool | str = False,
+        overwrite: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        if resume and overwrite:
+            raise ConfigError("resume and overwrite are both set; a run goes on or begins anew, so give one")
+        self._config = config
+        self._manager = manager
+        self._resume = resume
+        self._overwrite = overwrite
+        self._console = console
+
+    async def fit(self) -> TrainResult:
+        """Trains until `trainer.total_steps`, or until Ctrl-C.
+
+        The first Ctrl-C abandons a rollout in progress and lets an update in progress end, then writes a
+        checkpoint of the last complete step. The second one ends at once and writes nothing.
+
+        Raises:
+            ConfigError: A setting does not fit, or the run folder belongs to another run.
+            CheckpointError: There is nothing to resume from, or it is damaged.
+            DataError: The data cannot be read.
+            RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
+        """
+        config, run_dir = self._config, Path(self._config.trainer.run_dir)
+        checkpoint = find_checkpoint(run_dir, resume=self._resume)
+        check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite)
+        sampler, val_rows = _load_data(config)
+        _refuse_groups_of_one(config)
+        async with AsyncExitStack() as stack:
+            manager = self._manager or _manager_until_close(config, stack)
+            actor = await run_in_thread(load_actor, config, checkpoint=checkpoint)
+            prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
+            clock, interrupt = StepClock(), Interrupt()
+            progress = Progress(total_steps=config.trainer.total_steps, clock=clock, console=self._console)
+            loop = TrainingLoop(
+                config,
+                manager=manager,
+                actor=actor,
+                sampler=sampler,
+                val_rows=val_rows,
+                writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE)),
+                progress=stack.enter_context(progress),
+                clock=clock,
+                interrupt=interrupt,
+            )
+            stack.enter_context(interrupt.listening())
+            if checkpoint is not None:
+                _tell_what_changed(progress, checkpoint, config)
+            return await loop.run(checkpoint)
+
+
+def load_actor(config: Config, *, checkpoint: Checkpoint | None = None) -> Actor:
+    """The actor at the start of a run, or as a checkpoint left it.
+
+    Raises:
+        ConfigError: The model cannot be loaded.
+        CheckpointError: The checkpoint is damaged.
+    """
+    reference = load_policy(config.model) if config.actor.kl_loss_coef else None
+    actor = Actor(
+        load_policy(config.model, path=None if checkpoint is None else checkpoint.model_path),
+        config=config.actor,
+        temperature=config.rollout.temperature,
+        reference=reference,
+        seed=config.trainer.seed,
+    )
+    if checkpoint is not None:
+        actor.load_state_dict(checkpoint.trainer_state())
+    return actor
+
+
+def _load_data(config: Config) -> tuple[RowSampler, list[Row]]:
+    data = config.data
+    if not data.train_files:
+        raise ConfigError("data.train_files is empty; give at least one file, or file.py:function")
+    wants_validation = config.trainer.val_every is not None or config.trainer.val_before_train
+    if wants_validation and not data.val_files:
+        raise ConfigError(
+            "validation is switched on but data.val_files is empty; give it rows, or unset trainer.val_every"
+        )
+    sampler = RowSampler(
+        load_rows(data.train_files, prompt_key=data.prompt_key),
+        batch_size=data.train_batch_size,
+        shuffle=data.shuffle,
+        seed=data.seed,
+    )
+    val_rows: list[Row] = []
+    if wants_validation:
+        val_rows += load_rows(data.val_files, prompt_key=data.prompt_key)[: data.val_max_rows]
+    return sampler, val_rows
+
+
+def _refuse_groups_of_one(config: Config) -> None:
+    if config.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n is {config.rollout.n}, but GRPO compares the trajectories of one prompt; give at least 2"
+        )
+
+
+def _manager_until_close(config: Config, stack: AsyncExitStack) -> AgentLoopManager:
+    manager = AgentLoopManager.from_config(config)
+    stack.push_async_callback(run_shielded, manager.close, timeout_s=CLOSE_TIMEOUT_S)
+    return manager
+
+
+def _tell_what_changed(progress: Progress, checkpoint: Checkpoint, config: Config) -> None:
+    progress.say(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+    changed = changed_keys(checkpoint.config, config_values(config))
+    if changed:
+        progress.say(f"changed since that checkpoint: {', '.join(changed)}")

@@ -1,0 +1,115 @@
+"""What a person sees of a run: a live view in a terminal, one plain line per step elsewhere."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from agent_loop.training import metrics as names
+from agent_loop.training.timing import StepClock
+
+STEPS_OF_ETA = 20
+"""The remaining time is estimated from so many steps before."""
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    "reward": (names.REWARD_MEAN, ".3f"),
+    "success": (names.SUCCESS_SHARE, ".1%"),
+    "turns": (names.NUM_TURNS_MEAN, ".1f"),
+    "response": (names.RESPONSE_LENGTH_MEAN, ".0f"),
+    "tokens/s": (names.TOKENS_PER_SECOND, ".0f"),
+    "val success": (f"{names.VALIDATION}{names.SUCCESS_SHARE}", ".1%"),
+}
+"""Heading, metric and format of what is shown of each step."""
+
+
+class Progress:
+    """Shows a run while it is entered."""
+
+    def __init__(self, *, total_steps: int, clock: StepClock, console: Console | None = None) -> None:
+        self._total_steps = total_steps
+        self._clock = clock
+        self._console = console or Console()
+        self._live = (
+            Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+            if self._console.is_terminal
+            else None
+        )
+        self._step = 0
+        self._latest: Mapping[str, float] = {}
+        self._step_ends: deque[float] = deque(maxlen=STEPS_OF_ETA + 1)
+        self._num_done = self._num_trajectories = 0
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def start(self, *, completed_steps: int) -> None:
+        """The first step begins; so many were done by an earlier run."""
+        self._step = completed_steps
+        self._step_ends.append(time.monotonic())
+
+    def start_rollout(self, *, num_trajectories: int) -> None:
+        """So many trajectories begin."""
+        self._num_done, self._num_trajectories = 0, num_trajectories
+
+    def trajectory_done(self, _: object) -> None:
+        """One of them ended."""
+        self._num_done += 1
+
+    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done, with these metrics."""
+        self._step = step
+        self._latest = {**self._latest, **metrics} if self._live is not None else metrics
+        self._step_ends.append(time.monotonic())
+        if self._live is None:
+            parts = [f"step {step}/{self._total_steps}"]
+            parts += [f"{heading} {value}" for heading, value in self._values().items()]
+            parts += [f"eta {self._remaining()}"]
+            self.say("  ".join(parts))
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _values(self) -> dict[str, str]:
+        return {
+            heading: format(self._latest[name], spec)
+            for heading, (name, spec) in COLUMNS.items()
+            if name in self._latest
+        }
+
+    def _remaining(self) -> str:
+        if len(self._step_ends) < 2:
+            return "-"
+        per_step_s = (self._step_ends[-1] - self._step_ends[0]) / (len(self._step_ends) - 1)
+        return str(datetime.timedelta(seconds=round(per_step_s * (self._total_steps - self._step))))
+
+    def _render(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False)
+        cells = {"step": f"{self._step}/{self._total_steps}", **self._values(), "eta": self._remaining()}
+        for heading in cells:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_row(*cells.values())
+        shares = "  ".join(f"{name} {share:.0%}" for name, share in self._clock.shares().items())
+        rollout = f"trajectories {self._num_done}/{self._num_trajectories}"
+        return Group(
+            ProgressBar(total=self._total_steps, completed=self._step),
+            table,
+            Text(f"{rollout}   time: {shares or '-'}", style="dim"),
+        )

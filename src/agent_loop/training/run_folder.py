@@ -1,0 +1,100 @@
+"""The folder of a run: who may write to it, and from where a run goes on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from agent_loop.config import Config
+from agent_loop.errors import CheckpointError, ConfigError
+from agent_loop.training.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    step_of,
+)
+from agent_loop.training.metrics import forget_steps_after
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+
+
+def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
+    """The checkpoint to go on from.
+
+    Args:
+        run_dir: The folder of the run.
+        resume: False begins anew; True or `auto` takes the run's last checkpoint; else the path of a checkpoint,
+            or of a run whose last one to take.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    if not resume:
+        return None
+    if resume is True or resume == "auto":
+        return latest_checkpoint(run_dir)
+    path = Path(resume)
+    return latest_checkpoint(path) if list_checkpoints(path) else open_checkpoint(path)
+
+
+def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite: bool) -> None:
+    """Refuses to mix two runs in one folder.
+
+    Raises:
+        ConfigError: A new run would write into the folder of another one.
+        CheckpointError: The folder has later checkpoints than the one to go on from.
+    """
+    written = [path for path in (checkpoints_folder(run_dir), run_dir / METRICS_FILE) if path.exists()]
+    if checkpoint is None and written and not overwrite:
+        names = " and ".join(path.name for path in written)
+        raise ConfigError(
+            f"trainer.run_dir {str(run_dir)!r} holds a run already ({names}); resume it, overwrite it, or set "
+            "trainer.run_dir to a new folder"
+        )
+    if checkpoint is not None:
+        later = [path.name for path in list_checkpoints(run_dir) if step_of(path) > checkpoint.step]
+        if later:
+            raise CheckpointError(
+                f"the run is to go on after step {checkpoint.step}, but {str(run_dir)!r} holds later checkpoints "
+                f"({', '.join(later)}); remove them, or set trainer.run_dir to a new folder"
+            )
+
+
+def prepare_run_folder(run_dir: Path, *, config: Config, checkpoint: Checkpoint | None) -> None:
+    """Makes the folder ready: what an earlier run wrote after the checkpoint (or all of it, if there is none to go
+    on from) is removed, and the configuration is written."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    metrics_path = run_dir / METRICS_FILE
+    if checkpoint is None:
+        shutil.rmtree(checkpoints_folder(run_dir), ignore_errors=True)
+        metrics_path.unlink(missing_ok=True)
+    else:
+        forget_steps_after(metrics_path, step=checkpoint.step)
+    text = yaml.safe_dump(config_values(config), sort_keys=False, allow_unicode=True)
+    (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """The configuration as plain values, for files."""
+    return config.model_dump(mode="json")
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], *, prefix: str = "") -> list[str]:
+    """The dotted keys in which two configurations differ."""
+    changed: list[str] = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changed += changed_keys(
+                cast(Mapping[str, Any], old), cast(Mapping[str, Any], new), prefix=f"{prefix}{key}."
+            )
+        elif old != new:
+            changed.append(f"{prefix}{key}")
+    return changed

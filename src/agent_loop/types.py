@@ -1,0 +1,466 @@
+"""The facts that travel through the system: tokens, completions, trajectories. Needs numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_loop.errors import EpisodeError, SamplingParamsError, did_you_mean
+
+IntArray: TypeAlias = NDArray[np.int32]
+FloatArray: TypeAlias = NDArray[np.float32]
+TokenIds: TypeAlias = Sequence[int] | IntArray
+Message: TypeAlias = dict[str, Any]
+"""One chat message in the OpenAI form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`."""
+Row: TypeAlias = Mapping[str, Any]
+"""One line of a data set: `raw_prompt` (the messages) and any other columns."""
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    ANSWERED = "answered"
+    MAX_ASSISTANT_TURNS = "max_assistant_turns"
+    MAX_USER_TURNS = "max_user_turns"
+    MAX_INVALID_TURNS = "max_invalid_turns"
+    RESPONSE_LENGTH = "response_length"
+    PROMPT_LENGTH = "prompt_length"
+    TOOL_FINISHED = "tool_finished"
+    INTERACTION_FINISHED = "interaction_finished"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class AgentState(StrEnum):
+    """Where the tool loop stands."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+
+class Origin(StrEnum):
+    """Who wrote the tokens of a segment."""
+
+    PROMPT = "prompt"
+    MODEL = "model"
+    TOOL = "tool"
+    INTERACTION = "interaction"
+
+
+class IncidentKind(StrEnum):
+    """What went wrong, or was left out, on a trajectory that went on or ended in good order."""
+
+    MALFORMED_CALL = "malformed_call"
+    UNKNOWN_TOOL = "unknown_tool"
+    INVALID_ARGUMENTS = "invalid_arguments"
+    TOOL_ERROR = "tool_error"
+    TOOL_TIMEOUT = "tool_timeout"
+    UNEXECUTED_CALL = "unexecuted_call"
+    TRUNCATED_REPLY = "truncated_reply"
+    DROPPED_OBSERVATION = "dropped_observation"
+    CUT_TURN = "cut_turn"
+    TRUNCATED_PROMPT = "truncated_prompt"
+    CLOSE_FAILED = "close_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One named loss."""
+
+    kind: IncidentKind
+    detail: str
+    """One line for a person to read."""
+    assistant_turn: int = 0
+    """How many assistant turns there had been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The exception that ended a trajectory with `StopReason.FAILED`."""
+
+    error: str
+    """Type and message, on one line: the key by which failures are counted."""
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one completion is sampled. Loops pass plain mappings; servers receive this."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """At most this many candidates; -1 is no limit."""
+    max_tokens: int | None = None
+    """At most this many new tokens; None is whatever the server allows."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the completion, beside the model's own end tokens. A sampled stop token is returned."""
+    seed: int | None = None
+    """Makes this completion reproducible, whatever runs beside it."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens (`stop_token_ids` still end it)."""
+    repetition_penalty: float = 1.0
+    """Only 1.0 (none) is exact to train on; servers refuse what they do not offer."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise SamplingParamsError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise SamplingParamsError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+        if self.top_k == 0 or self.top_k < -1:
+            raise SamplingParamsError(f"top_k is {self.top_k}; give -1 (no limit) or at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise SamplingParamsError(f"max_tokens is {self.max_tokens}; give at least 1, or None")
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | SamplingParams) -> SamplingParams:
+        """Reads a mapping.
+
+        Raises:
+            SamplingParamsError: A key is unknown or a value is out of range.
+        """
+        if isinstance(params, SamplingParams):
+            return params
+        known = cls.__slots__
+        for key in params:
+            if key not in known:
+                raise SamplingParamsError(f"unknown sampling parameter {key!r}{did_you_mean(key, known)}")
+        values = dict(params)
+        values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+        return cls(**values)
+
+
+ServerStopReason: TypeAlias = Literal["stop", "length", "aborted"]
+
+
+class VersionSpan(NamedTuple):
+    """A run of tokens that one weight version sampled."""
+
+    weight_version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One completion, as a server returns it."""
+
+    token_ids: list[int]
+    """The sampled tokens, the stop token included where one was sampled."""
+    log_probs: list[float] | None
+    """For each token `log_softmax(logits / temperature)`, natural log, before top-k and top-p cut anything away:
+    what a trainer recomputes. Greedy completions give it at temperature 1. None if the server offers none."""
+    stop_reason: ServerStopReason
+    weight_version: int = 0
+    """The version that sampled the last token."""
+    num_preempted: int = 0
+    """How often the server set the request aside and had to compute its prefix again."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """The runs of weight versions, in order, where there is more than one; else empty."""
+
+    def __post_init__(self) -> None:
+        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
+            raise ValueError(f"{len(self.token_ids)} token ids but {len(self.log_probs)} log-probs")
+        if self.version_spans and sum(s.num_tokens for s in self.version_spans) != len(self.token_ids):
+            raise ValueError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model wrote and that could be read."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+    def as_message(self) -> Message:
+        """The OpenAI form, as chat templates expect it (arguments as a mapping)."""
+        return {
+            "type": "function",
+            "id": self.id,
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """Something that the model meant as a call and that could not be read."""
+
+    text: str
+    error: str
+    """What is wrong with it, in words that the model is answered with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """What a completion says: text, reasoning, and calls in the order they were written."""
+
+    content: str
+    calls: tuple[ToolCall | MalformedCall, ...] = ()
+    reasoning: str | None = None
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [call for call in self.calls if isinstance(call, ToolCall)]
+
+    @property
+    def malformed_calls(self) -> list[MalformedCall]:
+        return [call for call in self.calls if isinstance(call, MalformedCall)]
+
+    def as_message(self) -> Message:
+        """The assistant message for the conversation's record."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_message() for call in self.tool_calls]
+        return message
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens with one origin; for the model's, also with one weight version."""
+
+    token_ids: IntArray
+    """Shape [num_tokens]."""
+    origin: Origin
+    log_probs: FloatArray | None = None
+    """Shape [num_tokens]; model segments only, None where the server gives none."""
+    weight_version: int | None = None
+    """Model segments only."""
+
+    def __post_init__(self) -> None:
+        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
+            raise EpisodeError(f"{len(self.token_ids)} token ids but {len(self.log_probs)} log-probs")
+        if (self.weight_version is not None) != (self.origin is Origin.MODEL):
+            raise EpisodeError(
+                f"{self.origin} segment with weight version {self.weight_version}: "
+                "model segments, and only those, carry one"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentLoopMetrics:
+    """Where the time of one trajectory went. The first three are the names under which they are reported."""
+
+    generate_sequences: float = 0.0
+    """Seconds spent waiting for completions."""
+    tool_calls: float = 0.0
+    """Seconds spent in tools and interactions."""
+    num_preempted: int = 0
+    total: float = 0.0
+    """Seconds from the episode's start to its end."""
+    num_tool_calls: int = 0
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class AgentLoopOutput:
+    """The record of one trajectory. Everything about its tokens is derived from `segments`."""
+
+    segments: tuple[Segment, ...]
+    """Prompt first, then what was said, in order."""
+    stop_reason: StopReason
+    reward_score: float | None
+    """The loop's or the tools' own reward; None leaves it to the reward function."""
+    messages: tuple[Message, ...]
+    """The conversation as it was read, for people and reward functions; tokens are the truth."""
+    metrics: AgentLoopMetrics
+    tool_rewards: tuple[float, ...]
+    """Rewards that `BaseTool.execute` returned, in the order of the calls."""
+    turn_scores: tuple[float, ...]
+    """Scores that the interaction returned, one per turn."""
+    incidents: tuple[Incident, ...]
+    failure: Failure | None
+    extra_fields: Mapping[str, Any]
+    """Whatever else the loop wants to hand on; becomes columns of the batch."""
+    num_turns: int
+    """Prompt, assistant turns and replies, each counted once."""
+
+    def __init__(
+        self,
+        *,
+        segments: Iterable[Segment] | None = None,
+        prompt_ids: TokenIds | None = None,
+        response_ids: TokenIds | None = None,
+        response_mask: TokenIds | None = None,
+        response_logprobs: Sequence[float] | FloatArray | None = None,
+        num_turns: int | None = None,
+        stop_reason: StopReason = StopReason.ANSWERED,
+        reward_score: float | None = None,
+        messages: Iterable[Message] = (),
+        metrics: AgentLoopMetrics | None = None,
+        tool_rewards: Iterable[float] = (),
+        turn_scores: Iterable[float] = (),
+        incidents: Iterable[Incident] = (),
+        failure: Failure | None = None,
+        extra_fields: Mapping[str, Any] | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        """Give `segments`, or `prompt_ids`, `response_ids` and `response_mask` (1 = the model said it).
+
+        Raises:
+            EpisodeError: The lists do not agree in length, or the mask holds something else than 0 and 1.
+        """
+        if segments is None:
+            segments = _segments_of_mask(
+                prompt_ids=prompt_ids,
+                response_ids=response_ids,
+                response_mask=response_mask,
+                response_logprobs=response_logprobs,
+                weight_version=weight_version,
+            )
+        elif any(given is not None for given in (prompt_ids, response_ids, response_mask, response_logprobs)):
+            raise EpisodeError("AgentLoopOutput got segments and token lists; give one of the two")
+        segments = tuple(segments)
+        values: dict[str, Any] = {
+            "segments": segments,
+            "stop_reason": stop_reason,
+            "reward_score": reward_score,
+            "messages": tuple(messages),
+            "metrics": metrics or AgentLoopMetrics(),
+            "tool_rewards": tuple(tool_rewards),
+            "turn_scores": tuple(turn_scores),
+            "incidents": tuple(incidents),
+            "failure": failure,
+            "extra_fields": dict(extra_fields or {}),
+            "num_turns": count_turns(segments) if num_turns is None else num_turns,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def failed(self, failure: Failure) -> AgentLoopOutput:
+        """The same trajectory, ended by a failure."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"stop_reason": StopReason.FAILED, "failure": failure}
+        return AgentLoopOutput(**values)
+
+    @cached_property
+    def prompt_ids(self) -> IntArray:
+        """Shape [prompt_tokens]."""
+        return _concatenate([s.token_ids for s in self.segments if s.origin is Origin.PROMPT], np.int32)
+
+    @cached_property
+    def response_ids(self) -> IntArray:
+        """Shape [response_tokens]: what the model, tools and interactions said."""
+        return _concatenate([s.token_ids for s in self.response_segments], np.int32)
+
+    @cached_property
+    def response_mask(self) -> NDArray[np.int8]:
+        """Shape [response_tokens]: 1 = the model said it."""
+        return self._per_response_token(lambda s: s.origin is Origin.MODEL, np.int8)
+
+    @cached_property
+    def response_logprobs(self) -> FloatArray | None:
+        """Shape [response_tokens], 0 where the mask is 0; None if any model segment has none."""
+        if any(s.origin is Origin.MODEL and s.log_probs is None for s in self.response_segments):
+            return None
+        zeros = [
+            np.zeros(len(s), np.float32) if s.log_probs is None else s.log_probs
+            for s in self.response_segments
+        ]
+        return _concatenate(zeros, np.float32)
+
+    @cached_property
+    def weight_versions(self) -> IntArray:
+        """Shape [response_tokens]: the version that sampled each token, -1 where the mask is 0."""
+        return self._per_response_token(
+            lambda s: -1 if s.weight_version is None else s.weight_version, np.int32
+        )
+
+    @property
+    def response_segments(self) -> tuple[Segment, ...]:
+        return tuple(s for s in self.segments if s.origin is not Origin.PROMPT)
+
+    @property
+    def answer(self) -> str:
+        """The text of the last assistant message; empty if there is none."""
+        for message in reversed(self.messages):
+            if message["role"] == "assistant":
+                return str(message.get("content") or "")
+        return ""
+
+    def _per_response_token(self, value_of: Callable[[Segment], int], dtype: Any) -> NDArray[Any]:
+        return _concatenate([np.full(len(s), value_of(s), dtype) for s in self.response_segments], dtype)
+
+
+def as_token_ids(token_ids: TokenIds) -> IntArray:
+    """A packed int32 array of the ids; no copy if it is one already."""
+    return np.asarray(token_ids, dtype=np.int32)
+
+
+def count_turns(segments: Iterable[Segment]) -> int:
+    """Prompt, assistant turns and replies; a completion that spans a weight swap is one turn."""
+    return sum(
+        1 for _ in groupby(segments, key=lambda s: (s.origin is Origin.PROMPT, s.origin is Origin.MODEL))
+    )
+
+
+def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+    joined.flags.writeable = False
+    return joined
+
+
+def _segments_of_mask(
+    *,
+    prompt_ids: TokenIds | None,
+    response_ids: TokenIds | None,
+    response_mask: TokenIds | None,
+    response_logprobs: Sequence[float] | FloatArray | None,
+    weight_version: int,
+) -> list[Segment]:
+    if prompt_ids is None or response_ids is None or response_mask is None:
+        raise EpisodeError("AgentLoopOutput needs segments, or prompt_ids, response_ids and response_mask")
+    ids, mask = as_token_ids(response_ids), np.asarray(response_mask)
+    if len(ids) != len(mask):
+        raise EpisodeError(
+            f"response_ids has {len(ids)} tokens but response_mask has {len(mask)}; they go together, one by one"
+        )
+    if not np.isin(mask, (0, 1)).all():
+        raise EpisodeError("response_mask holds something else than 0 and 1")
+    log_probs = None if response_logprobs is None else np.asarray(response_logprobs, dtype=np.float32)
+    if log_probs is not None and len(log_probs) != len(ids):
+        raise EpisodeError(f"response_ids has {len(ids)} tokens but response_logprobs has {len(log_probs)}")
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)] if len(ids) else [0]
+    segments = [Segment(as_token_ids(prompt_ids), Origin.PROMPT)]
+    for start, end in pairwise(cuts):
+        if mask[start]:
+            run_log_probs = None if log_probs is None else log_probs[start:end]
+            segments.append(Segment(ids[start:end], Origin.MODEL, run_log_probs, weight_version))
+        else:
+            segments.append(Segment(ids[start:end], Origin.TOOL))
+    return segments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One scored rollout: what came out, of which row, and what it was worth."""
+
+    output: AgentLoopOutput
+    row: Row
+    group: int
+    """Which prompt of the batch."""
+    rollout: int
+    """Which of the group's samples."""
+    reward: float | None
+    """None where the trajectory failed or was cancelled, or nothing scores it: it is not trained on."""
+    reward_extra: Mapping[str, Any]
+    """What else the reward function returned."""
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"group={self.group}/rollout={self.rollout}"

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.chat.parsers import HermesToolParser, ToolParser
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+PARSER = HermesToolParser()
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_text_around_calls_is_kept_and_calls_keep_their_order() -> None:
+    parsed = PARSER.parse(f"First. {CALL} Then. <tool_call>oops</tool_call>{CALL} Done.")
+    assert parsed.content == "First.  Then.  Done."
+    assert [type(call) for call in parsed.calls] == [ToolCall, MalformedCall, ToolCall]
+    assert parsed.tool_calls[0] == ToolCall("add", {"a": 1})
+
+
+def test_calls_inside_reasoning_are_not_calls() -> None:
+    parsed = PARSER.parse(f"<think>maybe {CALL}</think>No need.")
+    assert parsed.calls == ()
+    assert parsed.content == "No need."
+    assert parsed.reasoning == f"maybe {CALL}"
+
+
+def test_reasoning_that_is_cut_off_holds_no_call() -> None:
+    parsed = PARSER.parse(f"<think>maybe {CALL}")
+    assert parsed.calls == ()
+    assert parsed.content == ""
+
+
+def test_reasoning_opened_by_the_generation_prompt_ends_at_its_tag() -> None:
+    parsed = PARSER.parse(f"hm</think>{CALL}")
+    assert parsed.reasoning == "hm"
+    assert len(parsed.tool_calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}', "not valid JSON"),
+        ("{'name': 'add'}", "not valid JSON"),
+        ('{"name": "a"}{"name": "b"}', "not valid JSON"),
+        ('["add"]', "must be a JSON object"),
+        ('{"arguments": {}}', '"name"'),
+        ('{"name": 3}', '"name"'),
+        ('{"name": "add", "arguments": [1]}', '"arguments"'),
+        ('{"name": "add", "arguments": "{}"}', '"arguments"'),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
+    [call] = PARSER.parse(f"<tool_call>{body}</tool_call>").calls
+    assert isinstance(call, MalformedCall)
+    assert complaint in call.error
+
+
+def test_a_call_that_is_not_closed_is_malformed_and_the_next_one_is_read() -> None:
+    first, second = PARSER.parse(f'<tool_call>{{"name": "add"}} {CALL}').calls
+    assert isinstance(first, MalformedCall)
+    assert "not closed" in first.error
+    assert second == ToolCall("add", {"a": 1})
+
+
+def test_arguments_survive_as_they_were_written() -> None:
+    text = '{"name": "f", "arguments": {"s": "a\\n\\"b\\"", "l": [1, [2]], "t": true, "x": 1.5, "o": {"k": null}}}'
+    [call] = PARSER.parse(f"<tool_call>{text}</tool_call>").tool_calls
+    assert call.arguments == {"s": 'a\n"b"', "l": [1, [2]], "t": True, "x": 1.5, "o": {"k": None}}
+
+
+@given(
+    st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"a"}', "x", "[" * 50])
+    )
+)
+def test_no_text_makes_the_parser_raise(pieces: list[str]) -> None:
+    assert isinstance(PARSER.parse("".join(pieces)), ParsedCompletion)
+
+
+def test_deep_nesting_is_malformed_and_not_a_crash() -> None:
+    [call] = PARSER.parse("<tool_call>" + "[" * 100_000 + "</tool_call>").calls
+    assert isinstance(call, MalformedCall)
+
+
+def test_a_parser_of_ones_own_is_found_by_its_name() -> None:
+    @ToolParser.register("shouting")
+    class ShoutingParser(ToolParser):
+        def parse(self, text: str) -> ParsedCompletion:
+            return ParsedCompletion(text.upper())
+
+    assert ToolParser.get("shouting").parse("hi").content == "HI"

@@ -1,0 +1,145 @@
+"""Workers on scripted servers, and what must be left when they are done: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_loop.config import MultiTurnConfig
+from agent_loop.episode import EpisodeLimits
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.loops import ToolAgentLoop
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import Script, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.types import Trajectory
+from tests.helpers import hermes_template, user
+
+assert ToolAgentLoop
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+class Adder(BaseTool):
+    """Adds; counts what is open; sleeps, fails and ends as its config says."""
+
+    def __init__(self, config: Mapping[str, Any] | None = None, *, name: str = "add") -> None:
+        super().__init__(config or {}, {**SCHEMA, "function": {**SCHEMA["function"], "name": name}})
+        self.open: set[str] = set()
+        self.num_created = 0
+        self.num_released = 0
+        self.executed: list[dict[str, Any]] = []
+        self.most_at_once = 0
+        self._at_once = 0
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.num_created += 1
+        self.open.add(instance_id)
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        assert instance_id in self.open
+        self.executed.append(parameters)
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            await asyncio.sleep(self.config.get("latency_s", 0))
+        finally:
+            self._at_once -= 1
+        if "raises" in self.config:
+            raise self.config["raises"]
+        text = self.config.get("says", str(parameters["a"] + parameters["b"]))
+        response = ToolResponse(text=text, ends_episode=self.config.get("ends", False))
+        return response, self.config.get("reward"), {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        return self.config.get("verdict")
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.num_released += 1
+        self.open.discard(instance_id)
+        if "release_raises" in self.config:
+            raise self.config["release_raises"]
+
+
+class Stage:
+    """One worker on one scripted server."""
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        tools: Sequence[BaseTool] = (),
+        interactions: Mapping[str, BaseInteraction] | None = None,
+        multi_turn: MultiTurnConfig | None = None,
+        agent: str = "tool_agent",
+        reward: Any = None,
+        max_concurrent: int | None = None,
+        **limits: Any,
+    ) -> None:
+        multi_turn = multi_turn or MultiTurnConfig()
+        self.server = ScriptedServer(script)
+        self.server_manager = AsyncLLMServerManager([self.server])
+        defaults = {
+            "prompt_length": 4096,
+            "response_length": 4096,
+            "max_assistant_turns": multi_turn.max_assistant_turns,
+            "max_user_turns": multi_turn.max_user_turns,
+            "max_turn_tokens": multi_turn.max_turn_tokens,
+        }
+        context = LoopContext(
+            server_manager=self.server_manager,
+            template=hermes_template(),
+            limits=EpisodeLimits(**{**defaults, **limits}),
+            multi_turn=multi_turn,
+            tools={tool.name: tool for tool in tools},
+            interactions=interactions or {},
+        )
+        self.worker = AgentLoopWorker(
+            context,
+            loops=LoopRegistry(),
+            default_agent_loop=agent,
+            reward=reward,
+            max_concurrent=max_concurrent,
+        )
+
+    def run_one(self, **row: Any) -> Trajectory:
+        """Runs one row in virtual time and checks that nothing is left behind."""
+        [trajectory] = self.run([{"raw_prompt": user("What is 1 + 2?"), **row}])
+        return trajectory
+
+    def run(self, rows: Sequence[Mapping[str, Any]]) -> list[Trajectory]:
+        async def scenario() -> list[Trajectory]:
+            trajectories = await self.worker.run(self.jobs(rows))
+            self.assert_nothing_is_left()
+            return trajectories
+
+        return run_virtual(scenario())
+
+    def jobs(self, rows: Sequence[Mapping[str, Any]]) -> list[Job]:
+        return [Job(row, group, 0, {"temperature": 1.0}) for group, row in enumerate(rows)]
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.server_manager.balancer.num_leases == 0
+        assert self.server_manager.balancer.num_sessions == 0
+        assert self.server.num_running == 0
+        assert self.server.num_sessions == 0
+        assert self.worker.running == ()
+        assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -1,0 +1,192 @@
+"""Trajectories become padded tensors and can be read back from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.errors import DataError
+from agent_loop.rollout.batch import assemble, timing_metrics
+from agent_loop.types import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    Origin,
+    Segment,
+    StopReason,
+    Trajectory,
+    as_token_ids,
+)
+
+PAD = 99
+
+
+def trajectory(
+    *,
+    prompt: list[int] | None = None,
+    response: list[tuple[Origin, list[int]]] | None = None,
+    has_log_probs: bool = True,
+    group: int = 0,
+    rollout: int = 0,
+    reward: float | None = 1.0,
+    metrics: AgentLoopMetrics | None = None,
+    reward_extra: Mapping[str, Any] | None = None,
+    extra_fields: Mapping[str, Any] | None = None,
+) -> Trajectory:
+    segments = [Segment(as_token_ids([1, 2, 3] if prompt is None else prompt), Origin.PROMPT)]
+    for version, (origin, ids) in enumerate(response or []):
+        log_probs = np.array([-0.5 - i for i in ids], np.float32) if has_log_probs else None
+        segments.append(
+            Segment(as_token_ids(ids), origin, log_probs, version)
+            if origin is Origin.MODEL
+            else Segment(as_token_ids(ids), origin)
+        )
+    return Trajectory(
+        output=AgentLoopOutput(
+            segments=segments,
+            stop_reason=StopReason.ANSWERED,
+            metrics=metrics,
+            extra_fields=extra_fields,
+        ),
+        row={},
+        group=group,
+        rollout=rollout,
+        reward=reward,
+        reward_extra=reward_extra or {},
+    )
+
+
+tokens = st.lists(st.integers(0, 98), max_size=6)
+trajectories = st.lists(
+    st.builds(
+        trajectory,
+        prompt=tokens,
+        response=st.lists(
+            st.tuples(st.sampled_from([Origin.MODEL, Origin.TOOL, Origin.INTERACTION]), tokens)
+        ),
+        group=st.integers(0, 3),
+        rollout=st.integers(0, 3),
+        reward=st.none() | st.floats(-1, 1, width=32),
+    ),
+    max_size=5,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trajectories=trajectories, extra_width=st.integers(0, 3))
+def test_unpadding_gives_back_every_trajectory(trajectories: list[Trajectory], extra_width: int) -> None:
+    prompt_width = max((len(t.output.prompt_ids) for t in trajectories), default=0) + extra_width
+    response_width = max((len(t.output.response_ids) for t in trajectories), default=0) + extra_width
+
+    batch = assemble(trajectories, pad_token_id=PAD, prompt_width=prompt_width, response_width=response_width)
+
+    assert batch.batch_size == torch.Size([len(trajectories)])
+    assert batch["prompts"].shape == (len(trajectories), prompt_width)
+    assert batch["responses"].shape == (len(trajectories), response_width)
+    assert torch.equal(batch["input_ids"], torch.cat([batch["prompts"], batch["responses"]], dim=1))
+    for row, expected in zip(batch, trajectories, strict=True):
+        output = expected.output
+        attended = row["attention_mask"].bool()
+        start, end = prompt_width - len(output.prompt_ids), prompt_width + len(output.response_ids)
+        assert attended.nonzero().flatten().tolist() == list(range(start, end))
+        assert row["input_ids"][attended].tolist() == [*output.prompt_ids, *output.response_ids]
+        assert (row["input_ids"][~attended] == PAD).all()
+        assert row["position_ids"][attended].tolist() == list(range(end - start))
+        length = len(output.response_ids)
+        for column, value, fill in (
+            ("response_mask", output.response_mask, 0),
+            ("weight_versions", output.weight_versions, -1),
+            ("rollout_log_probs", output.response_logprobs, 0),
+        ):
+            assert value is not None
+            assert row[column][:length].tolist() == value.tolist()
+            assert (row[column][length:] == fill).all()
+        assert (row["group"], row["rollout"]) == (expected.group, expected.rollout)
+        assert row["num_turns"] == output.num_turns
+        assert bool(row["is_scored"]) == (expected.reward is not None)
+        reward = float(row["reward"])
+        assert math.isnan(reward) if expected.reward is None else reward == expected.reward
+
+
+def test_columns_have_the_types_that_trainers_expect() -> None:
+    batch = assemble([trajectory(response=[(Origin.MODEL, [4, 5])])], pad_token_id=PAD)
+
+    for name in ("prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids"):
+        assert batch[name].dtype == torch.int64
+        assert batch[name].is_contiguous()
+    assert batch["rollout_log_probs"].dtype == torch.float32
+    assert batch["weight_versions"].dtype == torch.int32
+    assert batch["is_scored"].dtype == torch.bool
+
+
+def test_an_empty_batch_has_every_column() -> None:
+    batch = assemble([], pad_token_id=PAD)
+
+    assert batch.batch_size == torch.Size([0])
+    assert batch["input_ids"].shape == (0, 0)
+    assert list(batch["stop_reason"]) == []
+
+
+def test_one_missing_log_prob_leaves_the_column_out() -> None:
+    rows = [
+        trajectory(response=[(Origin.MODEL, [4])]),
+        trajectory(response=[(Origin.MODEL, [5])], has_log_probs=False),
+    ]
+
+    assert "rollout_log_probs" not in assemble(rows, pad_token_id=PAD)
+    assert "rollout_log_probs" in assemble(rows[:1], pad_token_id=PAD)
+
+
+def test_object_columns_come_from_all_rows_and_none_fills_the_gaps() -> None:
+    rows = [
+        trajectory(reward_extra={"accuracy": 1.0}),
+        trajectory(rollout=1, extra_fields={"notes": ["a", "b"], "reward": 3}, reward_extra={"reward": 4}),
+    ]
+
+    batch = assemble(rows, pad_token_id=PAD)
+
+    assert list(batch["accuracy"]) == [1.0, None]
+    assert list(batch["notes"]) == [None, ["a", "b"]]
+    assert list(batch["reward_extra.reward"]) == [None, 4]
+    assert list(batch["extra_fields.reward"]) == [None, 3]
+    assert list(batch["trajectory_id"]) == ["group=0/rollout=0", "group=0/rollout=1"]
+    assert batch[1]["stop_reason"] == "answered"
+
+
+def test_a_row_over_the_fixed_width_is_refused_by_name() -> None:
+    rows = [trajectory(), trajectory(group=7, rollout=2, response=[(Origin.MODEL, [1, 2, 3])])]
+
+    with pytest.raises(
+        DataError, match=r"response of group=7/rollout=2 has 3 tokens.*width of 2.*response_length"
+    ):
+        assemble(rows, pad_token_id=PAD, response_width=2)
+    with pytest.raises(DataError, match=r"prompt of group=0/rollout=0 has 3 tokens"):
+        assemble(rows, pad_token_id=PAD, prompt_width=2)
+
+
+def test_timing_names_the_row_with_most_seconds_of_generation_and_tools() -> None:
+    rows = [
+        trajectory(metrics=AgentLoopMetrics(generate_sequences=2.0, tool_calls=0.5)),
+        trajectory(
+            prompt=[1, 2],
+            response=[(Origin.MODEL, [1, 2, 3, 4])],
+            metrics=AgentLoopMetrics(generate_sequences=1.0, tool_calls=3.0, num_preempted=2),
+        ),
+    ]
+
+    metrics = timing_metrics(rows)
+
+    assert metrics["agent_loop/generate_sequences/min"] == 1.0
+    assert metrics["agent_loop/generate_sequences/max"] == 2.0
+    assert metrics["agent_loop/tool_calls/mean"] == 1.75
+    assert metrics["agent_loop/num_preempted/max"] == 2.0
+    assert metrics["agent_loop/slowest/tool_calls"] == 3.0
+    assert metrics["agent_loop/slowest/prompt_length"] == 2.0
+    assert metrics["agent_loop/slowest/response_length"] == 4.0
+    assert timing_metrics([]) == {}

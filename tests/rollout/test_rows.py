@@ -1,0 +1,151 @@
+"""Rows are read from files and functions, and drawn by the step alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.rollout.rows import RowSampler, load_rows
+
+
+def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": 2},
+        {
+            "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 2?"}],
+            "answer": 3,
+        },
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "task.py").write_text(f"def make():\n    yield from {rows!r}\n")
+    expected = [row | {"raw_prompt": row["prompt"]} for row in rows]
+
+    for name in ("rows.json", "rows.jsonl", "rows.parquet", "task.py:make"):
+        assert load_rows([str(tmp_path / name)], prompt_key="prompt") == expected
+    both = [str(tmp_path / "rows.json"), str(tmp_path / "task.py:make")]
+    assert load_rows(both, prompt_key="prompt") == expected * 2
+
+
+def test_keys_that_parquet_adds_to_messages_are_left_out(tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "hi"}, {"type": "image", "image": "a.png"}],
+                },
+                {"role": "tool", "content": None, "name": "look"},
+            ]
+        }
+    ]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+
+    (row,) = load_rows([str(tmp_path / "rows.parquet")], prompt_key="prompt")
+
+    assert row["raw_prompt"] == rows[0]["prompt"]
+
+
+def test_text_becomes_one_user_message_and_raw_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "Why?"}\n{"raw_prompt": [{"role": "user", "content": "How?"}]}\n')
+
+    first, second = load_rows([str(path)], prompt_key="question")
+
+    assert first == {"question": "Why?", "raw_prompt": [{"role": "user", "content": "Why?"}]}
+    assert second["raw_prompt"] == [{"role": "user", "content": "How?"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl line 2 is not JSON"),
+        ("rows.json", '[\n{"prompt": }]', r"rows.json line 2 is not JSON"),
+        ("rows.json", '{"prompt": "a"}', r"holds a dict; a .json data file holds a list"),
+        ("rows.jsonl", "[1]\n", r"line 1 is a list; a row is a mapping"),
+        (
+            "rows.jsonl",
+            '{"prompts": "a", "b": 1}',
+            r"line 1 has no 'prompt' \(columns: prompts, b\).*mean 'prompts'",
+        ),
+        ("rows.json", '[{"prompt": "a"}, {"prompt": null}]', r"row 2 has no 'prompt'"),
+        ("rows.json", '[{"prompt": 3}]', r"row 1, column 'prompt' is a int; give text"),
+        ("rows.json", '[{"prompt": []}]', r"is an empty list"),
+        ("rows.json", '[{"prompt": ["hi"]}]', r"holds a str"),
+        ("rows.json", '[{"prompt": [{"content": "hi"}]}]', r"a message with the keys \['content'\]"),
+        ("rows.json", "[]", r"no rows in .*rows.json"),
+        ("rows.parquet", "PAR", r"cannot be read as Parquet"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+
+    with pytest.raises(DataError, match=message):
+        load_rows([str(tmp_path / name)], prompt_key="prompt")
+
+
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}')
+
+    with pytest.raises(DataError, match="cannot be read as UTF-8"):
+        load_rows([str(tmp_path / "rows.jsonl")], prompt_key="prompt")
+
+
+def test_a_source_that_is_no_file_and_no_function_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("rows = []\n\ndef number():\n    return 3\n")
+
+    with pytest.raises(DataError, match=r"missing.jsonl' does not exist"):
+        load_rows([str(tmp_path / "missing.jsonl")], prompt_key="prompt")
+    with pytest.raises(ConfigError, match=r"rows.csv' is of no known kind; give a file \(.jsonl"):
+        load_rows(["rows.csv"], prompt_key="prompt")
+    with pytest.raises(ConfigError, match="is a list; name a function"):
+        load_rows([str(tmp_path / "task.py:rows")], prompt_key="prompt")
+    with pytest.raises(DataError, match="returned a int"):
+        load_rows([str(tmp_path / "task.py:number")], prompt_key="prompt")
+    with pytest.raises(DataError, match="no rows in an empty list of sources"):
+        load_rows([], prompt_key="prompt")
+
+
+def test_loading_rows_does_not_import_torch() -> None:
+    code = "import sys, agent_loop.rollout.rows; sys.exit('torch' in sys.modules or 'pyarrow' in sys.modules)"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
+    rows = [{"n": n} for n in range(10)]
+    sampler = RowSampler(rows, batch_size=4, seed=3)
+
+    drawn = [row["n"] for step in range(1, 11) for row in sampler.batch(step)]
+
+    epochs = [drawn[start : start + 10] for start in range(0, 40, 10)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_batch_depends_on_step_and_seed_only() -> None:
+    rows = [{"n": n} for n in range(10)]
+    sampler = RowSampler(rows, batch_size=4, seed=3)
+    sampler.batch(1)
+
+    assert sampler.batch(7) == RowSampler(rows, batch_size=4, seed=3).batch(7)
+    assert sampler.batch(7) != RowSampler(rows, batch_size=4, seed=4).batch(7)
+
+
+def test_without_shuffling_rows_come_in_their_order() -> None:
+    sampler = RowSampler([{"n": n} for n in range(3)], batch_size=2, shuffle=False)
+
+    assert [[row["n"] for row in sampler.batch(step)] for step in (1, 2, 3)] == [[0, 1], [2, 0], [1, 2]]
+
+
+def test_a_data_set_smaller_than_the_batch_is_refused() -> None:
+    with pytest.raises(DataError, match=r"has 2 rows, fewer than data.train_batch_size=3"):
+        RowSampler([{}, {}], batch_size=3)

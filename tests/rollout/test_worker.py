@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from agent_loop.config import MultiTurnConfig
+from agent_loop.errors import RolloutError, ToolError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.failures import FailureBudget
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.testing import run_virtual
+from agent_loop.types import AgentLoopOutput, StopReason, Trajectory
+from tests.helpers import calls, encoded, says, user
+from tests.rollout.harness import Adder, Stage
+
+
+class Chaotic(Adder):
+    """Works, errs, breaks or hangs, as the call's first argument says."""
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        match parameters["a"]:
+            case 0:
+                raise ToolError("not today")
+            case 1:
+                raise RuntimeError("a bug")
+            case 2:
+                await asyncio.sleep(math.inf)
+            case 3:
+                self.config["release_raises"] = OSError("gone")
+        await asyncio.sleep(parameters["b"] / 10)
+        return await super().execute(instance_id, parameters)
+
+
+def test_a_thousand_trajectories_in_trouble_all_end_with_a_reason_and_leave_nothing() -> None:
+    chance = random.Random(0)
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        latency_s = chance.choice([0.0, 0.1, 3.0])
+        match chance.randrange(9):
+            case 0:
+                return says("<tool_call>{broken</tool_call>", latency_s=latency_s)
+            case 1:
+                return says("the answer", latency_s=latency_s)
+            case 2:
+                return ScriptedReply([1], error="engine hiccup", latency_s=latency_s)
+            case 3:
+                return ScriptedReply(encoded("never"), latency_s=math.inf)
+            case 4:
+                return says("cut <tool_call>", ends=False, latency_s=latency_s)
+            case 5:
+                return calls("unknown", a=1)
+            case _:
+                return calls("add", a=chance.randrange(12), b=chance.randrange(9))
+
+    tool = Chaotic()
+    stage = Stage(
+        script,
+        tools=[tool],
+        multi_turn=MultiTurnConfig(tool_timeout_s=40, max_user_turns=3),
+        deadline_s=60,
+        response_length=180,
+        max_concurrent=700,
+    )
+    rows = [{"raw_prompt": user(f"question {n}")} for n in range(1000)]
+
+    async def scenario() -> list[Trajectory]:
+        async def cancel_some() -> None:
+            for _ in range(150):
+                await asyncio.sleep(chance.random())
+                stage.worker.cancel(chance.choice(stage.worker.running or ["none"]))
+
+        async with asyncio.TaskGroup() as group:
+            cancelling = group.create_task(cancel_some())
+            trajectories = await stage.worker.run(stage.jobs(rows))
+            cancelling.cancel()
+        stage.assert_nothing_is_left()
+        return trajectories
+
+    trajectories = run_virtual(scenario())
+    reasons = Counter(trajectory.output.stop_reason for trajectory in trajectories)
+    assert [t.group for t in trajectories] == list(range(1000))
+    assert tool.open == set()
+    assert tool.num_created == tool.num_released
+    assert {
+        StopReason.ANSWERED,
+        StopReason.FAILED,
+        StopReason.DEADLINE,
+        StopReason.CANCELLED,
+        StopReason.RESPONSE_LENGTH,
+        StopReason.MAX_USER_TURNS,
+    } <= set(reasons), reasons
+    for trajectory in trajectories:
+        output = trajectory.output
+        assert (output.failure is not None) == (output.stop_reason is StopReason.FAILED)
+        assert len(output.response_ids) == len(output.response_mask) <= 180
+
+
+def test_a_failing_trajectory_leaves_its_siblings_untouched() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        first = not stage.server.requests[:-1]
+        return ScriptedReply([1], error="down") if first else says("fine", latency_s=1.0)
+
+    stage = Stage(script)
+    trajectories = stage.run([{"raw_prompt": user(str(n))} for n in range(5)])
+    assert Counter(t.output.stop_reason for t in trajectories) == {
+        StopReason.FAILED: 1,
+        StopReason.ANSWERED: 4,
+    }
+
+
+def test_cancelling_the_batch_reaches_every_server_and_tool() -> None:
+    tool = Adder({"latency_s": math.inf})
+    stage = Stage(lambda request: calls("add", a=1, b=2) if request.turn == 0 else says("x"), tools=[tool])
+    rows = [{"raw_prompt": user(str(n))} for n in range(50)]
+
+    async def scenario() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await stage.worker.run(stage.jobs(rows))
+        stage.assert_nothing_is_left()
+
+    run_virtual(scenario())
+    assert tool.num_created == tool.num_released == 50
+
+
+def test_cancelling_one_trajectory_keeps_its_tokens_and_leaves_the_others() -> None:
+    stage = Stage(lambda _: says("abcdefgh", latency_s=10.0))
+    rows = [{"raw_prompt": user(str(n))} for n in range(3)]
+
+    async def scenario() -> list[Trajectory]:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.worker.run(stage.jobs(rows)))
+            await asyncio.sleep(5)
+            assert stage.worker.cancel("group=1/rollout=0")
+            assert not stage.worker.cancel("group=9/rollout=0")
+        stage.assert_nothing_is_left()
+        return running.result()
+
+    trajectories = run_virtual(scenario())
+    reasons = [t.output.stop_reason for t in trajectories]
+    assert reasons == [StopReason.ANSWERED, StopReason.CANCELLED, StopReason.ANSWERED]
+    whole = trajectories[0].output.response_ids.tolist()
+    part = trajectories[1].output.response_ids.tolist()
+    assert 0 < len(part) < len(whole)
+    assert part == whole[: len(part)]
+    assert trajectories[1].reward is None
+
+
+def test_too_many_failures_stop_the_run_with_the_commonest_error_in_full() -> None:
+    stage = Stage(lambda request: ScriptedReply([1], error="disk full", latency_s=1.0))
+    rows = [{"raw_prompt": user(str(n))} for n in range(10)]
+
+    async def scenario() -> None:
+        budget = FailureBudget(num_trajectories=10, max_share=0.5)
+        with pytest.raises(RolloutError, match=r"(?s)6 of 10 trajectories failed.*disk full"):
+            await stage.worker.run(stage.jobs(rows), budget=budget)
+        stage.assert_nothing_is_left()
+
+    run_virtual(scenario())
+
+
+def test_the_reward_function_scores_what_has_no_reward_of_its_own() -> None:
+    def reward(output: AgentLoopOutput, row: dict[str, Any]) -> dict[str, Any]:
+        return {"reward": float(row["truth"] in output.answer), "length": len(output.response_ids)}
+
+    stage = Stage(lambda _: says("It is 3."), reward=RewardFunction(reward, timeout_s=1))
+    right, wrong = stage.run([{"raw_prompt": user("1 + 2"), "truth": truth} for truth in ("3", "4")])
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert right.reward_extra["length"] == len(right.output.response_ids)
+
+
+def test_a_reward_function_that_raises_fails_its_trajectory_only() -> None:
+    def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
+        return 1.0 / row["divisor"]
+
+    stage = Stage(lambda _: says("hm"), reward=RewardFunction(reward, timeout_s=1))
+    bad, good = stage.run([{"raw_prompt": user("?"), "divisor": divisor} for divisor in (0, 2)])
+    assert bad.output.stop_reason is StopReason.FAILED
+    assert bad.output.failure is not None
+    assert "ZeroDivisionError" in bad.output.failure.error
+    assert len(bad.output.response_ids) == len(good.output.response_ids)
+    assert good.reward == 0.5
+
+
+def test_a_reward_function_that_hangs_is_cut_at_its_time_limit() -> None:
+    async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
+        await asyncio.sleep(math.inf)
+        return 1.0
+
+    stage = Stage(lambda _: says("hm"), reward=RewardFunction(reward, timeout_s=2))
+    trajectory = stage.run_one()
+    assert trajectory.output.failure is not None
+    assert "2 s" in trajectory.output.failure.error
+
+
+@register("token_level")
+class TokenLevel(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt_ids = await self.apply_chat_template(row["raw_prompt"])
+        out = await self.server_manager.generate(
+            "mine", prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=out.token_ids,
+            response_mask=[1] * len(out.token_ids),
+            response_logprobs=out.log_probs,
+            num_turns=2,
+        )
+
+
+@register("forgetful")
+class Forgetful(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        return None
+
+
+def test_a_loop_at_the_level_of_tokens_leaves_no_session() -> None:
+    trajectory = Stage(lambda _: says("hi"), agent="token_level").run_one()
+    assert trajectory.output.num_turns == 2
+    assert trajectory.output.response_ids.tolist() == encoded("hi<|im_end|>")
+
+
+def test_a_loop_without_an_episode_is_cut_after_its_deadline() -> None:
+    stage = Stage(lambda _: says("hi", latency_s=math.inf), agent="token_level", deadline_s=10)
+    assert stage.run_one().output.stop_reason is StopReason.DEADLINE
+
+
+def test_a_loop_that_returns_nothing_is_told_what_to_return() -> None:
+    trajectory = Stage([says("hi")], agent="forgetful").run_one()
+    assert trajectory.output.failure is not None
+    assert "return an AgentLoopOutput" in trajectory.output.failure.error
+
+
+def test_rows_choose_their_loop_and_an_unknown_one_is_named() -> None:
+    stage = Stage(lambda _: says("hi"))
+    known, unknown = stage.run(
+        [{"raw_prompt": user("?"), "agent_name": name} for name in ("single_turn_agent", "singel_turn_agent")]
+    )
+    assert known.output.stop_reason is StopReason.ANSWERED
+    assert unknown.output.failure is not None
+    assert "did you mean 'single_turn_agent'" in unknown.output.failure.error

@@ -1,0 +1,297 @@
+"""What the embedded engine samples, against plain `transformers`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from agent_loop.errors import SamplingParamsError, ServerError
+from agent_loop.servers.embedded.sampling import sample_rows
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import (
+    GREEDY,
+    SIZES,
+    VOCAB_SIZE,
+    build,
+    full_forward_log_probs,
+    generate_all,
+    joined,
+    random_prompt,
+    serving,
+    tiny_model,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def plain_greedy(model: Any, prompt: IntArray, *, max_tokens: int = 20) -> list[int]:
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def one_completion(model: Any, params: SamplingParams, *, prompt: IntArray, **settings: Any) -> TokenOutput:
+    async def main() -> TokenOutput:
+        async with serving(model, **settings) as server:
+            return await server.generate(prompt, params, "only")
+
+    return asyncio.run(main())
+
+
+def test_greedy_output_is_that_of_transformers_at_every_concurrency(model: Any) -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, 50)
+    prompts = [random_prompt(int(length), seed=i) for i, length in enumerate(lengths)]
+    expected = [plain_greedy(model, prompt) for prompt in prompts]
+
+    async def main(concurrency: int) -> list[list[int]]:
+        async with serving(model, prefill_chunk_tokens=64) as server:
+            outputs = await generate_all(server, prompts, GREEDY, concurrency=concurrency)
+        return [output.token_ids for output in outputs]
+
+    for concurrency in (1, 8, 32):
+        assert asyncio.run(main(concurrency)) == expected, f"at concurrency {concurrency}"
+
+
+ARCHITECTURES = {
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "llama": lambda: LlamaConfig(**SIZES),
+    "mistral_without_window": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "mistral_with_a_window_past_the_longest_sequence": lambda: MistralConfig(**SIZES, sliding_window=256),
+    "phi3": lambda: Phi3Config(**SIZES),
+    "olmo2": lambda: Olmo2Config(**SIZES),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+    "qwen2_tied": lambda: Qwen2Config(**{**SIZES, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_agree_with_transformers(name: str) -> None:
+    model = build(ARCHITECTURES[name]())
+    prompts = [random_prompt(5 + 9 * i, seed=i) for i in range(6)]
+
+    async def main() -> list[TokenOutput]:
+        async with serving(model, prefill_chunk_tokens=16) as server:
+            return await generate_all(server, prompts, GREEDY)
+
+    for prompt, output in zip(prompts, asyncio.run(main()), strict=True):
+        assert output.token_ids == plain_greedy(model, prompt)
+        assert output.log_probs == pytest.approx(
+            full_forward_log_probs(model, prompt, output.token_ids), abs=1e-4
+        )
+
+
+def test_log_probs_are_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
+    rng = np.random.default_rng(7)
+    choices = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.6, top_p=0.8),
+        SamplingParams(temperature=1.7, top_k=5),
+        SamplingParams(temperature=1.3, top_k=20, top_p=0.5),
+    ]
+    params = [
+        SamplingParams(
+            temperature=choices[i % 5].temperature,
+            top_p=choices[i % 5].top_p,
+            top_k=choices[i % 5].top_k,
+            max_tokens=int(rng.integers(1, 40)),
+        )
+        for i in range(60)
+    ]
+    shared = random_prompt(70, seed=99)
+    prompts = [
+        joined(shared[: rng.integers(0, 70)], random_prompt(int(rng.integers(1, 90)), seed=i))
+        for i in range(60)
+    ]
+
+    async def main() -> None:
+        async with serving(model, max_slots=12, prefill_chunk_tokens=48) as server:
+            outputs = await generate_all(server, prompts, params)
+            second = [
+                joined(p, o.token_ids, random_prompt(8, seed=i))
+                for i, (p, o) in enumerate(zip(prompts, outputs, strict=True))
+            ]
+            again = await generate_all(server, second, params)
+            assert server.stats.reused_tokens > 0
+        for prompt, output, param in zip(
+            [*prompts, *second], [*outputs, *again], [*params, *params], strict=True
+        ):
+            assert output.log_probs == pytest.approx(
+                full_forward_log_probs(model, prompt, output.token_ids, temperature=param.temperature),
+                abs=1e-4,
+            )
+
+    asyncio.run(main())
+
+
+def test_rows_of_very_different_lengths_decode_side_by_side(model: Any) -> None:
+    prompts = [random_prompt(length, seed=length) for length in (3, 400, 9, 300, 20)]
+
+    async def main() -> list[TokenOutput]:
+        async with serving(model, max_model_len=500) as server:
+            return await generate_all(server, prompts, GREEDY)
+
+    for prompt, output in zip(prompts, asyncio.run(main()), strict=True):
+        assert output.token_ids == plain_greedy(model, prompt)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(model: Any) -> None:
+    prompt, params = random_prompt(12), SamplingParams(max_tokens=30, seed=5)
+    alone = one_completion(model, params, prompt=prompt)
+
+    async def main() -> list[TokenOutput]:
+        async with serving(model) as server:
+            others = [random_prompt(7 + i, seed=i + 1) for i in range(15)]
+            all_params = [
+                params,
+                *[SamplingParams(max_tokens=25)] * 14,
+                SamplingParams(max_tokens=30, seed=6),
+            ]
+            return await generate_all(server, [prompt, *others[:14], prompt], all_params)
+
+    outputs = asyncio.run(main())
+    assert outputs[0].token_ids == alone.token_ids
+    assert outputs[-1].token_ids != alone.token_ids
+
+
+def test_without_a_seed_the_config_seed_decides(model: Any) -> None:
+    prompt, params = random_prompt(12), SamplingParams(max_tokens=30)
+    first, same, other = (one_completion(model, params, prompt=prompt, seed=seed) for seed in (1, 1, 2))
+    assert first.token_ids == same.token_ids != other.token_ids
+
+
+def test_a_stop_token_ends_the_completion_and_is_returned(model: Any) -> None:
+    prompt = random_prompt(12)
+    free = one_completion(model, GREEDY, prompt=prompt)
+    stop = free.token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=(stop,))
+    output = one_completion(model, params, prompt=prompt)
+    assert output.stop_reason == "stop"
+    assert output.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_ignore_eos_goes_past_the_models_end_token_but_not_past_a_stop_token(model: Any) -> None:
+    prompt = random_prompt(12)
+    free = one_completion(model, GREEDY, prompt=prompt)
+    end, stop = free.token_ids[3], free.token_ids[9]
+    ended = one_completion(model, GREEDY, prompt=prompt, eos_token_ids=[end])
+    assert ended.stop_reason == "stop"
+    assert ended.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    assert one_completion(model, params, prompt=prompt, eos_token_ids=[end]).token_ids == free.token_ids
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
+    stopped = one_completion(model, params, prompt=prompt, eos_token_ids=[end])
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+def test_the_models_own_end_token_is_the_default(model: Any) -> None:
+    prompt = random_prompt(12)
+    end = one_completion(model, GREEDY, prompt=prompt).token_ids[0]
+    with_end = tiny_model(eos_token_id=end)
+    output = one_completion(with_end, GREEDY, prompt=prompt)
+    assert (output.token_ids, output.stop_reason) == ([end], "stop")
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1000])
+def test_a_completion_ends_where_the_model_length_does(model: Any, max_tokens: int | None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    output = one_completion(model, params, prompt=random_prompt(40), max_model_len=64)
+    assert len(output.token_ids) == 24
+    assert output.stop_reason == "length"
+
+
+def test_a_prompt_that_leaves_room_for_one_token_gets_one(model: Any) -> None:
+    output = one_completion(model, GREEDY, prompt=random_prompt(63), max_model_len=64)
+    assert len(output.token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (random_prompt(0), "the prompt is empty"),
+        (random_prompt(64), "has 64 tokens, but max_model_len 64"),
+        (np.array([4, VOCAB_SIZE], dtype=np.int32), f"token id {VOCAB_SIZE}"),
+        (np.array([-1, 3], dtype=np.int32), "token id -1"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(model: Any, prompt: IntArray, message: str) -> None:
+    with pytest.raises(ServerError, match=message):
+        one_completion(model, GREEDY, prompt=prompt, max_model_len=64)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(repetition_penalty=1.1), SamplingParams(temperature=1e-9)])
+def test_parameters_that_are_not_offered_are_refused(model: Any, params: SamplingParams) -> None:
+    with pytest.raises(SamplingParamsError):
+        one_completion(model, params, prompt=random_prompt(5))
+
+
+def test_sampling_frequencies_are_the_softmax() -> None:
+    rng, num_rows = np.random.default_rng(3), 20_000
+    logits = torch.from_numpy(rng.normal(size=(1, 12)).astype(np.float32) * 1.5)
+    params = [SamplingParams(temperature=0.7)] * num_rows
+    rows = sample_rows(logits.expand(num_rows, -1), params=params, uniforms=rng.random(num_rows).tolist())
+    counts = np.bincount([row.token_id for row in rows], minlength=12)
+    expected = (logits[0].double() / 0.7).softmax(-1).numpy() * num_rows
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 31.3, "the 0.999 quantile with 11 degrees of freedom"
+
+
+def test_top_k_and_top_p_leave_the_right_tokens_in_the_right_shares() -> None:
+    rng, num_rows = np.random.default_rng(4), 8000
+    probs = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.2, 0.03])
+    kept = {
+        SamplingParams(top_k=2): [1, 3],
+        SamplingParams(top_p=0.65): [1, 3],
+        SamplingParams(top_p=0.75): [1, 3, 4],
+        SamplingParams(top_k=3, top_p=0.5): [1, 3],
+        SamplingParams(top_p=0.01): [1],
+        SamplingParams(): [0, 1, 2, 3, 4, 5],
+    }
+    params = [p for p in kept for _ in range(num_rows)]
+    rows = sample_rows(
+        probs.log().expand(len(params), -1), params=params, uniforms=rng.random(len(params)).tolist()
+    )
+    for i, tokens in enumerate(kept.values()):
+        got = [row.token_id for row in rows[i * num_rows : (i + 1) * num_rows]]
+        shares = np.bincount(got, minlength=6) / num_rows
+        expected = np.zeros(6)
+        expected[tokens] = probs[tokens] / probs[tokens].sum()
+        assert shares == pytest.approx(expected, abs=0.025)
+        assert set(got) <= set(tokens)
+        assert rows[i * num_rows].log_prob == pytest.approx(float(probs.log()[got[0]]), abs=1e-5)
+
+
+def test_the_extremes_of_the_uniform_number_stay_within_the_candidates() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]]).expand(2, -1)
+    rows = sample_rows(logits, params=[SamplingParams()] * 2, uniforms=[0.0, float(np.nextafter(1, 0))])
+    assert [row.token_id for row in rows] == [1, 2]

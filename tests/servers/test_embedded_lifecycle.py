@@ -1,0 +1,437 @@
+"""Abort, cancellation, weight updates, sleep, failure and close of the embedded server."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from agent_loop.errors import ServerError, WeightsError
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import (
+    GREEDY,
+    VOCAB_SIZE,
+    full_forward_log_probs,
+    generate_all,
+    joined,
+    random_prompt,
+    serving,
+    tiny_model,
+    until,
+)
+
+LONG = SamplingParams(temperature=0, max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def flat_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Weights under which every token is as likely as any other."""
+    weights = weights_of(model)
+    weights["model.norm.weight"].zero_()
+    return weights
+
+
+async def decoded(server: EmbeddedServer, count: int) -> None:
+    await until(server, lambda: server.stats.decoded_tokens >= count)
+
+
+def test_an_aborted_request_returns_its_tokens_and_frees_its_slot(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=1) as server:
+            whole = await server.generate(random_prompt(9), LONG, "whole")
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
+                await decoded(server, 205)
+                await server.abort("a")
+            output = running.result()
+            assert output.stop_reason == "aborted"
+            assert 0 < len(output.token_ids) < 200
+            assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+            assert (await server.health()).num_running == 0
+            assert (await server.generate(random_prompt(9), GREEDY, "b")).stop_reason == "length"
+
+    asyncio.run(main())
+
+
+def test_an_aborted_request_that_waits_in_line_returns_nothing(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=1) as server, asyncio.TaskGroup() as group:
+            running = group.create_task(server.generate(random_prompt(9), LONG, "running"))
+            waiting = group.create_task(server.generate(random_prompt(9), LONG, "waiting"))
+            await decoded(server, 1)
+            await server.abort("waiting")
+            output = await waiting
+            assert (output.token_ids, output.log_probs, output.stop_reason) == ([], [], "aborted")
+            assert not running.done()
+
+    asyncio.run(main())
+
+
+def test_abort_of_an_unknown_session_does_nothing(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            await server.abort("nobody")
+            await server.end_session("nobody")
+
+    asyncio.run(main())
+
+
+def test_cancelling_generate_frees_the_slot(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=1) as server:
+            task = asyncio.create_task(server.generate(random_prompt(9), LONG, "a"))
+            await decoded(server, 3)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            # The same session may ask again at once.
+            output = await server.generate(random_prompt(9), GREEDY, "a")
+            assert len(output.token_ids) == 20
+            assert (await server.health()).num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_session_runs_one_completion_at_a_time(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server, asyncio.TaskGroup() as group:
+            first = group.create_task(server.generate(random_prompt(9), LONG, "a"))
+            await decoded(server, 1)
+            with pytest.raises(ServerError, match="still running"):
+                await server.generate(random_prompt(9), GREEDY, "a")
+            assert len((await first).token_ids) == 200
+
+    asyncio.run(main())
+
+
+def test_requests_beyond_the_slots_wait_their_turn(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=2) as server, asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(server.generate(random_prompt(5, seed=i), LONG, f"r{i}")) for i in range(5)
+            ]
+            await decoded(server, 1)
+            health = await server.health()
+            assert (health.num_running, health.num_waiting) == (2, 3)
+            for task in tasks[:2]:
+                await task
+            assert not tasks[4].done(), "first come, first served"
+
+    asyncio.run(main())
+
+
+def test_a_weight_update_in_mid_completion_splits_it_into_two_versions(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server, asyncio.TaskGroup() as group:
+            prompt = random_prompt(9)
+            task = group.create_task(server.generate(prompt, LONG, "a"))
+            await decoded(server, 5)
+            await server.update_weights(flat_weights(model).items(), weight_version=3)
+            output = await task
+            (old, num_old), (new, num_new) = output.version_spans
+            assert (old, new, num_old + num_new) == (0, 3, 200)
+            assert output.weight_version == 3
+            expected = full_forward_log_probs(model, prompt, output.token_ids[:num_old])
+            assert output.log_probs is not None
+            assert output.log_probs[:num_old] == pytest.approx(expected, abs=1e-4)
+            assert output.log_probs[num_old:] == pytest.approx([-math.log(VOCAB_SIZE)] * num_new, abs=1e-5)
+            assert (await server.health()).weight_version == 3
+
+    asyncio.run(main())
+
+
+def test_recomputed_requests_go_on_exactly_as_the_new_model_would(model: Any) -> None:
+    other = tiny_model(seed=1)
+
+    async def main() -> None:
+        async with serving(model, recompute_kv_on_update=True) as server, asyncio.TaskGroup() as group:
+            prompt = random_prompt(9)
+            task = group.create_task(server.generate(prompt, LONG, "a"))
+            await decoded(server, 5)
+            await server.update_weights(weights_of(other).items(), weight_version=1)
+            output = await task
+            num_old = output.version_spans[0].num_tokens
+            expected = full_forward_log_probs(other, prompt, output.token_ids)[num_old:]
+            assert output.log_probs is not None
+            assert output.log_probs[num_old:] == pytest.approx(expected, abs=1e-4)
+            assert output.num_preempted == 1
+
+    asyncio.run(main())
+
+
+def test_nothing_cached_under_old_weights_is_reused(model: Any) -> None:
+    other = tiny_model(seed=1)
+
+    async def main() -> None:
+        async with serving(model) as server, asyncio.TaskGroup() as group:
+            idle, busy = random_prompt(40), random_prompt(40, seed=1)
+            draft = await server.generate(idle, GREEDY, "idle")
+            running = group.create_task(server.generate(busy, LONG, "busy"))
+            await decoded(server, 25)
+            await server.update_weights(weights_of(other).items(), weight_version=1)
+            beside = group.create_task(server.generate(busy, GREEDY, "beside"))
+            prompts = [joined(idle, draft.token_ids, [5]), busy, joined(busy, (await running).token_ids, [5])]
+            outputs = [
+                await server.generate(prompts[0], GREEDY, "idle"),
+                await beside,
+                await server.generate(prompts[2], GREEDY, "busy"),
+            ]
+            for prompt, output in zip(prompts, outputs, strict=True):
+                expected = full_forward_log_probs(other, prompt, output.token_ids)
+                assert output.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"model.norm.wait": torch.zeros(64)},
+            "no weight 'model.norm.wait'; did you mean 'model.norm.weight'",
+        ),
+        ({"model.norm.weight": torch.zeros(65)}, r"shape \(65,\), but the model's is \(64,\)"),
+        ({"model.norm.weight": None}, "'model.norm.weight' is missing"),
+        ({"model.norm.weight": torch.zeros(64, device="meta")}, "holds no data"),
+        ({"model.norm.weight": 3}, "is a int; give a torch.Tensor"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(model: Any, change: dict[str, Any], message: str) -> None:
+    weights = {**flat_weights(model), **change}
+    published = {name: weight for name, weight in weights.items() if weight is not None}
+
+    async def main() -> None:
+        async with serving(model) as server:
+            before = await server.generate(random_prompt(9), GREEDY, "a")
+            with pytest.raises(WeightsError, match=message):
+                await server.update_weights(published.items(), weight_version=1)
+            again = await server.generate(random_prompt(9), GREEDY, "b")
+            assert again == before
+            assert (await server.health()).weight_version == 0
+
+    asyncio.run(main())
+
+
+def test_of_tied_weights_one_is_enough_and_two_must_agree() -> None:
+    tied, other = tiny_model(tie_word_embeddings=True), tiny_model(tie_word_embeddings=True, seed=1)
+
+    async def main() -> None:
+        async with serving(tied) as server:
+            weights = weights_of(other)
+            assert "lm_head.weight" in weights
+            await server.update_weights(weights.items(), weight_version=1)
+            both = await server.generate(random_prompt(9), GREEDY, "a")
+            del weights["lm_head.weight"]
+            await server.update_weights(weights.items(), weight_version=2)
+            one = await server.generate(random_prompt(9), GREEDY, "b")
+            assert both.token_ids == one.token_ids
+            expected = full_forward_log_probs(other, random_prompt(9), one.token_ids)
+            assert one.log_probs == pytest.approx(expected, abs=1e-4)
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+            with pytest.raises(WeightsError, match="published with different values"):
+                await server.update_weights(weights.items(), weight_version=3)
+
+    asyncio.run(main())
+
+
+def test_sleep_frees_the_cache_and_wake_up_brings_it_back(model: Any) -> None:
+    other = tiny_model(seed=1)
+
+    async def main() -> None:
+        async with serving(model) as server:
+            full = server.cache_bytes
+            assert full == 2 * 2 * 64 * 256 * 2 * 16 * 4, (
+                "keys and values, layers, slots, length, heads, dim, bytes"
+            )
+            before = await server.generate(random_prompt(30), GREEDY, "a")
+            await server.sleep()
+            await server.sleep()
+            assert server.cache_bytes == 0
+            with pytest.raises(ServerError, match="asleep; call wake_up first"):
+                await server.generate(random_prompt(30), GREEDY, "a")
+            await server.wake_up()
+            await server.wake_up()
+            assert server.cache_bytes == full
+            assert await server.generate(random_prompt(30), GREEDY, "a") == before
+            assert server.stats.reused_tokens == 0
+            await server.sleep()
+            await server.update_weights(weights_of(other).items(), weight_version=1)
+            await server.wake_up()
+            after = await server.generate(random_prompt(30), GREEDY, "a")
+            expected = full_forward_log_probs(other, random_prompt(30), after.token_ids)
+            assert after.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(main())
+
+
+def test_sleep_is_refused_while_requests_run(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server, asyncio.TaskGroup() as group:
+            task = group.create_task(server.generate(random_prompt(9), LONG, "a"))
+            await decoded(server, 1)
+            with pytest.raises(ServerError, match="1 requests run and 0 wait"):
+                await server.sleep()
+            assert len((await task).token_ids) == 200
+
+    asyncio.run(main())
+
+
+def test_nan_fails_its_own_request_and_poisons_no_slot(model: Any) -> None:
+    weights = weights_of(model)
+    weights["model.embed_tokens.weight"][5] = float("nan")
+    good = [prompt for i in range(4) if 5 not in (prompt := random_prompt(6 + i, seed=i + 20))]
+    bad = joined(random_prompt(40, seed=3), [5], random_prompt(9, seed=4))
+
+    async def main() -> None:
+        async with serving(model, max_slots=len(good) + 1) as server:
+            expected = await generate_all(server, good, GREEDY)
+            await server.update_weights(weights.items(), weight_version=1)
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(server.generate(p, GREEDY, f"r{i}")) for i, p in enumerate(good)]
+                with pytest.raises(ServerError, match="logits are NaN or infinite after 50 tokens"):
+                    await server.generate(bad, GREEDY, "bad")
+            assert [t.result().token_ids for t in tasks] == [e.token_ids for e in expected]
+            # Again with all slots taken, the poisoned one among them.
+            again = await generate_all(server, [*good, good[0][1:]], GREEDY, prefix="again")
+            assert [o.token_ids for o in again[:-1]] == [e.token_ids for e in expected]
+
+    asyncio.run(main())
+
+
+def failing_model() -> tuple[Any, list[bool]]:
+    """A model that raises in its forward once the list holds something."""
+    model: Any = tiny_model()
+    switch: list[bool] = []
+
+    def fail(*_: Any) -> None:
+        if switch:
+            raise RuntimeError("out of memory, say")
+
+    model.model.layers[1].register_forward_pre_hook(fail)
+    return model, switch
+
+
+def test_a_failing_engine_fails_all_requests_and_refuses_later_ones() -> None:
+    model, switch = failing_model()
+
+    async def main() -> None:
+        server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256, max_slots=2))
+        tasks = [
+            asyncio.create_task(server.generate(random_prompt(9, seed=i), LONG, f"r{i}")) for i in range(4)
+        ]
+        await decoded(server, 1)
+        switch.append(True)
+        for i, task in enumerate(tasks):
+            with pytest.raises(
+                ServerError, match=f"request r{i}: the engine failed.*out of memory"
+            ) as caught:
+                await task
+            assert isinstance(caught.value.__cause__, RuntimeError)
+        health = await server.health()
+        assert not health.is_alive
+        assert "out of memory" in health.detail
+        with pytest.raises(ServerError, match="out of memory"):
+            await server.generate(random_prompt(9), GREEDY, "later")
+        with pytest.raises(ServerError, match="out of memory"):
+            await server.sleep()
+        await server.abort("r0")
+        assert server.cache_bytes == 0
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_fails_in_a_control_call_answers_it_too() -> None:
+    model = tiny_model()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory left")
+
+    async def main() -> None:
+        server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
+        await server.sleep()
+        model.to = fail
+        with pytest.raises(ServerError, match="the engine failed with RuntimeError: no memory left"):
+            await server.wake_up()
+        assert not (await server.health()).is_alive
+
+    asyncio.run(main())
+
+
+def test_close_fails_what_is_pending_and_hands_the_model_back() -> None:
+    model = tiny_model()
+
+    async def main() -> TokenOutput:
+        server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256, max_slots=1))
+        output = await server.generate(random_prompt(9), GREEDY, "a")
+        tasks = [
+            asyncio.create_task(server.generate(random_prompt(9, seed=i), LONG, f"r{i}")) for i in range(3)
+        ]
+        await decoded(server, 22)
+        await server.close()
+        for task in tasks:
+            with pytest.raises(ServerError, match="the server was closed"):
+                await task
+        assert not (await server.health()).is_alive
+        with pytest.raises(ServerError, match="the server was closed"):
+            await server.generate(random_prompt(9), GREEDY, "a")
+        await server.close()
+        return output
+
+    output = asyncio.run(main())
+    expected = full_forward_log_probs(model, random_prompt(9), output.token_ids)
+    assert output.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_server_outlives_the_event_loop_it_was_first_used_on(model: Any) -> None:
+    config = EmbeddedConfig(max_model_len=256, max_slots=1)
+    server = EmbeddedServer(tiny_model(), config=config)
+
+    async def leave_running() -> None:
+        asyncio.get_running_loop().create_task(server.generate(random_prompt(9), LONG, "a"))
+        await decoded(server, 1)
+
+    async def use_and_close() -> None:
+        assert len((await server.generate(random_prompt(9), GREEDY, "b")).token_ids) == 20
+        await server.close()
+
+    asyncio.run(leave_running())
+    asyncio.run(use_and_close())
+
+
+EXIT_SCRIPT = """
+import asyncio
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.types import SamplingParams
+from tests.servers.tiny_embedded import random_prompt, tiny_model, until
+
+server = EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=512))
+
+async def main():
+    params = SamplingParams(max_tokens=500)
+    tasks = [asyncio.create_task(server.generate(random_prompt(9), params, f"r{i}")) for i in range(20)]
+    await until(server, lambda: server.stats.decoded_tokens > 0)
+    asyncio.get_running_loop().stop()
+
+asyncio.new_event_loop().create_task(main()).get_loop().run_forever()
+print("left")
+"""
+
+
+def test_the_interpreter_exits_while_completions_run() -> None:
+    done = subprocess.run([sys.executable, "-c", EXIT_SCRIPT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr

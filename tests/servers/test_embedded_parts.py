@@ -1,0 +1,130 @@
+"""The parts of the embedded engine by themselves: slots, packing, attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.servers.embedded.batch import pack_step
+from agent_loop.servers.embedded.cache import KVCache, LayerShape
+from agent_loop.servers.embedded.slots import Slot, SlotTable
+from agent_loop.types import IntArray
+
+NUM_SLOTS, MAX_LEN, KV_HEADS, HEADS, DIM = 12, 1100, 2, 4, 8
+SHAPE = LayerShape(KV_HEADS, DIM, DIM, torch.float32, torch.device("cpu"))
+
+
+def busy_slot(index: int, *, num_cached: int, num_new: int) -> Slot:
+    tokens = np.arange(MAX_LEN, dtype=np.int32) % 97
+    return Slot(
+        index=index, tokens=tokens, num_tokens=num_cached + num_new, num_cached=num_cached, is_busy=True
+    )
+
+
+@st.composite
+def busy_slots(draw: st.DrawFn) -> list[Slot]:
+    """Slots in any order, of any lengths, decoding or prefilling."""
+    indices = draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=NUM_SLOTS, unique=True))
+    lengths = st.one_of(st.integers(0, 30), st.integers(0, MAX_LEN - 60))
+    return [
+        busy_slot(index, num_cached=draw(lengths), num_new=draw(st.sampled_from([1, 1, 1, 2, 50])))
+        for index in indices
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
+def test_attention_over_any_mix_of_slots_is_plain_attention_of_each(
+    slots: list[Slot], chunk_tokens: int
+) -> None:
+    cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
+    torch.manual_seed(0)
+    cache.keys[0].normal_()
+    cache.values[0].normal_()
+    batch = pack_step(slots, cache=cache, chunk_tokens=chunk_tokens)
+    num_tokens = batch.token_ids.shape[1]
+    query = torch.randn(1, HEADS, num_tokens, DIM)
+    key, value = torch.randn(2, 1, KV_HEADS, num_tokens, DIM)
+    got = batch.attention.attend(0, query=query, key=key, value=value, scaling=None)
+    assert got.shape == (1, num_tokens, HEADS, DIM)
+    row = 0
+    for slot, count in batch.advances:
+        end = slot.num_cached + count
+        positions = torch.arange(slot.num_cached, end)
+        assert batch.position_ids[0, row : row + count].tolist() == positions.tolist()
+        assert batch.token_ids[0, row : row + count].tolist() == slot.tokens[slot.num_cached : end].tolist()
+        assert torch.equal(cache.keys[0][slot.index, :, slot.num_cached : end], key[0, :, row : row + count])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query[0, :, row : row + count],
+            cache.keys[0][slot.index, :, :end].repeat_interleave(HEADS // KV_HEADS, 0),
+            cache.values[0][slot.index, :, :end].repeat_interleave(HEADS // KV_HEADS, 0),
+            attn_mask=torch.arange(end) <= positions[:, None],
+        )
+        torch.testing.assert_close(got[0, row : row + count].transpose(0, 1), expected, atol=1e-5, rtol=1e-4)
+        row += count
+    assert row == num_tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(slots=busy_slots(), chunk_tokens=st.sampled_from([1, 33, 1000]))
+def test_a_step_takes_all_decoding_rows_and_no_more_prefill_than_it_may(
+    slots: list[Slot], chunk_tokens: int
+) -> None:
+    cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
+    batch = pack_step(slots, cache=cache, chunk_tokens=chunk_tokens)
+    decoding = [slot for slot in slots if slot.num_tokens - slot.num_cached == 1]
+    taken = [slot for slot, _ in batch.advances]
+    assert {id(slot) for slot in decoding} <= {id(slot) for slot in taken}
+    assert sum(count for slot, count in batch.advances if slot not in decoding) <= chunk_tokens
+    complete = [slot for slot, count in batch.advances if slot.num_cached + count == slot.num_tokens]
+    assert list(batch.sampled_slots) == complete
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[tuple[str, IntArray, int, bool]]:
+    """Turns in order: session, prompt, tokens sampled, whether the next starts before this one ends."""
+    stems = [np.full(40, stem, dtype=np.int32) for stem in range(3)]
+    turns: list[tuple[str, IntArray, int, bool]] = []
+    for _ in range(draw(st.integers(1, 25))):
+        stem = stems[draw(st.integers(0, 2))][: draw(st.integers(1, 40))]
+        tail = draw(st.lists(st.integers(0, 4), min_size=1, max_size=20))
+        prompt = np.concatenate([stem, np.array(tail, dtype=np.int32)])
+        turns.append((draw(st.sampled_from("abcdef")), prompt, draw(st.integers(1, 5)), draw(st.booleans())))
+    return turns
+
+
+@given(turns=conversations())
+def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
+    turns: list[tuple[str, IntArray, int, bool]],
+) -> None:
+    table = SlotTable(num_slots=3, max_model_len=80)
+    written: dict[int, list[int]] = {slot.index: [] for slot in table.slots}
+    running: dict[str, Slot] = {}
+    for session, prompt, num_sampled, overlaps in turns:
+        if session in running or not table.has_idle:
+            for slot in running.values():
+                table.release(slot)
+            running.clear()
+        placement = table.place(prompt, session=session)
+        assert isinstance(placement, Slot) is False, "nothing is in prefill between these turns"
+        if isinstance(placement, Slot):
+            continue
+        index, reused = placement.slot.index, placement.num_reused
+        assert reused < len(prompt)
+        assert not placement.slot.is_busy
+        held = written[index][:reused]
+        if placement.copy_from is not None:
+            source = written[placement.copy_from.index]
+            held[placement.copy_start :] = source[placement.copy_start : reused]
+        assert held == prompt[:reused].tolist()
+        slot = table.occupy(placement, prompt_ids=prompt, session=session)
+        sampled = [7] * num_sampled
+        for token in sampled:
+            slot.append(token)
+        slot.num_cached = slot.num_tokens - 1
+        written[index] = [*prompt.tolist(), *sampled[:-1]]
+        running[session] = slot
+        if not overlaps:
+            table.release(running.pop(session))

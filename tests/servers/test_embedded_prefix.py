@@ -1,0 +1,145 @@
+"""What the embedded engine computes, and what it finds in its cache."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import (
+    GREEDY,
+    full_forward_log_probs,
+    generate_all,
+    joined,
+    random_prompt,
+    serving,
+    tiny_model,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def assert_exact(model: Any, prompt: Any, output: TokenOutput) -> None:
+    expected = full_forward_log_probs(model, prompt, output.token_ids)
+    assert output.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_second_turn_of_a_session_prefills_only_what_is_new(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            first = random_prompt(40)
+            draft = await server.generate(first, GREEDY, "session")
+            assert server.stats.prefilled_tokens == 40
+            second = joined(first, draft.token_ids, random_prompt(15, seed=1))
+            answer = await server.generate(second, GREEDY, "session")
+            # The last sampled token was never fed to the model, so that it counts as new.
+            assert server.stats.prefilled_tokens - 40 == 1 + 15
+            assert server.stats.reused_tokens == 40 + len(draft.token_ids) - 1
+            assert_exact(model, second, answer)
+
+    asyncio.run(main())
+
+
+def test_many_sessions_find_their_own_slots_again(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=16) as server:
+            firsts = [random_prompt(20 + i, seed=i) for i in range(16)]
+            drafts = await generate_all(server, firsts, GREEDY)
+            before = server.stats
+            seconds = [joined(p, d.token_ids, [7, 8, 9]) for p, d in zip(firsts, drafts, strict=True)]
+            for prompt, answer in zip(seconds, await generate_all(server, seconds, GREEDY), strict=True):
+                assert_exact(model, prompt, answer)
+            assert server.stats.prefilled_tokens - before.prefilled_tokens == 16 * 4
+
+    asyncio.run(main())
+
+
+def test_the_prompt_of_a_group_is_prefilled_once(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, prefill_chunk_tokens=32) as server:
+            prompt = random_prompt(100)
+            params = [SamplingParams(max_tokens=12, seed=i) for i in range(8)]
+            outputs = await generate_all(server, [prompt] * 8, params)
+            assert server.stats.prefilled_tokens == 100 + 7 * 1
+            assert server.stats.reused_tokens == 7 * 99
+            assert len({tuple(output.token_ids) for output in outputs}) == 8
+            for output in outputs:
+                assert_exact(model, prompt, output)
+
+    asyncio.run(main())
+
+
+def test_requests_that_share_a_part_of_their_prompts_compute_it_once(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            shared = random_prompt(60)
+            prompts = [joined(shared, [100 + i], random_prompt(9, seed=i)) for i in range(6)]
+            outputs = await generate_all(server, prompts, GREEDY)
+            assert server.stats.prefilled_tokens == 70 + 5 * 10
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert_exact(model, prompt, output)
+
+    asyncio.run(main())
+
+
+def test_a_request_waiting_for_a_prefix_is_served_though_its_leader_is_aborted(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, prefill_chunk_tokens=1) as server:
+            prompt = random_prompt(150)
+            async with asyncio.TaskGroup() as group:
+                leader = group.create_task(server.generate(prompt, GREEDY, "leader"))
+                follower = group.create_task(server.generate(prompt, GREEDY, "follower"))
+                await until(server, lambda: server.stats.steps >= 5)
+                await server.abort("leader")
+            assert leader.result().stop_reason == "aborted"
+            assert_exact(model, prompt, follower.result())
+
+    asyncio.run(main())
+
+
+def test_a_new_session_takes_the_slot_of_an_ended_one_before_that_of_a_live_one(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=2) as server:
+            prompts = {name: random_prompt(30, seed=i) for i, name in enumerate(("kept", "ended", "new"))}
+            kept = await server.generate(prompts["kept"], GREEDY, "kept")
+            await server.generate(prompts["ended"], GREEDY, "ended")
+            await server.end_session("ended")
+            await server.generate(prompts["new"], GREEDY, "new")
+            assert server.stats.reused_tokens == 0
+            await server.generate(joined(prompts["kept"], kept.token_ids, [3]), GREEDY, "kept")
+            assert server.stats.reused_tokens == 30 + 20 - 1
+
+    asyncio.run(main())
+
+
+def test_a_session_whose_slot_was_taken_is_computed_again(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model, max_slots=1) as server:
+            first = random_prompt(30)
+            draft = await server.generate(first, GREEDY, "a")
+            await server.generate(random_prompt(30, seed=1), GREEDY, "b")
+            second = joined(first, draft.token_ids, [3])
+            answer = await server.generate(second, GREEDY, "a")
+            assert server.stats.reused_tokens == 0
+            assert_exact(model, second, answer)
+
+    asyncio.run(main())
+
+
+def test_a_session_that_goes_back_keeps_the_prefix_it_still_shares(model: Any) -> None:
+    async def main() -> None:
+        async with serving(model) as server:
+            first = random_prompt(50)
+            await server.generate(first, GREEDY, "a")
+            changed = joined(first[:35], [101, 102], random_prompt(10, seed=2))
+            answer = await server.generate(changed, GREEDY, "a")
+            assert server.stats.reused_tokens == 35
+            assert_exact(model, changed, answer)
+
+    asyncio.run(main())

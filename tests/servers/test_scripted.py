@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from agent_loop.concurrency import run_together
+from agent_loop.errors import SamplingParamsError, ServerError
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import SamplingParams, TokenOutput, VersionSpan
+
+IDS = np.array([1, 2], np.int32)
+
+
+def ask(server: ScriptedServer, **params: object) -> TokenOutput:
+    return run_virtual(server.generate(IDS, SamplingParams.parse(params), "s"))
+
+
+def test_a_reply_ends_by_itself_by_a_stop_token_or_by_length() -> None:
+    reply = ScriptedReply([5, 6, 7])
+    assert ask(ScriptedServer([reply])).stop_reason == "stop"
+    assert ask(ScriptedServer([reply]), max_tokens=2) == TokenOutput([5, 6], [-0.5, -0.5], "length")
+    assert ask(ScriptedServer([reply]), stop_token_ids=[6]) == TokenOutput([5, 6], [-0.5, -0.5], "stop")
+
+
+def test_a_script_is_read_by_the_turn_of_the_session() -> None:
+    async def scenario() -> list[list[int]]:
+        manager = AsyncLLMServerManager([ScriptedServer([ScriptedReply([1]), ScriptedReply([2])])])
+        return [
+            (await manager.generate(session, prompt_ids=[0], sampling_params={})).token_ids
+            for session in ("a", "b", "a", "b")
+        ]
+
+    assert run_virtual(scenario()) == [[1], [1], [2], [2]]
+
+
+def test_an_aborted_request_returns_what_it_has() -> None:
+    async def scenario() -> TokenOutput:
+        server = ScriptedServer([ScriptedReply([1, 2, 3, 4], latency_s=4.0)])
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(server.generate(IDS, SamplingParams(), "s"))
+            await asyncio.sleep(2.5)
+            await server.abort("s")
+        assert server.num_running == 0
+        return call.result()
+
+    assert run_virtual(scenario()) == TokenOutput([1, 2], [-0.5, -0.5], "aborted")
+
+
+def test_a_weight_update_in_mid_generation_yields_two_versions() -> None:
+    async def scenario() -> TokenOutput:
+        server = ScriptedServer([ScriptedReply([1, 2, 3, 4], latency_s=4.0)])
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(server.generate(IDS, SamplingParams(), "s"))
+            await asyncio.sleep(2.5)
+            await server.update_weights([], weight_version=7)
+        return call.result()
+
+    completion = run_virtual(scenario())
+    assert completion.version_spans == (VersionSpan(0, 2), VersionSpan(7, 2))
+    assert completion.weight_version == 7
+
+
+def test_a_cancelled_call_frees_its_lease_and_its_place() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
+        manager = AsyncLLMServerManager([server])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3600), manager.scope() as scoped:
+                await scoped.generate("s", prompt_ids=[0], sampling_params={})
+        assert (server.num_running, server.num_sessions) == (0, 0)
+        assert (manager.balancer.num_leases, manager.balancer.num_sessions) == (0, 0)
+
+    run_virtual(scenario())
+
+
+def test_errors_name_the_server_and_the_request() -> None:
+    server = ScriptedServer([ScriptedReply([1], error="out of memory")], name="gpu-3")
+    with pytest.raises(ServerError, match="server gpu-3 request s: out of memory"):
+        ask(server)
+
+
+def test_generation_while_asleep_or_closed_is_refused() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer([ScriptedReply([1])])
+        await server.sleep()
+        with pytest.raises(ServerError, match="asleep"):
+            await server.generate(IDS, SamplingParams(), "s")
+        await server.wake_up()
+        await server.generate(IDS, SamplingParams(), "s")
+        await server.close()
+        assert not (await server.health()).is_alive
+        with pytest.raises(ServerError, match="closed"):
+            await server.generate(IDS, SamplingParams(), "s")
+
+    run_virtual(scenario())
+
+
+def test_closing_fails_what_runs() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
+
+        async def close_later() -> None:
+            await asyncio.sleep(1)
+            await server.close()
+
+        with pytest.raises(ServerError, match="was closed"):
+            await run_together([server.generate(IDS, SamplingParams(), "s"), close_later()])
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("params", "complaint"),
+    [
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"temperature": -1}, "0 \\(greedy\\) or more"),
+        ({"top_p": 0}, "more than 0"),
+        ({"top_k": 0}, "-1 \\(no limit\\)"),
+        ({"max_tokens": 0}, "at least 1"),
+    ],
+)
+def test_wrong_sampling_parameters_are_refused(params: dict, complaint: str) -> None:
+    with pytest.raises(SamplingParamsError, match=complaint):
+        SamplingParams.parse(params)

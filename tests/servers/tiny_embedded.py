@@ -1,0 +1,103 @@
+"""Small random models and servers for the tests of the embedded engine."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+
+VOCAB_SIZE = 199
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def build(config: Any, *, seed: int = 0) -> Any:
+    """A model with random weights, large enough that two tokens hardly ever tie."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def tiny_model(*, seed: int = 0, **changes: Any) -> Any:
+    return build(Qwen3Config(**{**SIZES, "head_dim": 16, **changes}), seed=seed)
+
+
+@asynccontextmanager
+async def serving(
+    model: Any, *, eos_token_ids: Sequence[int] | None = None, **settings: Any
+) -> AsyncIterator[EmbeddedServer]:
+    """A server on a copy of the model, closed at the end."""
+    config = EmbeddedConfig(**{"max_model_len": 256, **settings})
+    server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=eos_token_ids)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def random_prompt(length: int, *, seed: int = 0) -> IntArray:
+    return np.random.default_rng(seed).integers(1, VOCAB_SIZE, length).astype(np.int32)
+
+
+def joined(*parts: Sequence[int] | IntArray) -> IntArray:
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
+
+
+async def generate_all(
+    server: EmbeddedServer,
+    prompts: Sequence[IntArray],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    concurrency: int = 1000,
+    prefix: str = "r",
+) -> list[TokenOutput]:
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    places = asyncio.Semaphore(concurrency)
+
+    async def one(index: int) -> TokenOutput:
+        async with places:
+            return await server.generate(prompts[index], each[index], f"{prefix}{index}")
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(index)) for index in range(len(prompts))]
+    return [task.result() for task in tasks]
+
+
+async def until(server: EmbeddedServer, condition: Callable[[], bool]) -> None:
+    """Waits for the engine to get there, step by step: a command is answered between two steps."""
+    while not condition():
+        await server.end_session("nobody")
+
+
+def full_forward_log_probs(
+    model: Any, prompt_ids: IntArray, token_ids: Sequence[int], *, temperature: float = 1.0
+) -> list[float]:
+    """The log-probs of a completion by one plain forward over all of it."""
+    ids = torch.from_numpy(joined(prompt_ids, token_ids).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
+    log_probs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()

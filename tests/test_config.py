@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_loop.config import Config, all_keys, load_config
+from agent_loop.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_file_and_overrides_are_merged(tmp_path: Path) -> None:
+    path = write(tmp_path, "rollout:\n  n: 4\n  multi_turn: {max_user_turns: 3}\n")
+    config = load_config(path, overrides=["rollout.n=8", "data.train_files=[a.jsonl,b.jsonl]"])
+    assert config.rollout.n == 8
+    assert config.rollout.multi_turn.max_user_turns == 3
+    assert config.data.train_files == ["a.jsonl", "b.jsonl"]
+
+
+def test_interpolation_is_resolved(tmp_path: Path) -> None:
+    path = write(tmp_path, "trainer: {seed: 7}\nrollout: {seed: '${trainer.seed}'}\n")
+    assert load_config(path, overrides=["trainer.seed=9"]).rollout.seed == 9
+
+
+def test_long_names_mean_the_same_keys(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        data: {return_raw_chat: true, max_prompt_length: 100}
+        actor_rollout_ref:
+          model: {path: somewhere}
+          actor: {optim: {lr: 1.0e-4}}
+          rollout:
+            name: embedded
+            mode: async
+            n: 4
+            multi_turn: {format: hermes, max_assistant_turns: 5}
+            agent: {num_workers: 2}
+            val_kwargs: {temperature: 0.0}
+        """,
+    )
+    config = load_config(path, overrides=["actor_rollout_ref.rollout.n=6", "rollout.top_p=0.9"])
+    assert config.model.path == "somewhere"
+    assert config.actor.lr == 1e-4
+    assert (config.rollout.n, config.rollout.top_p, config.rollout.prompt_length) == (6, 0.9, 100)
+    assert config.rollout.val.temperature == 0.0
+    assert config.rollout.agent.num_workers == 2
+
+
+def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path, "rollout: {engine_kwargs: {max_slots: 4, nested: {a: 1}}}")
+    assert load_config(path).rollout.engine_kwargs == {"max_slots": 4, "nested": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("rolout.n=4", "unknown key 'rolout'; did you mean 'rollout'"),
+        ("rollout.temprature=1", "'temprature'; did you mean 'temperature'"),
+        ("n=4", "did you mean 'rollout.n'"),
+        ("rollout.multi_turn.max_turns=4", "unknown key rollout.multi_turn.'max_turns'"),
+        ("actor_rollout_ref.rollout.mode=sync", "only 'async' exists"),
+        ("rollout.n=0", r"rollout\.n is 0: .* greater than or equal to 1"),
+        ("rollout.n=many", r"rollout\.n is 'many'"),
+        ("algorithm.adv_estimator=gea", r"algorithm\.adv_estimator is 'gea'"),
+        ("rollout.n", "not of the form key=value"),
+        ("=4", "not of the form key=value"),
+        ("rollout={a: [", "cannot be read"),
+        ("rollout.seed=${nothing.there}", "nothing.there"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_what_to_do(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("a: [", "not valid YAML"), ("- a\n- b\n", "holds a list"), ("rollout: 3", "rollout")],
+)
+def test_a_file_that_is_not_a_configuration_is_refused_by_name(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
+        load_config(write(tmp_path, text))
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml.*does not exist"):
+        load_config("nowhere.yaml")
+
+
+def test_every_key_is_documented() -> None:
+    def undocumented(section: type) -> list[str]:
+        fields = section.model_fields.items()  # type: ignore[attr-defined]
+        return [f"{section.__name__}.{name}" for name, field in fields if not field.description]
+
+    sections = {type(getattr(Config(), name)) for name in Config.model_fields}
+    plain = {"temperature", "top_p", "top_k", "seed", "shuffle", "trust_remote_code", "dtype", "device"}
+    missing = [key for section in sections for key in undocumented(section)]
+    assert len(all_keys(Config)) > 60
+    assert [key for key in missing if key.split(".")[1] not in plain | CLEAR_BY_NAME] == []
+
+
+CLEAR_BY_NAME = {
+    "agent",
+    "multi_turn",
+    "val",
+    "max_assistant_turns",
+    "num_servers",
+    "lr",
+    "weight_decay",
+    "betas",
+    "warmup_steps",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "grad_clip",
+    "entropy_coeff",
+    "loss_agg_mode",
+    "gradient_checkpointing",
+    "adv_estimator",
+    "norm_adv_by_std_in_grpo",
+    "total_steps",
+    "val_before_train",
+    "keep_checkpoints",
+}

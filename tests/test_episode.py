@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.episode import Episode, EpisodeLimits, EpisodeStopped
+from agent_loop.errors import EpisodeError
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import AgentLoopOutput, Origin, StopReason
+from tests.helpers import encoded, hermes_template, says, user
+
+
+def make_episode(script: Any, **limits: Any) -> tuple[Episode, ScriptedServer]:
+    server = ScriptedServer(script)
+    episode = Episode(
+        user("hello"),
+        template=hermes_template(),
+        server_manager=AsyncLLMServerManager([server]),
+        limits=EpisodeLimits(**{"prompt_length": 512, "response_length": 512, **limits}),
+    )
+    return episode, server
+
+
+vocabulary = st.integers(0, len(encoded("x")) + 300)
+turn = st.fixed_dictionaries(
+    {
+        "said": st.lists(vocabulary, min_size=1, max_size=30),
+        "ends": st.booleans(),
+        "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
+        "reply": st.text(max_size=20),
+        "role": st.sampled_from(["tool", "user"]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    turns=st.lists(turn, max_size=6),
+    response_length=st.integers(1, 150),
+    max_assistant_turns=st.one_of(st.none(), st.integers(1, 4)),
+    max_user_turns=st.one_of(st.none(), st.integers(1, 4)),
+    max_turn_tokens=st.one_of(st.none(), st.integers(1, 10)),
+)
+def test_any_script_of_turns_is_recorded_exactly_and_within_limits(
+    turns: list[dict[str, Any]], response_length: int, **turn_limits: int | None
+) -> None:
+    returned: list[list[int]] = []
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        drawn = turns[len(returned)]
+        said = [*drawn["said"], *([encoded("<|im_end|>")[0]] if drawn["ends"] else [])]
+        limit = request.sampling_params.max_tokens
+        returned.append(said[:limit])
+        return ScriptedReply(said, log_probs=[-0.25 * n for n in range(len(said))], stops=drawn["ends"])
+
+    episode, server = make_episode(script, response_length=response_length, **turn_limits)
+
+    async def scenario() -> AgentLoopOutput:
+        with contextlib.suppress(EpisodeStopped):
+            async with episode:
+                for drawn in turns:
+                    params = {} if drawn["max_tokens"] is None else {"max_tokens": drawn["max_tokens"]}
+                    await episode.generate(params)
+                    await episode.observe([{"role": drawn["role"], "content": drawn["reply"]}])
+        return episode.output()
+
+    output = run_virtual(scenario())
+    record = np.concatenate([s.token_ids for s in output.segments]).tolist()
+    assert record == [*output.prompt_ids.tolist(), *output.response_ids.tolist()]
+    for request in server.requests:
+        assert record[: len(request.prompt_ids)] == request.prompt_ids.tolist()
+    sampled = [s.token_ids.tolist() for s in output.segments if s.origin is Origin.MODEL]
+    assert sampled == returned
+    assert output.response_mask.sum() == sum(map(len, returned))
+    assert len(output.response_ids) <= response_length
+    assert output.response_logprobs is not None
+    assert len(output.response_logprobs) == len(output.response_mask) == len(output.weight_versions)
+    assert ((output.weight_versions >= 0) == (output.response_mask == 1)).all()
+    if turn_limits["max_assistant_turns"] is not None:
+        assert len(returned) <= turn_limits["max_assistant_turns"]
+    if turn_limits["max_user_turns"] is not None:
+        assert episode.user_turns <= turn_limits["max_user_turns"]
+    if turn_limits["max_turn_tokens"] is not None:
+        assert all(len(said) <= turn_limits["max_turn_tokens"] for said in returned)
+
+
+def test_an_episode_is_used_once() -> None:
+    async def scenario() -> None:
+        episode, _ = make_episode([says("hi")])
+        async with episode:
+            await episode.generate({})
+        with pytest.raises(EpisodeError, match="used once"):
+            await episode.__aenter__()
+
+    run_virtual(scenario())
+
+
+def test_verbs_outside_async_with_are_refused() -> None:
+    episode, _ = make_episode([says("hi")])
+    with pytest.raises(EpisodeError, match="async with"):
+        run_virtual(episode.generate({}))
+
+
+def test_a_verb_after_the_end_leaves_the_loop_and_keeps_the_record() -> None:
+    async def scenario() -> AgentLoopOutput:
+        episode, _ = make_episode([says("hi")])
+        with pytest.raises(EpisodeStopped):
+            async with episode:
+                await episode.generate({})
+                await episode.finish()
+                await episode.observe(user("more"))
+        return episode.output()
+
+    output = run_virtual(scenario())
+    assert output.stop_reason is StopReason.ANSWERED
+    assert output.answer == "hi"
+
+
+def test_a_failure_in_the_body_is_raised_and_named() -> None:
+    async def scenario() -> AgentLoopOutput:
+        episode, _ = make_episode([says("hi")])
+        with pytest.raises(ZeroDivisionError):
+            async with episode:
+                await episode.generate({})
+                raise ZeroDivisionError
+        return episode.output()
+
+    assert run_virtual(scenario()).stop_reason is StopReason.FAILED
+
+
+def test_a_cancelled_generation_keeps_the_tokens_sampled_so_far() -> None:
+    async def scenario() -> AgentLoopOutput:
+        episode, _ = make_episode([ScriptedReply(encoded("abcd"), latency_s=4.0)])
+
+        async def run() -> None:
+            async with episode:
+                await episode.generate({})
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(run())
+            await asyncio.sleep(2.5)
+            task.cancel()
+        return episode.output()
+
+    output = run_virtual(scenario())
+    assert output.stop_reason is StopReason.CANCELLED
+    assert output.response_ids.tolist() == encoded("abcd")[:2]
+
+
+def test_a_reward_of_the_loops_own_counts() -> None:
+    async def scenario() -> AgentLoopOutput:
+        episode, _ = make_episode([says("hi")])
+        async with episode:
+            await episode.generate({})
+            return episode.output(reward_score=0.5, extra_fields={"tries": 1})
+
+    output = run_virtual(scenario())
+    assert output.reward_score == 0.5
+    assert output.extra_fields == {"tries": 1}

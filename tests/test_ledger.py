@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.errors import EpisodeError
+from agent_loop.ledger import TokenLedger
+from agent_loop.types import AgentLoopOutput, Origin, Segment, TokenOutput, VersionSpan
+
+token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=2000)
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> TokenOutput:
+    ids = draw(token_ids)
+    log_probs = [-0.001 * position for position in range(len(ids))]
+    cut = draw(st.integers(0, len(ids)))
+    spans = (VersionSpan(3, cut), VersionSpan(4, len(ids) - cut)) if 0 < cut < len(ids) else ()
+    return TokenOutput(ids, log_probs, "stop", weight_version=4, version_spans=spans)
+
+
+@given(
+    prompt=token_ids,
+    turns=st.lists(st.tuples(completions(), token_ids, st.sampled_from([Origin.TOOL, Origin.INTERACTION]))),
+)
+def test_the_record_is_what_was_sent_and_returned(
+    prompt: list[int], turns: list[tuple[TokenOutput, list[int], Origin]]
+) -> None:
+    ledger = TokenLedger()
+    ledger.append(prompt, origin=Origin.PROMPT)
+    expected_ids, expected_mask = [], []
+    views = []
+    for completion, reply, origin in turns:
+        views.append((ledger.context, list(prompt) + expected_ids))
+        ledger.append_completion(completion)
+        ledger.append(reply, origin=origin)
+        expected_ids += completion.token_ids + reply
+        expected_mask += [1] * len(completion.token_ids) + [0] * len(reply)
+    output = AgentLoopOutput(segments=ledger.segments())
+    assert output.prompt_ids.tolist() == prompt
+    assert output.response_ids.tolist() == expected_ids
+    assert output.response_mask.tolist() == expected_mask
+    assert np.concatenate([s.token_ids for s in output.segments] or [[]]).tolist() == prompt + expected_ids
+    assert output.response_logprobs is not None
+    assert len(output.response_logprobs) == len(output.weight_versions) == len(output.response_ids)
+    assert (output.response_logprobs[output.response_mask == 0] == 0).all()
+    assert set(output.weight_versions[output.response_mask == 0].tolist()) <= {-1}
+    assert set(output.weight_versions[output.response_mask == 1].tolist()) <= {3, 4}
+    for view, then in views:
+        assert view.tolist() == then, "a context handed out earlier must not change"
+
+
+def test_appending_a_token_at_a_time_reallocates_a_logarithmic_number_of_times() -> None:
+    ledger = TokenLedger()
+    ledger.append([1], origin=Origin.PROMPT)
+    buffers = set()
+    for token in range(100_000):
+        ledger.append([token], origin=Origin.TOOL)
+        buffers.add(ledger.context.__array_interface__["data"][0])
+    assert len(buffers) < 20
+
+
+def test_a_context_cannot_be_written_to() -> None:
+    ledger = TokenLedger()
+    ledger.append([1, 2], origin=Origin.PROMPT)
+    with pytest.raises(ValueError, match="read-only"):
+        ledger.context[0] = 9
+
+
+def test_a_prompt_after_the_response_is_refused() -> None:
+    ledger = TokenLedger()
+    ledger.append([1], origin=Origin.TOOL)
+    with pytest.raises(EpisodeError, match="prompt comes first"):
+        ledger.append([1], origin=Origin.PROMPT)
+
+
+def test_nobody_but_a_server_writes_model_tokens() -> None:
+    with pytest.raises(EpisodeError, match="append_completion"):
+        TokenLedger().append([1], origin=Origin.MODEL)
+
+
+def test_a_completion_across_a_weight_swap_is_two_segments_and_one_turn() -> None:
+    ledger = TokenLedger()
+    ledger.append([1], origin=Origin.PROMPT)
+    spans = (VersionSpan(1, 2), VersionSpan(2, 1))
+    ledger.append_completion(TokenOutput([5, 6, 7], [-1.0] * 3, "stop", 2, version_spans=spans))
+    output = AgentLoopOutput(segments=ledger.segments())
+    assert [(len(s), s.weight_version) for s in output.response_segments] == [(2, 1), (1, 2)]
+    assert output.num_turns == 2
+
+
+def test_missing_log_probs_are_missing_not_zero() -> None:
+    ledger = TokenLedger()
+    ledger.append_completion(TokenOutput([5, 6], [-1.0, -2.0], "stop"))
+    ledger.append_completion(TokenOutput([7], None, "stop"))
+    assert AgentLoopOutput(segments=ledger.segments()).response_logprobs is None
+
+
+@given(st.lists(st.booleans(), min_size=1))
+def test_an_output_from_lists_gives_the_lists_back(mask: list[bool]) -> None:
+    ids = list(range(len(mask)))
+    log_probs = [-float(position) if said else 0.0 for position, said in enumerate(mask)]
+    output = AgentLoopOutput(
+        prompt_ids=[7, 8], response_ids=ids, response_mask=mask, response_logprobs=log_probs, num_turns=2
+    )
+    assert output.prompt_ids.tolist() == [7, 8]
+    assert output.response_ids.tolist() == ids
+    assert output.response_mask.tolist() == [int(said) for said in mask]
+    assert output.response_logprobs is not None
+    assert output.response_logprobs.tolist() == log_probs
+    assert output.num_turns == 2
+
+
+@pytest.mark.parametrize(
+    ("lists", "complaint"),
+    [
+        ({"response_mask": [1, 1]}, "3 tokens but response_mask has 2"),
+        ({"response_mask": [1, 1, 2]}, "0 and 1"),
+        ({"response_logprobs": [0.0]}, "3 tokens but response_logprobs has 1"),
+        ({"response_mask": None}, "needs segments, or"),
+        ({"segments": ()}, "one of the two"),
+    ],
+)
+def test_lists_that_do_not_go_together_are_refused(lists: dict, complaint: str) -> None:
+    given_lists = {"prompt_ids": [1], "response_ids": [2, 3, 4], "response_mask": [1, 1, 1], **lists}
+    with pytest.raises(EpisodeError, match=complaint):
+        AgentLoopOutput(**given_lists)
+
+
+def test_only_model_segments_carry_a_weight_version() -> None:
+    ids = np.zeros(2, np.int32)
+    with pytest.raises(EpisodeError, match="weight version"):
+        Segment(ids, Origin.TOOL, weight_version=1)
+    with pytest.raises(EpisodeError, match="weight version"):
+        Segment(ids, Origin.MODEL)

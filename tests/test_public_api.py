@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import agent_loop
+
+PUBLIC_NAMES = {
+    "AgentLoopBase",
+    "AgentLoopManager",
+    "AgentLoopOutput",
+    "AgentLoopWorker",
+    "AgentState",
+    "AsyncLLMServerManager",
+    "AsyncServerBase",
+    "BaseInteraction",
+    "BaseTool",
+    "ChatTemplate",
+    "Episode",
+    "ScriptedServer",
+    "Segment",
+    "SingleTurnAgentLoop",
+    "StopReason",
+    "TokenOutput",
+    "ToolAgentLoop",
+    "ToolParser",
+    "ToolResponse",
+    "function_tool",
+    "register",
+}
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-W", "error::DeprecationWarning:agent_loop", "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+
+def test_the_public_names_are_these_and_all_of_them_import() -> None:
+    assert set(agent_loop.__all__) == PUBLIC_NAMES
+    assert set(dir(agent_loop)) == PUBLIC_NAMES | {"__version__"}
+    for name in PUBLIC_NAMES:
+        assert getattr(agent_loop, name).__doc__, f"{name} has no docstring"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    assert not hasattr(agent_loop, "AgentLop")
+
+
+def test_importing_the_package_loads_no_heavy_library() -> None:
+    loaded = run_python(
+        """
+        import sys
+        import agent_loop
+        print(sorted({"torch", "ray", "transformers", "tensordict", "numpy"} & set(sys.modules)))
+        """
+    )
+    assert loaded == "[]"
+
+
+def test_importing_the_package_takes_less_than_a_third_of_a_second() -> None:
+    code = """
+        import time
+        started = time.process_time()
+        import agent_loop
+        print(time.process_time() - started)
+        """
+    assert min(float(run_python(code)) for _ in range(3)) < 0.3
+
+
+def test_writing_loops_and_tools_needs_no_heavy_library() -> None:
+    loaded = run_python(
+        """
+        import sys
+        from agent_loop import AgentLoopBase, AgentLoopWorker, BaseTool, ScriptedServer, function_tool, register
+        print(sorted({"torch", "ray", "transformers", "tensordict"} & set(sys.modules)))
+        """
+    )
+    assert loaded == "[]"

@@ -1,0 +1,141 @@
+import asyncio
+import dataclasses
+import enum
+import threading
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError, ToolError
+from agent_loop.tools.base import ToolResponse
+from agent_loop.tools.function import FunctionTool, function_tool
+
+
+@function_tool
+def multiply(a: int, b: int = 3) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: First factor.
+        b: Second factor.
+    """
+    return a * b
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+
+
+class Celsius:
+    def __str__(self) -> str:
+        return "21 degrees"
+
+
+def text_of(tool: FunctionTool[Any, Any], **arguments: Any) -> str | None:
+    response, reward, extra = asyncio.run(tool.execute("one", arguments))
+    assert (reward, extra) == (None, {})
+    return response.text
+
+
+def test_a_decorated_function_is_a_tool_and_still_a_function() -> None:
+    assert multiply(2, b=4) == 8
+    assert multiply.name == "multiply"
+    assert multiply.__doc__ is not None
+    assert multiply.__doc__.startswith("Multiply")
+    assert text_of(multiply, a=2) == "6"
+
+
+def test_name_and_description_can_be_given() -> None:
+    @function_tool(name="times", description="Multiplies.")
+    def product(a: int) -> int:
+        return a
+
+    assert product.name == "times"
+    assert product.tool_schema["function"]["description"] == "Multiplies."
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("plain", "plain"),
+        (None, ""),
+        (2.5, "2.5"),
+        (True, "true"),
+        ({"city": "Zürich"}, '{"city": "Zürich"}'),
+        ([Color.RED, Point(1.0)], '["red", {"x": 1.0}]'),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (Celsius(), "21 degrees"),
+    ],
+)
+def test_what_the_function_returns_becomes_text(value: Any, text: str) -> None:
+    @function_tool
+    def tool() -> Any:
+        """Does it."""
+        return value
+
+    assert text_of(tool) == text
+
+
+def test_a_tool_response_is_returned_as_it_is() -> None:
+    answer = ToolResponse(text="done", ends_episode=True)
+
+    @function_tool
+    def tool() -> ToolResponse:
+        """Does it."""
+        return answer
+
+    assert asyncio.run(tool.execute("one", {}))[0] is answer
+
+
+def test_a_sync_function_runs_in_a_thread_and_an_async_one_on_the_loop() -> None:
+    @function_tool
+    def in_thread() -> bool:
+        """Tells where it runs."""
+        return threading.current_thread() is threading.main_thread()
+
+    @function_tool
+    async def on_loop() -> bool:
+        """Tells where it runs."""
+        return threading.current_thread() is threading.main_thread()
+
+    assert text_of(in_thread) == "false"
+    assert text_of(on_loop) == "true"
+
+
+def test_arguments_arrive_as_the_annotated_types() -> None:
+    seen: list[Any] = []
+
+    @function_tool
+    def tool(color: Color, points: list[Point], pair: tuple[int, int] = (0, 0)) -> None:
+        """Does it."""
+        seen.extend([color, points, pair])
+
+    text_of(tool, color="red", points=[{"x": 1}])
+    assert seen == [Color.RED, [Point(1.0)], (0, 0)]
+
+
+def test_arguments_that_the_types_refuse_are_answered() -> None:
+    with pytest.raises(ToolError, match="a: Input should be a valid integer"):
+        text_of(multiply, a="x")
+
+
+def test_a_function_that_ends_an_iterator_fails_instead_of_hanging() -> None:
+    @function_tool
+    def tool() -> int:
+        """Takes the first of none."""
+        return next(iter([]))
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        text_of(tool)
+
+
+def test_a_function_without_a_docstring_is_refused() -> None:
+    def nothing(a: int) -> None: ...
+
+    with pytest.raises(ConfigError, match="has no docstring"):
+        function_tool(nothing)

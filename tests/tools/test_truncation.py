@@ -1,0 +1,122 @@
+import re
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from agent_loop.tools.truncation import MARKERS, TruncateSide, truncate_tokens
+
+SIDES: list[TruncateSide] = ["left", "right", "middle"]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(["one two three (truncated)... hello world\n\n"] * 50, trainer)
+    return made
+
+
+def encode(text: str) -> list[int]:
+    return tokenizer().encode(text).ids
+
+
+def decode(ids: list[int]) -> str:
+    return tokenizer().decode(ids, skip_special_tokens=False)
+
+
+def truncate(text: str, *, max_tokens: int, side: TruncateSide) -> tuple[str, bool]:
+    return truncate_tokens(text, max_tokens=max_tokens, side=side, encode=encode, decode=decode)
+
+
+words = st.lists(st.sampled_from(["one", " two", "(trunc", "...", "\n", "\n\n", " ", "é", "🙂", "世"])).map(
+    "".join
+)
+
+
+@given(text=st.text() | words, max_tokens=st.integers(0, 60), side=st.sampled_from(SIDES))
+def test_the_result_never_exceeds_the_limit(text: str, max_tokens: int, side: TruncateSide) -> None:
+    shortened, was_truncated = truncate(text, max_tokens=max_tokens, side=side)
+    assert len(encode(shortened)) <= max_tokens
+    assert was_truncated == (len(encode(text)) > max_tokens)
+    if not was_truncated:
+        assert shortened == text
+
+
+@given(text=words, side=st.sampled_from(SIDES))
+def test_a_reply_that_fits_exactly_is_unchanged(text: str, side: TruncateSide) -> None:
+    assert truncate(text, max_tokens=len(encode(text)), side=side) == (text, False)
+
+
+@given(text=words, max_tokens=st.integers(12, 40), side=st.sampled_from(SIDES))
+def test_what_is_kept_are_the_ends_of_the_text(text: str, max_tokens: int, side: TruncateSide) -> None:
+    shortened, was_truncated = truncate(text, max_tokens=max_tokens, side=side)
+    if was_truncated:
+        ends = [
+            (shortened[:at], shortened[at + len(MARKERS[side]) :])
+            for at in range(len(shortened))
+            if shortened.startswith(MARKERS[side], at)
+        ]
+        assert any(text.startswith(head) and text.endswith(tail) for head, tail in ends)
+
+
+@pytest.mark.parametrize(
+    ("side", "start", "end"),
+    [
+        ("left", "one two", "...(truncated)"),
+        ("right", "(truncated)...", "two three"),
+        ("middle", "one two", "two three"),
+    ],
+)
+def test_the_side_says_what_is_kept(side: TruncateSide, start: str, end: str) -> None:
+    shortened, _ = truncate("one two three" + " hello" * 100 + " one two three", max_tokens=20, side=side)
+    assert shortened.startswith(start)
+    assert shortened.endswith(end)
+    assert MARKERS[side] in shortened
+
+
+def test_a_cut_inside_a_character_drops_that_character() -> None:
+    for max_tokens in range(5, 30):
+        for side in SIDES:
+            assert "\N{REPLACEMENT CHARACTER}" not in truncate("🙂" * 50, max_tokens=max_tokens, side=side)[0]
+
+
+def test_a_limit_below_the_marker_keeps_text_without_marker() -> None:
+    assert truncate("one two three hello world", max_tokens=1, side="left") == ("one", True)
+    assert truncate("hello", max_tokens=0, side="left") == ("", True)
+
+
+def test_a_cut_that_costs_a_token_more_at_the_marker_keeps_a_token_less() -> None:
+    def encode_characters(text: str) -> list[int]:
+        return [ord(character) for character in re.sub(r"(?<=a)(?=\.)", "|", text)]
+
+    def decode_characters(ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+    shortened, _ = truncate_tokens(
+        "a" * 100, max_tokens=20, side="left", encode=encode_characters, decode=decode_characters
+    )
+    assert shortened == "aaaaa...(truncated)"
+
+
+def test_of_a_huge_text_only_the_ends_are_encoded() -> None:
+    longest = 0
+
+    def encode_and_measure(text: str) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(text)
+
+    text = "hello world " * 100_000
+    shortened, was_truncated = truncate_tokens(
+        text, max_tokens=20, side="middle", encode=encode_and_measure, decode=decode
+    )
+    assert was_truncated
+    assert shortened.startswith("hello world")
+    assert longest < 1000

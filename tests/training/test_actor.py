@@ -1,0 +1,272 @@
+"""The actor learns from what it is told to, and from nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from agent_loop.config import ActorConfig
+from agent_loop.errors import DataError
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training import metrics as names
+from agent_loop.training.actor import Actor
+from agent_loop.training.advantages import grpo_advantages
+from agent_loop.types import AgentLoopOutput, Origin, Segment, Trajectory, as_token_ids
+from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy
+
+
+def make_actor(model: Qwen3ForCausalLM | None = None, *, temperature: float = 1.0, **settings: Any) -> Actor:
+    config = ActorConfig(**{"lr": 1e-3, **settings})
+    reference = tiny_policy() if config.kl_loss_coef else None
+    return Actor(model or tiny_policy(), config=config, temperature=temperature, reference=reference)
+
+
+def make_batch(**options: Any) -> tuple[RolloutBatch, Tensor]:
+    batch = assemble(sample_trajectories(tiny_policy(), **options), pad_token_id=PAD)
+    return batch, grpo_advantages(batch["reward"], groups_B=batch["group"])
+
+
+def parameters(actor: Actor) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in actor.weights()}
+
+
+def gradients(actor: Actor, batch: RolloutBatch, advantages_B: Tensor) -> Tensor:
+    """Plain gradients of one update, caught before the optimiser forgets them."""
+    caught: list[Tensor] = []
+    for parameter in actor.model.parameters():
+        parameter.grad = None
+    step = actor._optimizer.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
+        lambda *_: caught.extend(
+            p.grad.clone().flatten() for p in actor.model.parameters() if p.grad is not None
+        )
+    )
+    actor.update(batch, advantages_B=advantages_B)
+    step.remove()
+    return torch.cat(caught)
+
+
+def test_log_probs_are_those_of_the_rollout() -> None:
+    batch, _ = make_batch()
+
+    log_probs_BR = make_actor(max_tokens_per_micro_batch=50).log_probs(batch)
+
+    mask_BR = batch["response_mask"].bool()
+    torch.testing.assert_close(log_probs_BR[mask_BR], batch["rollout_log_probs"][mask_BR], atol=1e-5, rtol=0)
+    width = batch["prompts"].shape[1]
+    assert (log_probs_BR[~batch["attention_mask"][:, width:].bool()] == 0).all()
+
+
+def test_greedy_rollouts_are_compared_at_temperature_one() -> None:
+    batch, _ = make_batch()
+
+    assert torch.equal(make_actor(temperature=0.0).log_probs(batch), make_actor().log_probs(batch))
+    assert not torch.equal(make_actor(temperature=0.5).log_probs(batch), make_actor().log_probs(batch))
+
+
+def test_updates_raise_the_probability_of_rewarded_tokens() -> None:
+    batch, advantages_B = make_batch(num_groups=4, n=12)
+    actor = make_actor()
+    is_rewarded_BR = (batch["responses"] == REWARDED) & batch["response_mask"].bool()
+    before = actor.log_probs(batch)[is_rewarded_BR].mean()
+
+    for _ in range(5):
+        metrics = actor.update(batch, advantages_B=advantages_B)
+
+    assert is_rewarded_BR.any()
+    assert actor.log_probs(batch)[is_rewarded_BR].mean() > before + 0.1
+    assert metrics[names.PPO_KL] != 0
+    assert metrics[names.ROWS_TRAINED] == 48
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_cutting_into_micro_batches_changes_nothing(mode: str) -> None:
+    batch, advantages_B = make_batch()
+    settings: dict[str, Any] = {
+        "loss_agg_mode": mode,
+        "kl_loss_coef": 0.1,
+        "entropy_coeff": 0.01,
+        "grad_clip": 1e9,
+    }
+
+    whole, cut = (
+        gradients(
+            make_actor(tiny_policy().double(), max_tokens_per_micro_batch=budget, **settings),
+            batch,
+            advantages_B,
+        )
+        for budget in (100_000, 30)
+    )
+
+    assert float((whole - cut).norm() / whole.norm()) < 1e-6
+    assert float(whole.norm()) > 0
+
+
+def test_padding_to_any_width_changes_nothing() -> None:
+    trajectories = sample_trajectories(tiny_policy())
+    narrow = assemble(trajectories, pad_token_id=PAD)
+    wide = assemble(trajectories, pad_token_id=PAD, prompt_width=20, response_width=30)
+    advantages_B = grpo_advantages(narrow["reward"], groups_B=narrow["group"])
+
+    first, second = make_actor(), make_actor()
+    first.update(narrow, advantages_B=advantages_B)
+    second.update(wide, advantages_B=advantages_B)
+
+    for name, value in first.weights():
+        assert torch.equal(value, parameters(second)[name])
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
+    batch, advantages_B = make_batch()
+
+    plain, checkpointed = (
+        gradients(make_actor(tiny_policy(), gradient_checkpointing=flag), batch, advantages_B)
+        for flag in (False, True)
+    )
+
+    torch.testing.assert_close(plain, checkpointed)
+
+
+def test_rows_that_are_not_kept_and_tokens_of_tools_teach_nothing() -> None:
+    batch, advantages_B = make_batch()
+    keep_B = batch["group"] != 2
+    changed = batch.clone()
+    is_tool_BR = (batch["response_mask"] == 0) | ~keep_B[:, None]
+    changed["rollout_log_probs"][is_tool_BR] = math.nan
+
+    first, second = make_actor(), make_actor()
+    first.update(batch, advantages_B=advantages_B, keep_B=keep_B)
+    metrics = second.update(changed, advantages_B=torch.where(keep_B, advantages_B, math.nan), keep_B=keep_B)
+
+    assert metrics[names.ROWS_TRAINED] == 18
+    for name, value in first.weights():
+        assert torch.equal(value, parameters(second)[name])
+
+
+def test_without_rows_the_weights_stay_and_the_metrics_say_so() -> None:
+    batch, advantages_B = make_batch()
+    actor = make_actor()
+    before = parameters(actor)
+
+    metrics = actor.update(batch, advantages_B=advantages_B, keep_B=torch.zeros(len(batch), dtype=torch.bool))
+
+    assert metrics == {names.SKIPPED_UPDATE: 1.0, names.ROWS_TRAINED: 0.0}
+    assert all(torch.equal(value, before[name]) for name, value in actor.weights())
+
+
+def test_an_infinite_gradient_is_counted_and_changes_no_weight() -> None:
+    batch, advantages_B = make_batch()
+    actor = make_actor(ppo_mini_batches=2, ppo_epochs=2)
+    before = parameters(actor)
+
+    metrics = actor.update(batch, advantages_B=advantages_B * math.inf)
+
+    assert metrics[names.NONFINITE_UPDATES] == 4
+    assert metrics[names.OPTIMIZER_STEPS] == 0
+    assert all(torch.equal(value, before[name]) for name, value in actor.weights())
+
+
+def test_epochs_and_mini_batches_make_so_many_optimiser_steps() -> None:
+    batch, advantages_B = make_batch()
+
+    metrics = make_actor(ppo_epochs=3, ppo_mini_batches=4).update(batch, advantages_B=advantages_B)
+
+    assert metrics[names.OPTIMIZER_STEPS] == 12
+
+
+def test_the_first_mini_batch_measures_how_far_engine_and_trainer_are_apart() -> None:
+    batch, advantages_B = make_batch()
+    agreeing = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_B=advantages_B)
+    batch["rollout_log_probs"] += 0.25
+    shifted = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_B=advantages_B)
+
+    assert agreeing[names.LOGPROB_DIFF_MAX] < 1e-5
+    assert shifted[names.LOGPROB_DIFF_MEAN] == pytest.approx(0.25, abs=1e-4)
+
+
+def test_missing_rollout_log_probs_are_computed_first() -> None:
+    batch, advantages_B = make_batch()
+    bare, _ = make_batch(has_log_probs=False)
+    assert "rollout_log_probs" not in bare
+
+    first, second = make_actor(), make_actor()
+    first.update(batch, advantages_B=advantages_B)
+    metrics = second.update(bare, advantages_B=advantages_B)
+
+    assert names.LOGPROB_DIFF_MAX not in metrics
+    assert metrics[names.PPO_KL] == pytest.approx(0, abs=1e-6)
+    for name, value in first.weights():
+        torch.testing.assert_close(value, parameters(second)[name], atol=1e-5, rtol=0)
+
+
+def test_a_reference_is_needed_for_the_kl_penalty_and_is_never_trained() -> None:
+    batch, advantages_B = make_batch()
+    reference = tiny_policy()
+    actor = Actor(tiny_policy(), config=ActorConfig(lr=1e-2, kl_loss_coef=1.0), reference=reference)
+
+    first = actor.update(batch, advantages_B=advantages_B)
+    second = actor.update(batch, advantages_B=advantages_B)
+
+    assert first[names.KL_LOSS] == pytest.approx(0, abs=1e-6)
+    assert second[names.KL_LOSS] > 1e-4
+    for (_, kept), (_, original) in zip(
+        reference.named_parameters(), tiny_policy().named_parameters(), strict=True
+    ):
+        assert torch.equal(kept, original)
+    with pytest.raises(ValueError, match="needs a reference model"):
+        Actor(tiny_policy(), config=ActorConfig(kl_loss_coef=1.0))
+
+
+def test_the_learning_rate_warms_up_over_updates() -> None:
+    batch, advantages_B = make_batch()
+    actor = make_actor(lr=1.0e-3, warmup_steps=4)
+
+    rates = [actor.update(batch, advantages_B=advantages_B)[names.LEARNING_RATE] for _ in range(5)]
+
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_weights_name_tied_tensors_once_and_restore_the_model() -> None:
+    actor = make_actor(tiny_policy(seed=3))
+    weights = dict(actor.weights())
+
+    other = tiny_policy(seed=4)
+    other.load_state_dict(weights, strict=False)
+
+    assert "lm_head.weight" not in weights
+    assert not any(value.requires_grad for value in weights.values())
+    assert all(
+        torch.equal(value, other.state_dict()[name]) for name, value in actor.model.state_dict().items()
+    )
+
+
+def test_an_empty_prompt_is_refused_by_name() -> None:
+    trajectories = sample_trajectories(tiny_policy(), num_groups=1, n=2)
+    segments = [Segment(as_token_ids([]), Origin.PROMPT), *trajectories[1].output.response_segments]
+    bad = dataclasses.replace(trajectories[1], output=AgentLoopOutput(segments=segments))
+    batch = assemble([trajectories[0], bad], pad_token_id=PAD)
+
+    with pytest.raises(DataError, match="group=0/rollout=1 has an empty prompt"):
+        make_actor().update(batch, advantages_B=torch.ones(2))
+
+
+def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
+    trajectories = sample_trajectories(tiny_policy(), num_groups=1, n=2)
+    silent = Trajectory(
+        output=AgentLoopOutput(segments=[Segment(as_token_ids([3, 4]), Origin.PROMPT)]),
+        row={},
+        group=0,
+        rollout=2,
+        reward=0.0,
+        reward_extra={},
+    )
+    batch = assemble([*trajectories, silent], pad_token_id=PAD)
+
+    metrics = make_actor().update(batch, advantages_B=torch.ones(3))
+
+    assert metrics[names.ROWS_TRAINED] == 2

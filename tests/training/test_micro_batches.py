@@ -1,0 +1,73 @@
+"""Micro-batches keep every token and little padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training.losses import token_log_probs
+from agent_loop.training.micro_batches import MicroBatch, micro_batches
+from agent_loop.training.policy import response_log_probs
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def batch() -> RolloutBatch:
+    return assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD, prompt_width=9, response_width=12)
+
+
+def cut(batch: RolloutBatch, *, max_tokens: int) -> list[MicroBatch]:
+    rows = torch.arange(len(batch))
+    return list(micro_batches(batch, rows=rows, max_tokens=max_tokens, device=torch.device("cpu")))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 50, 10_000])
+def test_every_token_is_in_exactly_one_micro_batch(batch: RolloutBatch, max_tokens: int) -> None:
+    parts = cut(batch, max_tokens=max_tokens)
+
+    assert sorted(torch.cat([part.rows_B for part in parts]).tolist()) == list(range(len(batch)))
+    for part in parts:
+        whole = batch[part.rows_B]
+        for mine, theirs in (
+            (part.input_ids_BW, whole["input_ids"]),
+            (part.position_ids_BW, whole["position_ids"]),
+        ):
+            attended = part.attention_mask_BW.bool()
+            assert torch.equal(mine[attended], theirs[whole["attention_mask"].bool()])
+        assert torch.equal(
+            part.response_ids_BR[part.mask_BR.bool()], whole["responses"][whole["response_mask"].bool()]
+        )
+        assert torch.equal(part.cut(batch["responses"]), part.response_ids_BR)
+
+
+def test_a_micro_batch_keeps_to_its_budget_unless_one_row_is_longer(batch: RolloutBatch) -> None:
+    for max_tokens in (1, 20, 50):
+        for part in cut(batch, max_tokens=max_tokens):
+            assert part.input_ids_BW.numel() <= max_tokens or len(part.rows_B) == 1
+
+
+def test_columns_that_are_padding_in_all_rows_are_dropped(batch: RolloutBatch) -> None:
+    parts = cut(batch, max_tokens=40)
+
+    for part in parts:
+        assert part.attention_mask_BW[:, 0].any()
+        assert part.attention_mask_BW[:, -1].any()
+    assert sum(part.input_ids_BW.numel() for part in parts) < 0.6 * batch["input_ids"].numel()
+
+
+def test_log_probs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: RolloutBatch) -> None:
+    model = tiny_policy()
+    for part in cut(batch, max_tokens=60):
+        log_probs_BR, entropy_BR = response_log_probs(model, part, temperature=0.8)
+        for place, row in enumerate(part.rows_B.tolist()):
+            attended = batch["attention_mask"][row].bool()
+            ids = batch["input_ids"][row][attended]
+            num_prompt = int(batch["attention_mask"][row, :9].sum())
+            logits = model(ids[None]).logits[:, num_prompt - 1 : -1]
+            expected, expected_entropy = token_log_probs(
+                logits, token_ids_BT=ids[None, num_prompt:], temperature=0.8
+            )
+            length = expected.shape[1]
+            torch.testing.assert_close(log_probs_BR[place, :length], expected[0], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(entropy_BR[place, :length], expected_entropy[0], atol=1e-5, rtol=1e-5)
