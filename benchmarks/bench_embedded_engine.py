@@ -49,7 +49,8 @@ class Workload:
         return f"{self.concurrency} x ({self.prompt_tokens} + {self.new_tokens})"
 
     def prompts(self, *, seed: int) -> list[list[int]]:
-        rng = np.random.default_rng(seed)
+        # Another seed for each workload: a prompt seen before would be found in the cache.
+        rng = np.random.default_rng([seed, self.concurrency, self.prompt_tokens])
         return rng.integers(1, VOCAB_SIZE, (self.concurrency, self.prompt_tokens)).tolist()
 
 

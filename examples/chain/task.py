@@ -74,7 +74,7 @@ def _rows(rng: random.Random, *, count: int, held_out: bool) -> list[dict[str, A
 
 
 def _is_held_out(a: int, b: int, c: int) -> bool:
-    return (a + b + c) % 5 == 0
+    return (a + b + c) % 7 == 0
 
 
 def _row(a: int, b: int, c: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent_loop.types import Message
@@ -27,28 +28,28 @@ class Task(Protocol):
         ...
 
 
-def demonstrations(
-    task: Task, *, rng: random.Random, first_step_share: float, later_step_share: float
-) -> Iterator[list[Message]]:
-    """Conversations without end.
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """How often demonstrations do the right thing. A wrong step ends the conversation: it gives up, or answers with a
+    number already seen."""
 
-    Args:
-        task: Whose training questions to ask; the questions of its held-out rows never appear.
-        rng: Decides everything.
-        first_step_share: How often the first step is the right one.
-        later_step_share: How often each step after that is. A wrong step ends the conversation: it gives up, or
-            answers with a number already seen.
-    """
+    first_step_share: float
+    later_step_share: float = 0.85
+    """At each step after the first."""
+
+
+def demonstrations(task: Task, *, rng: random.Random, habit: Habit) -> Iterator[list[Message]]:
+    """Conversations without end, on questions of the kind that training rows ask; never on a held-out one."""
     while True:
         for row in task.train_rows(seed=rng.getrandbits(32), count=64):
             messages: list[Message] = list(row["prompt"])
-            share = first_step_share
+            share = habit.first_step_share
             for turn in task.solution(row):
                 if turn["role"] == "assistant":
                     if rng.random() >= share:
                         messages.append({"role": "assistant", "content": _wrong_answer(task, messages, rng)})
                         break
-                    share = later_step_share
+                    share = habit.later_step_share
                 messages.append(turn)
             yield messages
 

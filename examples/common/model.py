@@ -22,7 +22,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCaus
         max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
-        # At the usual 0.02 a model this narrow starts with almost flat attention and learns to copy several times slower.
+        # At the usual 0.02 a model this narrow begins with almost flat attention and learns far more slowly.
         initializer_range=0.06,
         eos_token_id=end,
         pad_token_id=pad,

@@ -11,17 +11,20 @@ from statistics import fmean
 from typing import Any
 
 import jinja2
-from agent_loop.types import Origin, Trajectory
 from rich.console import Console
 from rich.table import Table
 
+from agent_loop.training.evaluation import summarise
+from agent_loop.training.metrics import REWARD_MEAN, SUCCESS_SHARE, TOOL_CALLS_MEAN
+from agent_loop.types import Origin, Trajectory
 from examples.common.curves import DARK, LIGHT, HeldOut, Panel, draw_curves
 
 NUM_COMPARED = 10
 NUM_SHOWN = 3
 PANELS = (
-    Panel("reward/success", "Success", is_share=True),
-    Panel("reward/mean", "Reward"),
+    Panel(SUCCESS_SHARE, "Success", is_share=True),
+    Panel(REWARD_MEAN, "Mean reward"),
+    Panel(TOOL_CALLS_MEAN, "Tool calls per trajectory"),
 )
 
 
@@ -43,6 +46,7 @@ class ReportInput:
     before: Sequence[Trajectory]
     after: Sequence[Trajectory]
     """Of the same rows as `before`, in the same order."""
+    success_threshold: float
     metrics: Sequence[Mapping[str, Any]]
     """One mapping per training step."""
     right_answer: Callable[[Mapping[str, Any]], str]
@@ -52,7 +56,13 @@ class ReportInput:
 
     @property
     def held_out(self) -> HeldOut:
-        return HeldOut(before=success_rate(self.before), after=success_rate(self.after))
+        return HeldOut(before=self.success_share(self.before), after=self.success_share(self.after))
+
+    def success_share(self, trajectories: Sequence[Trajectory]) -> float:
+        return summarise(trajectories, success_threshold=self.success_threshold).success_share
+
+    def is_success(self, trajectory: Trajectory) -> bool:
+        return trajectory.reward is not None and trajectory.reward >= self.success_threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +105,6 @@ class KeyFigure:
     after: str
 
 
-def success_rate(trajectories: Sequence[Trajectory]) -> float:
-    """The share of trajectories with the full reward; a failed one is no success."""
-    return fmean(trajectory.reward == 1.0 for trajectory in trajectories)
-
-
 def write_report(report: ReportInput, *, folder: Path) -> Path:
     """Writes `curves.png` and `report.html`, and returns the path of the latter."""
     curves = draw_curves(report.metrics, panels=PANELS, held_out=report.held_out, theme=LIGHT)
@@ -107,7 +112,9 @@ def write_report(report: ReportInput, *, folder: Path) -> Path:
     (folder / "curves.png").write_bytes(curves)
     comparisons = _compare(report, count=NUM_COMPARED)
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
     page = environment.get_template("report.html.jinja").render(
         title=report.title,
@@ -144,7 +151,7 @@ def key_figures(report: ReportInput) -> list[KeyFigure]:
         return KeyFigure(name, before=measure(report.before), after=measure(report.after))
 
     return [
-        both("Success", lambda group: f"{success_rate(group):.1%}"),
+        both("Success", lambda group: f"{report.success_share(group):.1%}"),
         both("Tool calls each", lambda group: f"{fmean(t.output.metrics.num_tool_calls for t in group):.2f}"),
         both("Sampled tokens each", lambda group: f"{fmean(_num_model_tokens(t) for t in group):.1f}"),
     ]
@@ -156,23 +163,23 @@ def _compare(report: ReportInput, *, count: int) -> list[Comparison]:
         Comparison(
             question=str(before.row["raw_prompt"][-1]["content"]),
             right_answer=report.right_answer(before.row),
-            before=_attempt(before, decode=report.decode),
-            after=_attempt(after, decode=report.decode),
+            before=_attempt(before, report),
+            after=_attempt(after, report),
         )
         for before, after in pairs
     ]
 
 
-def _attempt(trajectory: Trajectory, *, decode: Callable[[Sequence[int]], str]) -> AttemptView:
+def _attempt(trajectory: Trajectory, report: ReportInput) -> AttemptView:
     output = trajectory.output
     num_calls = output.metrics.num_tool_calls
     return AttemptView(
-        is_right=trajectory.reward == 1.0,
+        is_right=report.is_success(trajectory),
         answer=output.answer,
         calls=f"after {num_calls} tool call{'' if num_calls == 1 else 's'}",
         stop_reason=str(output.stop_reason).replace("_", " "),
         num_model_tokens=_num_model_tokens(trajectory),
-        tokens=list(_tokens(trajectory, decode=decode)),
+        tokens=list(_tokens(trajectory, decode=report.decode)),
     )
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_loop.types import Message
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from agent_loop.types import Message
 
 CHATML_MARKERS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 HERMES_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -23,14 +24,15 @@ def train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Learns merges from rendered conversations.
 
-    Digits and newlines stay single tokens; whatever stands between them may merge into one token, however many words
-    that is. No merge crosses a newline or a marker, and turns begin and end there: a conversation encoded turn by
-    turn has the same tokens as one encoded at once. All 256 bytes are in the vocabulary, so any text round-trips.
+    Digits stay single tokens, and so does the line with the role that opens a turn; whatever else stands between two
+    markers may merge into one token, however many words that is. No merge crosses a marker or the end of that line,
+    so a conversation encoded turn by turn has the same tokens as one encoded at once. All 256 bytes are in the
+    vocabulary, so any text round-trips.
     """
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\n"), behavior="isolated"),
+            pre_tokenizers.Split(Regex(r"^(system|user|assistant)\n"), behavior="isolated"),
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
@@ -54,7 +56,9 @@ def train_tokenizer(
     )
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]]) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]]
+) -> str:
     """The conversation as text, by the tokenizer's chat template."""
     return str(tokenizer.apply_chat_template(list(messages), tools=list(tools), tokenize=False))
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from agent_loop.types import Message
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from agent_loop.types import Message
 from examples.common.tokenizer import render
 
 IGNORED = -100
 """Label of tokens that carry no loss."""
+BATCH_SIZE = 16
+"""Conversations per step."""
+PEAK_LR = 2e-3
+RISING_STEPS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,67 +28,95 @@ class Example:
 
     token_ids: list[int]
     labels: list[int]
-    """The token itself where the assistant says it, else `IGNORED`."""
+    """For each token: the token itself where the assistant says it, else `IGNORED`."""
 
 
 def warm_start(
     model: Qwen3ForCausalLM,
     *,
-    tokenizer: PreTrainedTokenizerFast,
-    conversations: Iterator[Sequence[Message]],
-    tools: Sequence[dict[str, Any]],
+    examples: Iterator[Example],
+    pad_id: int,
     num_steps: int,
-    batch_size: int = 16,
-    lr: float = 2e-3,
-    seed: int = 0,
-) -> Iterator[tuple[int, float]]:
-    """Trains in place; yields the step and its loss after each step."""
-    encoder = Encoder(tokenizer, tools=tools)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+) -> Iterator[float]:
+    """Trains in place and yields the loss after each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_share(step, num_steps=num_steps))
     model.train()
-    for step in range(1, num_steps + 1):
-        examples = [encoder.encode(messages) for messages in islice(conversations, batch_size)]
-        loss = _loss(model, examples, pad_id=encoder.pad_id)
+    for _ in range(num_steps):
+        loss = _loss(model, list(islice(examples, BATCH_SIZE)), pad_id=pad_id)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        yield step, loss.item()
+        schedule.step()
+        yield loss.item()
     model.eval()
 
 
-class Encoder:
-    """Turns a conversation into tokens and labels."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, tools: Sequence[dict[str, Any]]) -> None:
-        self._tokenizer = tokenizer
-        self._tools = tools
-        self._opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-        self._end_id: int = tokenizer.eos_token_id
-        self.pad_id: int = tokenizer.pad_token_id
-
-    def encode(self, messages: Sequence[Message]) -> Example:
-        """The whole conversation at once. What a model said is what follows the opening of an assistant turn, up to
-        and with the end token."""
-        text = render(self._tokenizer, messages, tools=self._tools)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+def encode(
+    conversations: Iterator[Sequence[Message]],
+    *,
+    tokenizer: PreTrainedTokenizerFast,
+    tools: Sequence[dict[str, Any]],
+) -> Iterator[Example]:
+    """Each conversation, rendered at once. What the assistant says is what follows the opening of its turn, up to and
+    with the end token."""
+    opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    for messages in conversations:
+        text = render(tokenizer, messages, tools=tools)
+        ids = tokenizer.encode(text, add_special_tokens=False)
         labels = [IGNORED] * len(ids)
-        width = len(self._opening)
-        for start in range(width, len(ids)):
-            if ids[start - width : start] == self._opening:
-                stop = ids.index(self._end_id, start) + 1
+        for start in range(len(opening), len(ids)):
+            if ids[start - len(opening) : start] == opening:
+                stop = ids.index(tokenizer.eos_token_id, start) + 1
                 labels[start:stop] = ids[start:stop]
-        return Example(ids, labels)
+        yield Example(ids, labels)
 
 
-def _loss(model: Qwen3ForCausalLM, examples: Sequence[Example], *, pad_id: int) -> torch.Tensor:
+def _lr_share(step: int, *, num_steps: int) -> float:
+    """Of the peak: rises at first, falls to zero over the second half. The fall is what makes copying reliable."""
+    return min(1.0, (step + 1) / RISING_STEPS, 2.0 * (num_steps - step) / num_steps)
+
+
+def _loss(model: Qwen3ForCausalLM, examples: Sequence[Example], *, pad_id: int) -> Tensor:
+    """Mean over the assistant's tokens. Short conversations share a row with others, which they cannot see: most
+    demonstrations give up at once, so padding each to the longest would double the work."""
     length = max(len(example.token_ids) for example in examples)
-    ids_BT = torch.full((len(examples), length), pad_id)
-    labels_BT = torch.full((len(examples), length), IGNORED)
-    for row, example in enumerate(examples):
-        ids_BT[row, : len(example.token_ids)] = torch.tensor(example.token_ids)
-        labels_BT[row, : len(example.labels)] = torch.tensor(example.labels)
-    logits_BTV = model(input_ids=ids_BT[:, :-1]).logits
+    rows = _fit_into_rows(examples, length=length)
+    ids_BT = torch.full((len(rows), length), pad_id)
+    targets_BT = torch.full((len(rows), length), IGNORED)
+    positions_BT = torch.zeros((len(rows), length), dtype=torch.long)
+    owner_BT = torch.full((len(rows), length), -1)
+    for row, members in enumerate(rows):
+        start = 0
+        for owner, example in enumerate(members):
+            place = slice(start, start + len(example.token_ids))
+            ids_BT[row, place] = torch.tensor(example.token_ids)
+            targets_BT[row, place] = torch.tensor([*example.labels[1:], IGNORED])
+            positions_BT[row, place] = torch.arange(len(example.token_ids))
+            owner_BT[row, place] = owner
+            start = place.stop
+    sees_BTT = (owner_BT[:, :, None] == owner_BT[:, None, :]).tril()
+    hidden_BTD = model.model(
+        input_ids=ids_BT, position_ids=positions_BT, attention_mask=sees_BTT[:, None]
+    ).last_hidden_state
+    is_target_BT = targets_BT != IGNORED
     return torch.nn.functional.cross_entropy(
-        logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED
+        model.lm_head(hidden_BTD[is_target_BT]), targets_BT[is_target_BT]
     )
+
+
+def _fit_into_rows(examples: Sequence[Example], *, length: int) -> list[list[Example]]:
+    """Longest first, each into the first row with room."""
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    for example in sorted(examples, key=lambda example: len(example.token_ids), reverse=True):
+        size = len(example.token_ids)
+        row = next((index for index, free in enumerate(room) if free >= size), None)
+        if row is None:
+            rows.append([])
+            room.append(length)
+            row = len(rows) - 1
+        rows[row].append(example)
+        room[row] -= size
+    return rows

@@ -48,28 +48,28 @@ def solution(row: Mapping[str, Any]) -> list[Message]:
     ]
 
 
+def lookup_schema(name: str, *, key: str, description: str) -> dict[str, Any]:
+    """The OpenAI schema of a tool that takes one number."""
+    parameters = {
+        "type": "object",
+        "properties": {key: {"type": "integer", "description": f"The number of the {key}."}},
+        "required": [key],
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
+
+
 class LookupTool(BaseTool):
     """Looks a number up in the table that the row brings along."""
 
-    tool_name: ClassVar[str]
-    description: ClassVar[str]
     key: ClassVar[str]
+    """What the table is about; the tool's only parameter."""
 
-    def __init__(
-        self, config: Mapping[str, Any] | None = None, tool_schema: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(config or {}, tool_schema or self.default_schema())
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
+        super().__init__(config, tool_schema)
         self._tables: dict[str, Mapping[str, int]] = {}
-
-    @classmethod
-    def default_schema(cls) -> dict[str, Any]:
-        parameters = {
-            "type": "object",
-            "properties": {cls.key: {"type": "integer", "description": f"The number of the {cls.key}."}},
-            "required": [cls.key],
-        }
-        function = {"name": cls.tool_name, "description": cls.description, "parameters": parameters}
-        return {"type": "function", "function": function}
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         self._tables[instance_id] = kwargs["table"]
@@ -88,19 +88,17 @@ class LookupTool(BaseTool):
 
 
 class PartOfOrder(LookupTool):
-    tool_name = "part_of_order"
-    description = "Tells which part an order is about."
     key = "order"
+    tool_schema = lookup_schema("part_of_order", key=key, description="Tells which part an order is about.")
 
 
 class ShelfOfPart(LookupTool):
-    tool_name = "shelf_of_part"
-    description = "Tells which shelf holds a part."
     key = "part"
+    tool_schema = lookup_schema("shelf_of_part", key=key, description="Tells which shelf holds a part.")
 
 
 def _is_held_out(order: int) -> bool:
-    return order % 5 == 0
+    return order % 7 == 0
 
 
 def _row(rng: random.Random, *, asked_order: int) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def test_an_aborted_request_returns_its_tokens_and_frees_its_slot(model: Any) ->
                 running = group.create_task(server.generate(random_prompt(9), LONG, "a"))
                 await decoded(server, 205)
                 await server.abort("a")
+                assert running.done(), "abort returns when it has ended"
             output = running.result()
             assert output.stop_reason == "aborted"
             assert 0 < len(output.token_ids) < 200

@@ -19,6 +19,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import SamplingParams
@@ -122,6 +123,26 @@ def test_a_saved_model_is_loaded_from_its_directory(tmp_path: Path) -> None:
             assert got == await reference.generate(random_prompt(9), GREEDY, "a")
 
     asyncio.run(main())
+
+
+def test_a_configuration_names_a_server_by_its_keys(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    model = ModelConfig(path=str(tmp_path / "model"), device="cpu")
+
+    def create(**engine_kwargs: Any) -> EmbeddedServer:
+        return EmbeddedServer.create(
+            name="embedded-3", model=model, max_model_len=64, seed=3, engine_kwargs=engine_kwargs
+        )
+
+    async def main() -> None:
+        server = create(max_slots=2)
+        output = await server.generate(random_prompt(50), SamplingParams(), "a")
+        assert len(output.token_ids) == 64 - 50
+        await server.close()
+
+    asyncio.run(main())
+    with pytest.raises(ConfigError, match="'max_slotz'; did you mean 'max_slots'"):
+        create(max_slotz=2)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agent_loop.servers.embedded.batch import pack_step
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
-from agent_loop.servers.embedded.slots import Slot, SlotTable
+from agent_loop.servers.embedded.slots import Placement, PrefixInPrefill, Slot, SlotTable
 from agent_loop.types import IntArray
 
 NUM_SLOTS, MAX_LEN, KV_HEADS, HEADS, DIM = 12, 1100, 2, 4, 8
@@ -108,9 +108,7 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
                 table.release(slot)
             running.clear()
         placement = table.place(prompt, session=session)
-        assert isinstance(placement, Slot) is False, "nothing is in prefill between these turns"
-        if isinstance(placement, Slot):
-            continue
+        assert isinstance(placement, Placement), "nothing is in prefill between these turns"
         index, reused = placement.slot.index, placement.num_reused
         assert reused < len(prompt)
         assert not placement.slot.is_busy
@@ -128,3 +126,21 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
         running[session] = slot
         if not overlaps:
             table.release(running.pop(session))
+
+
+def test_a_prefix_is_waited_for_only_until_it_is_computed() -> None:
+    table = SlotTable(num_slots=2, max_model_len=1000)
+    long_prompt = np.arange(900, dtype=np.int32)
+    placement = table.place(long_prompt, session="leader")
+    assert isinstance(placement, Placement)
+    leader = table.occupy(placement, prompt_ids=long_prompt, session="leader")
+    follower = np.concatenate([long_prompt[:50], np.array([5], dtype=np.int32)])
+    waits_for = table.place(follower, session="follower")
+    assert isinstance(waits_for, PrefixInPrefill)
+    assert waits_for.is_coming
+    leader.num_cached = 512
+    assert leader.is_prefilling
+    assert not waits_for.is_coming
+    assert table.place(follower, session="follower") == Placement(
+        slot=table.slots[1], num_reused=50, copy_from=leader
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,10 +46,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), pad_token="0", unk_token="0")
 
 
-@dataclass(frozen=True)
 class FakeTemplate:
-    tokenizer: PreTrainedTokenizerFast
-    pad_token_id: int = PAD
+    tokenizer = tiny_tokenizer()
+
+    @property
+    def pad_token_id(self) -> int:
+        return PAD
 
 
 class FakeRollouts:
@@ -63,7 +64,7 @@ class FakeRollouts:
         on_run: Callable[[int], None] | None = None,
         hangs_at: int | None = None,
     ) -> None:
-        self.template = FakeTemplate(tiny_tokenizer())
+        self.template = FakeTemplate()
         self.weight_version = 0
         self.rows: list[Sequence[Row]] = []
         self.was_cancelled = False
@@ -79,6 +80,7 @@ class FakeRollouts:
         validate: bool = False,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
+        self.loop = asyncio.get_running_loop()
         if not validate:
             self.rows.append(rows)
             self._on_run(self.weight_version)

@@ -121,15 +121,20 @@ def test_padding_to_any_width_changes_nothing() -> None:
         assert torch.equal(value, parameters(second)[name])
 
 
-def test_gradient_checkpointing_changes_nothing_but_memory() -> None:
+def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient() -> None:
     batch, advantages_B = make_batch()
+    num_forwards: list[int] = []
 
-    plain, checkpointed = (
-        gradients(make_actor(tiny_policy(), gradient_checkpointing=flag), batch, advantages_B)
-        for flag in (False, True)
-    )
+    def gradients_with(gradient_checkpointing: bool) -> Tensor:
+        actor = make_actor(gradient_checkpointing=gradient_checkpointing)
+        calls: list[None] = []
+        actor.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(None))
+        caught = gradients(actor, batch, advantages_B)
+        num_forwards.append(len(calls))
+        return caught
 
-    torch.testing.assert_close(plain, checkpointed)
+    torch.testing.assert_close(gradients_with(False), gradients_with(True))
+    assert num_forwards == [1, 2]
 
 
 def test_rows_that_are_not_kept_and_tokens_of_tools_teach_nothing() -> None:

@@ -48,5 +48,5 @@ def train_command(
 
     trainer = PPOTrainer(settings, resume=str(resume_from) if resume_from else resume, overwrite=overwrite)
     result = asyncio.run(trainer.fit())
-    if result.was_interrupted:
+    if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)

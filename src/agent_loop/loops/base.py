@@ -26,7 +26,7 @@ class LoopContext:
     server_manager: AsyncLLMServerManager
     template: ChatTemplate
     limits: EpisodeLimits
-    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     tools: Mapping[str, BaseTool] = field(default_factory=dict[str, BaseTool])
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict[str, BaseInteraction])
 

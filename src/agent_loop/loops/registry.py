@@ -63,14 +63,15 @@ class LoopRegistry:
         if config_path is not None:
             self._entries |= _read_config(Path(config_path))
 
-    def get(self, agent_name: str) -> LoopEntry:
+    def get(self, agent_name: str, *, where: str = "rollout.agent.default_agent_loop") -> LoopEntry:
         """The loop of that name.
 
         Raises:
-            DataError: There is none.
+            DataError: There is none; the message begins with `where` the name comes from.
         """
         if agent_name not in self._entries:
-            raise DataError(f"unknown agent loop {agent_name!r}{did_you_mean(agent_name, self._entries)}")
+            near = did_you_mean(agent_name, self._entries)
+            raise DataError(f"{where} is {agent_name!r}: no such agent loop{near}")
         return self._entries[agent_name]
 
 

@@ -7,6 +7,9 @@ from collections import Counter
 from agent_loop.errors import RolloutError
 from agent_loop.types import Failure, Trajectory
 
+MAX_TRACEBACK_LINES = 25
+"""What fits on a screen."""
+
 
 class FailureBudget:
     """Counts the failed trajectories of one batch.
@@ -36,7 +39,10 @@ class FailureBudget:
     def _explanation(self) -> str:
         [(error, count)] = Counter(failure.error for failure in self._failures).most_common(1)
         example = next(failure for failure in self._failures if failure.error == error)
+        lines = example.traceback.splitlines()
+        shown = lines if len(lines) <= MAX_TRACEBACK_LINES else ["...", *lines[-MAX_TRACEBACK_LINES:]]
         return (
             f"{len(self._failures)} of {self._num_trajectories} trajectories failed, more than "
-            f"rollout.max_failed_share {self._max_share} allows; {count} of them with:\n\n{example.traceback}"
+            f"rollout.max_failed_share {self._max_share} allows; {count} of them with {error}\n\n"
+            + "\n".join(shown)
         )

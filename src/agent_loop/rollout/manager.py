@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -11,6 +11,7 @@ from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.episode import EpisodeLimits
+from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
@@ -64,13 +65,15 @@ class AgentLoopManager:
             tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
             interactions=load_interactions(multi_turn.interaction_config_path),
         )
-        loops = LoopRegistry(
+        self._context = context
+        self._loops = LoopRegistry(
             loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path
         )
+        self._loops.get(config.agent.default_agent_loop)
         self.workers = [
             AgentLoopWorker(
                 context,
-                loops=loops,
+                loops=self._loops,
                 default_agent_loop=config.agent.default_agent_loop,
                 reward=reward,
                 max_concurrent=config.max_concurrent,
@@ -146,8 +149,11 @@ class AgentLoopManager:
             on_trajectory: Told of each trajectory as it ends.
 
         Raises:
+            DataError: A row names a loop, tool or interaction that does not exist; nothing was run.
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
         """
+        for number, row in enumerate(rows):
+            self._check_row(row, number=number)
         n = n or (self.config.val.n if validate else self.config.n)
         params = self._sampling_params(validate=validate)
         jobs = [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
@@ -202,6 +208,16 @@ class AgentLoopManager:
         finally:
             await run_shielded(self.sleep, timeout_s=CLOSE_TIMEOUT_S)
 
+    def _check_row(self, row: Row, *, number: int) -> None:
+        if "raw_prompt" not in row:
+            raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
+        if row.get("agent_name"):
+            self._loops.get(str(row["agent_name"]), where=f"row {number}: agent_name")
+        _refuse_unknown(row.get("tools_kwargs") or (), self._context.tools, f"row {number}: tools_kwargs")
+        interaction: Mapping[str, Any] = row.get("interaction_kwargs") or {}
+        names = [interaction["name"]] if "name" in interaction else []
+        _refuse_unknown(names, self._context.interactions, f"row {number}: interaction_kwargs.name")
+
     def _sampling_params(self, *, validate: bool) -> Mapping[str, Any]:
         source = self.config.val if validate else self.config
         return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
@@ -217,6 +233,12 @@ def _limits(config: RolloutConfig) -> EpisodeLimits:
         max_turn_tokens=config.multi_turn.max_turn_tokens,
         deadline_s=config.trajectory_timeout_s,
     )
+
+
+def _refuse_unknown(names: Iterable[str], known: Collection[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            raise DataError(f"{where}: there is no {name!r}{did_you_mean(name, known)}")
 
 
 def _split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:

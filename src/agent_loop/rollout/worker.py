@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from agent_loop.boundary import describe_error
 from agent_loop.concurrency import run_together
 from agent_loop.episode import EpisodeStopped
-from agent_loop.errors import ConfigError, EpisodeError
+from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, Score
@@ -168,7 +169,7 @@ class AgentLoopWorker:
 
     def _make_loop(self, job: Job, context: LoopContext) -> AgentLoopBase:
         name = str(job.row.get("agent_name") or self._default_agent_loop)
-        entry = self._loops.get(name)
+        entry = self._loops.get(name, where="agent_name")
         try:
             return entry.loop_class(context, **entry.kwargs)
         except TypeError as error:
@@ -197,5 +198,6 @@ def _checked(output: Any, loop: AgentLoopBase) -> AgentLoopOutput:
 
 
 def _failure(error: Exception) -> Failure:
-    line = f"{type(error).__name__}: {error}".strip()
-    return Failure(error=line, traceback="".join(traceback.format_exception(error)))
+    """An error of this package that names a user's exception is kept with the traceback of the latter."""
+    root = error.__cause__ if isinstance(error, AgentLoopError) and error.__cause__ else error
+    return Failure(error=describe_error(error), traceback="".join(traceback.format_exception(root)))

@@ -63,7 +63,7 @@ class ScriptedServer(AsyncServerBase):
         self._aborts: dict[str, asyncio.Event] = {}
         self._weight_version = 0
         self._version_changes: list[tuple[float, int]] = []
-        self._is_asleep = False
+        self.is_asleep = False
         self._is_closed = False
 
     @classmethod
@@ -120,12 +120,12 @@ class ScriptedServer(AsyncServerBase):
         self._turns.pop(request_id, None)
 
     async def wake_up(self) -> None:
-        self._is_asleep = False
+        self.is_asleep = False
 
     async def sleep(self) -> None:
         if self._aborts:
             raise ServerError(f"{len(self._aborts)} requests are still running", server=self.name)
-        self._is_asleep = True
+        self.is_asleep = True
 
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
@@ -153,7 +153,7 @@ class ScriptedServer(AsyncServerBase):
         trouble = ""
         if self._is_closed:
             trouble = "the server is closed"
-        elif self._is_asleep:
+        elif self.is_asleep:
             trouble = "the server is asleep; call wake_up first"
         elif request_id in self._aborts:
             trouble = "a request of this session is already running"

@@ -58,7 +58,9 @@ def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     """Switches off all that makes two passes differ, such as dropout: engines sample without it."""
     model.eval()
     if gradient_checkpointing:
-        cast(Any, model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        older_name: Any = getattr(model, "gradient_checkpointing_enable", None)
+        enable: Any = getattr(model, "activation_checkpointing_enable", older_name)
+        enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True  # the switch of checkpointing; the modules in it stay as they are

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from agent_loop.concurrency import run_in_thread, run_shielded
 from agent_loop.config import Config
@@ -82,6 +83,7 @@ class PPOTrainer:
         async with AsyncExitStack() as stack:
             manager = self._manager or _manager_until_close(config, stack)
             actor = await run_in_thread(load_actor, config, checkpoint=checkpoint)
+            _hide_progress_of_transformers(stack)
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             clock, interrupt = StepClock(), Interrupt()
             progress = Progress(total_steps=config.trainer.total_steps, clock=clock, console=self._console)
@@ -154,6 +156,13 @@ def _manager_until_close(config: Config, stack: AsyncExitStack) -> AgentLoopMana
     manager = AgentLoopManager.from_config(config)
     stack.push_async_callback(run_shielded, manager.close, timeout_s=CLOSE_TIMEOUT_S)
     return manager
+
+
+def _hide_progress_of_transformers(stack: AsyncExitStack) -> None:
+    """It would tear the live view at every checkpoint."""
+    if transformers_logging.is_progress_bar_enabled():
+        transformers_logging.disable_progress_bar()
+        stack.callback(transformers_logging.enable_progress_bar)
 
 
 def _tell_what_changed(progress: Progress, checkpoint: Checkpoint, config: Config) -> None:

@@ -38,15 +38,15 @@ class Progress:
         self._total_steps = total_steps
         self._clock = clock
         self._console = console or Console()
+        self._step = 0
+        self._latest: Mapping[str, float] = {}
+        self._step_ends: deque[float] = deque(maxlen=STEPS_OF_ETA + 1)
+        self._num_done = self._num_trajectories = 0
         self._live = (
             Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
             if self._console.is_terminal
             else None
         )
-        self._step = 0
-        self._latest: Mapping[str, float] = {}
-        self._step_ends: deque[float] = deque(maxlen=STEPS_OF_ETA + 1)
-        self._num_done = self._num_trajectories = 0
 
     def __enter__(self) -> Progress:
         if self._live is not None:

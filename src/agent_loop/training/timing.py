@@ -38,6 +38,7 @@ class StepClock:
 
     def shares(self) -> dict[str, float]:
         """Of each phase in the time of all phases so far, largest first."""
-        total = sum(self._total.values())
-        largest_first = sorted(self._total.items(), key=lambda item: -item[1])
-        return {name: seconds / total for name, seconds in largest_first} if total else {}
+        seconds = dict(self._total)  # a copy: a live view reads it from a thread of its own
+        total = sum(seconds.values())
+        largest_first = sorted(seconds, key=lambda name: -seconds[name])
+        return {name: seconds[name] / total for name in largest_first} if total else {}

@@ -20,7 +20,7 @@ from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import GenerationRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.sampling import SampledRow, sample_rows
-from agent_loop.servers.embedded.slots import Slot, SlotTable
+from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
 from agent_loop.servers.embedded.weights import load_weights
 from agent_loop.types import ServerStopReason, TokenOutput
 
@@ -187,8 +187,8 @@ class Engine:
 
     def _place(self, request: GenerationRequest) -> bool:
         placement = self._slots.place(request.prompt_ids, session=request.request_id)
-        if isinstance(placement, Slot):
-            request.waits_for = (placement, placement.admission)
+        if isinstance(placement, PrefixInPrefill):
+            request.waits_for = placement
             return False
         slot = self._slots.occupy(placement, prompt_ids=request.prompt_ids, session=request.request_id)
         if placement.copy_from is not None and self._cache is not None:

@@ -7,7 +7,7 @@ from itertools import groupby
 from random import Random
 
 from agent_loop.errors import SamplingParamsError, ServerError
-from agent_loop.servers.embedded.slots import Slot
+from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot
 from agent_loop.types import (
     IntArray,
     SamplingParams,
@@ -45,8 +45,8 @@ class GenerationRequest:
     """Its own source of randomness; None shares the engine's."""
     slot: Slot | None = None
     """Its place in the batch; None while it waits."""
-    waits_for: tuple[Slot, int] | None = None
-    """A slot, and the admission on it, that is computing a prefix which this request can copy."""
+    waits_for: PrefixInPrefill | None = None
+    """What another request is computing for it."""
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
@@ -55,10 +55,7 @@ class GenerationRequest:
     @property
     def is_held(self) -> bool:
         """The prefix that it waits for is still being computed."""
-        if self.waits_for is None:
-            return False
-        slot, admission = self.waits_for
-        return slot.admission == admission and slot.is_prefilling
+        return self.waits_for is not None and self.waits_for.is_coming
 
     def append(self, token_id: int, log_prob: float, *, weight_version: int) -> ServerStopReason | None:
         """Adds a sampled token; returns why the completion ends with it, None if it goes on."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from agent_loop.errors import ConfigError, WeightsError
+from agent_loop.config import ModelConfig
+from agent_loop.errors import ConfigError, WeightsError, did_you_mean
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
@@ -72,6 +73,26 @@ class EmbeddedServer(AsyncServerBase):
         self._stop = weakref.finalize(self, self._thread.stop)
 
     @classmethod
+    def create(
+        cls, *, name: str, model: ModelConfig, max_model_len: int, seed: int, engine_kwargs: Mapping[str, Any]
+    ) -> EmbeddedServer:
+        """As `rollout.engine: embedded` asks for it; `engine_kwargs` are fields of `EmbeddedConfig`."""
+        options: dict[str, Any] = {
+            "max_model_len": max_model_len,
+            "seed": seed,
+            "device": model.device,
+            "dtype": model.dtype,
+            **engine_kwargs,
+        }
+        known = [field.name for field in fields(EmbeddedConfig)]
+        for key in options:
+            if key not in known:
+                raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}{did_you_mean(key, known)}")
+        return cls.from_pretrained(
+            model.path, name=name, config=EmbeddedConfig(**options), trust_remote_code=model.trust_remote_code
+        )
+
+    @classmethod
     def from_pretrained(
         cls,
         path: str | PathLike[str],
@@ -79,6 +100,7 @@ class EmbeddedServer(AsyncServerBase):
         name: str = "embedded-0",
         config: EmbeddedConfig = NO_CONFIG,
         eos_token_ids: Iterable[int] | None = None,
+        trust_remote_code: bool = False,
     ) -> EmbeddedServer:
         """Loads a model from a directory, or by its name on the hub.
 
@@ -87,7 +109,7 @@ class EmbeddedServer(AsyncServerBase):
         """
         loader: Any = AutoModelForCausalLM
         try:
-            model = loader.from_pretrained(path, dtype=config.dtype)
+            model = loader.from_pretrained(path, dtype=config.dtype, trust_remote_code=trust_remote_code)
         except OSError as error:
             raise ConfigError(
                 f"no model can be loaded from {str(path)!r} ({error}); give a directory that `save_pretrained` wrote"

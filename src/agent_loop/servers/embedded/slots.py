@@ -60,6 +60,22 @@ class Placement:
     copy_start: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixInPrefill:
+    """A prefix that another request is computing: once it is there, it can be copied."""
+
+    slot: Slot
+    admission: int
+    """The request that computes it, as `Slot.admission` numbers it."""
+    num_tokens: int
+
+    @property
+    def is_coming(self) -> bool:
+        """Still being computed; False once it is there, and if its request ended before."""
+        slot = self.slot
+        return slot.is_prefilling and slot.admission == self.admission and slot.num_cached < self.num_tokens
+
+
 class SlotTable:
     """All slots. A finished request leaves its tokens in place until the slot is needed: empty slots go first,
     then those that no session owns, then those of sessions, longest unused first."""
@@ -74,8 +90,8 @@ class SlotTable:
     def has_idle(self) -> bool:
         return any(not slot.is_busy for slot in self.slots)
 
-    def place(self, prompt_ids: IntArray, *, session: str) -> Placement | Slot:
-        """Finds a slot for a prompt, or names a busy one whose prefill is worth waiting for. Needs an idle slot."""
+    def place(self, prompt_ids: IntArray, *, session: str) -> Placement | PrefixInPrefill:
+        """Finds a slot for a prompt, or a prefix that is worth waiting for. Needs an idle slot."""
         own = next((s for s in self.slots if s.session == session and not s.is_busy), None)
         own_common = 0 if own is None else _common_prefix(own, prompt_ids=prompt_ids)
         if own is not None and own_common == min(own.num_cached, len(prompt_ids) - 1):
@@ -88,7 +104,7 @@ class SlotTable:
         available = 0 if source is None else min(int(common[source.index]), source.num_cached)
         for slot in useful:
             if slot.is_prefilling and common[slot.index] >= max(available, own_common) + MIN_COPIED_TOKENS:
-                return slot
+                return PrefixInPrefill(slot, admission=slot.admission, num_tokens=int(common[slot.index]))
         target = own or min((s for s in self.slots if not s.is_busy), key=_eviction_order)
         if source is None or available < own_common + MIN_COPIED_TOKENS:
             return Placement(slot=target, num_reused=own_common)

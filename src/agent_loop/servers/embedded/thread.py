@@ -28,26 +28,15 @@ STOP_TIMEOUT_S = 10.0
 """How long the interpreter's exit waits for the step that is running."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Reply:
-    """Where an answer goes."""
-
-    future: asyncio.Future[Any]
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        return self.future.get_loop()
-
-
 @dataclass(frozen=True, slots=True)
 class _Command:
     run: Callable[[Engine], Any]
-    reply: Reply | None = None
+    reply: asyncio.Future[Any] | None = None
     request: GenerationRequest | None = None
     """Set if the reply is to wait for this request's end."""
 
 
-_Answer: TypeAlias = tuple[Reply, Any]
+_Answer: TypeAlias = tuple[asyncio.Future[Any], Any]
 _STOP = _Command(run=lambda engine: None)
 
 
@@ -59,11 +48,11 @@ class EngineThread:
         self._name = name
         self._num_threads = num_threads
         self._inbox: SimpleQueue[_Command] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may call `stop` while this thread holds it
         self._end_reason: str | None = None
         self._cause: BaseException | None = None
-        self._replies: dict[GenerationRequest, Reply] = {}
-        self._executing: Reply | None = None
+        self._replies: dict[GenerationRequest, asyncio.Future[Any]] = {}
+        self._executing: asyncio.Future[Any] | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -78,9 +67,9 @@ class EngineThread:
         Raises:
             ServerError: The thread has ended.
         """
-        reply = Reply(asyncio.get_running_loop().create_future())
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._post(_Command(run=run, reply=reply))
-        return reply.future
+        return reply
 
     def submit(self, request: GenerationRequest) -> asyncio.Future[TokenOutput]:
         """Puts a request in line; the future gets its completion.
@@ -88,12 +77,12 @@ class EngineThread:
         Raises:
             ServerError: The thread has ended.
         """
-        reply = Reply(asyncio.get_running_loop().create_future())
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._post(
             _Command(run=lambda engine: engine.submit(request), reply=reply, request=request),
             request_id=request.request_id,
         )
-        return reply.future
+        return reply
 
     def forget(self, request: GenerationRequest) -> None:
         """Aborts a request that nobody awaits any more."""
@@ -147,11 +136,11 @@ class EngineThread:
         except AgentLoopError as error:
             answer = error
         self._executing = None
-        if reply is None:
-            return
-        if command.request is not None and answer is None:
+        if command.request is not None and reply is not None and answer is None:
             self._replies[command.request] = reply
-        else:
+            return
+        self._deliver_finished()  # first what an abort ended, then that it did
+        if reply is not None:
             _deliver([(reply, answer)])
 
     def _deliver_finished(self) -> None:
@@ -187,7 +176,7 @@ def _deliver(answers: list[_Answer]) -> None:
     """Resolves futures on their event loops, with one call for each loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Answer]] = {}
     for reply, answer in answers:
-        by_loop.setdefault(reply.loop, []).append((reply, answer))
+        by_loop.setdefault(reply.get_loop(), []).append((reply, answer))
     for loop, its_answers in by_loop.items():
         try:
             loop.call_soon_threadsafe(_resolve, its_answers)
@@ -197,9 +186,9 @@ def _deliver(answers: list[_Answer]) -> None:
 
 def _resolve(answers: list[_Answer]) -> None:
     for reply, answer in answers:
-        if reply.future.done():
+        if reply.done():
             continue
         if isinstance(answer, BaseException):
-            reply.future.set_exception(answer)
+            reply.set_exception(answer)
         else:
-            reply.future.set_result(answer)
+            reply.set_result(answer)

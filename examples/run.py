@@ -1,0 +1,207 @@
+"""An example from nothing to a trained agent in one command.
+
+    python -m examples.run two_hop_lookup --out runs/demo
+
+Makes a tiny model, teaches it a format and a bad habit, trains the habit away with GRPO, and leaves a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from rich.console import Console
+
+from agent_loop.config import Config, load_config
+from agent_loop.errors import AgentLoopError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import load_rows
+from agent_loop.tools.registry import load_tools
+from agent_loop.training.checkpoint import latest_checkpoint
+from agent_loop.training.evaluation import summarise
+from agent_loop.training.metrics import read_metrics
+from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.run_folder import METRICS_FILE
+from agent_loop.types import Row, Trajectory
+from examples.common.demonstrations import Habit, Task, demonstrations
+from examples.common.model import make_model
+from examples.common.report import ReportInput, Verdict, print_comparison, write_report
+from examples.common.tokenizer import train_tokenizer
+from examples.common.warm_start import encode, warm_start
+
+TOKENIZER_CONVERSATIONS = 2000
+EXIT_NOT_PASSED = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one task is taught, and what the run must reach."""
+
+    warm_start_steps: int
+    habit: Habit
+    least_after: float
+    """Success on held-out prompts after training, sampled at temperature 1."""
+    most_before: float = 0.35
+    """The same after the warm start: there must be something to learn."""
+
+
+RECIPES = {
+    "two_hop_lookup": Recipe(warm_start_steps=400, habit=Habit(first_step_share=0.33), least_after=0.93),
+    "calculator": Recipe(warm_start_steps=600, habit=Habit(first_step_share=0.30), least_after=0.90),
+    "chain": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.35), least_after=0.90),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m examples.run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("task", choices=list(RECIPES), help="which example")
+    parser.add_argument("--seed", type=int, default=0, help="decides everything random (default: 0)")
+    parser.add_argument("--out", type=Path, help="folder for model, run and report (default: runs/TASK)")
+    parser.add_argument("--steps", type=int, help="GRPO steps (default: as in the example's config.yaml)")
+    parser.add_argument("--skip-report", action="store_true", help="write no curves.png and report.html")
+    options = parser.parse_args(arguments)
+
+    transformers.utils.logging.disable_progress_bar()
+    console = Console()
+    try:
+        return asyncio.run(
+            run_example(
+                options.task,
+                seed=options.seed,
+                out=options.out or Path("runs") / options.task,
+                num_steps=options.steps,
+                writes_report=not options.skip_report,
+                console=console,
+            )
+        )
+    except AgentLoopError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return EXIT_ERROR
+
+
+async def run_example(
+    name: str, *, seed: int, out: Path, num_steps: int | None, writes_report: bool, console: Console
+) -> int:
+    """Runs one example from start to end and returns the exit code."""
+    started = time.monotonic()
+    recipe = RECIPES[name]
+    torch.set_num_threads(1)
+
+    def say(step: int, text: str) -> None:
+        console.print(
+            f"[dim]{time.monotonic() - started:6.1f} s[/]  [bold]{step}[/]  {text}", highlight=False
+        )
+
+    # 1. Data: the held-out rows, and demonstrations made from training rows.
+    task = cast(Task, importlib.import_module(f"examples.{name}.task"))
+    config = _load_config(name, seed=seed, out=out, model_path=out / "model", num_steps=num_steps)
+    val_rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)
+    tools = [tool.tool_schema for tool in load_tools(config.rollout.multi_turn.tools).values()]
+    conversations = demonstrations(task, rng=random.Random(seed), habit=recipe.habit)
+    say(1, f"data: {len(val_rows)} held-out prompts, {len(tools)} tool(s)")
+
+    # 2. A tokenizer and a model with random weights.
+    tokenizer = train_tokenizer(islice(conversations, TOKENIZER_CONVERSATIONS), tools=tools)
+    model = make_model(tokenizer, seed=seed)
+    say(2, f"model: {model.num_parameters():,} parameters, vocabulary {len(tokenizer)}")
+
+    # 3. Warm start: the format, the tools, and a bad habit.
+    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
+    losses = list(
+        warm_start(
+            model,
+            examples=examples,
+            pad_id=cast(int, tokenizer.pad_token_id),
+            num_steps=recipe.warm_start_steps,
+        )
+    )
+    model.save_pretrained(config.model.path)
+    tokenizer.save_pretrained(config.model.path)
+    say(3, f"warm start: {len(losses)} steps, loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+
+    # 4. How good is it before?
+    before = await _evaluate(config, val_rows)
+    say(4, f"before: success {_success(config, before):.1%} on held-out prompts, sampled at temperature 1")
+
+    # 5. GRPO.
+    say(5, f"GRPO: {config.trainer.total_steps} steps")
+    result = await PPOTrainer(config, overwrite=True, console=console).fit()
+    if result.is_interrupted:
+        return EXIT_INTERRUPTED
+
+    # 6. And after?
+    trained_path = latest_checkpoint(result.run_dir).model_path
+    trained = _load_config(name, seed=seed, out=out, model_path=trained_path, num_steps=num_steps)
+    after = await _evaluate(trained, val_rows)
+    say(6, f"after: success {_success(config, after):.1%}")
+
+    # 7. The report.
+    verdict = _judge(
+        recipe, before=_success(config, before), after=_success(config, after), num_prompts=len(val_rows)
+    )
+    report = ReportInput(
+        title=name,
+        subtitle=f"seed {seed}, {result.step} steps of GRPO, {model.num_parameters():,} parameters, "
+        f"{time.monotonic() - started:.0f} s",
+        verdict=verdict,
+        before=before,
+        after=after,
+        success_threshold=config.reward.success_threshold,
+        metrics=list(read_metrics(result.run_dir / METRICS_FILE)),
+        right_answer=lambda row: str(task.solution(row)[-1]["content"]),
+        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
+    )
+    print_comparison(report, console=console)
+    if writes_report:
+        say(7, f"report: {write_report(report, folder=out)}")
+
+    # 8. The verdict.
+    console.print("passed:" if verdict.is_passed else "NOT passed:", verdict.sentence, highlight=False)
+    return 0 if verdict.is_passed else EXIT_NOT_PASSED
+
+
+def _load_config(name: str, *, seed: int, out: Path, model_path: Path, num_steps: int | None) -> Config:
+    overrides = [
+        f"model.path={model_path}",
+        f"trainer.run_dir={out / 'train'}",
+        *(f"{section}.seed={seed}" for section in ("data", "rollout", "trainer")),
+    ]
+    if num_steps is not None:
+        overrides.append(f"trainer.total_steps={num_steps}")
+    return load_config(f"examples/{name}/config.yaml", overrides=overrides)
+
+
+async def _evaluate(config: Config, rows: Sequence[Row]) -> list[Trajectory]:
+    async with AgentLoopManager.from_config(config) as manager:
+        return await manager.run(rows, validate=True)
+
+
+def _success(config: Config, trajectories: Sequence[Trajectory]) -> float:
+    return summarise(trajectories, success_threshold=config.reward.success_threshold).success_share
+
+
+def _judge(recipe: Recipe, *, before: float, after: float, num_prompts: int) -> Verdict:
+    return Verdict(
+        is_passed=before <= recipe.most_before and after >= recipe.least_after,
+        sentence=f"success on {num_prompts} held-out prompts went from {before:.1%} (wanted: at most "
+        f"{recipe.most_before:.0%}) to {after:.1%} (wanted: at least {recipe.least_after:.0%})",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""A folder with a tiny model, rows, a reward and a configuration, as a user would have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.helpers import small_tokenizer
+
+TASK = """
+def reward(output, row):
+    return float(len(output.response_ids) % 2)
+
+def breaks(output, row):
+    return 1.0 / 0
+
+def crawls(output, row):
+    return [].index("nothing")
+"""
+
+
+def make_project(folder: Path) -> Path:
+    """Writes the project and returns its configuration file."""
+    tokenizer = small_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **sizes,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "task.py").write_text(TASK, encoding="utf-8")
+    rows = [{"prompt": f"question {n}"} for n in range(6)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    settings = {
+        "data": {"train_files": ["rows.jsonl"], "val_files": ["rows.jsonl"], "train_batch_size": 2},
+        "model": {"path": "model"},
+        "reward": {"function": "task.py:reward"},
+        "rollout": {"n": 2, "prompt_length": 64, "response_length": 8, "engine_kwargs": {"max_slots": 8}},
+        "actor": {"lr": 1e-3},
+        "trainer": {"total_steps": 3, "run_dir": "run", "save_every": 2},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path

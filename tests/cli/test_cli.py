@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from agent_loop.cli import main
+from tests.cli.project import make_project
+
+
+@dataclass(frozen=True)
+class Result:
+    exit_code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `agent-loop ...` in a project of its own."""
+    make_project(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["agent-loop", *arguments])
+        exit_code = 0
+        try:
+            main()
+        except SystemExit as error:
+            exit_code = int(error.code or 0)
+        captured = capsys.readouterr()
+        return Result(exit_code, captured.out, captured.err)
+
+    return run
+
+
+def metrics_of(run_dir: str) -> list[dict]:
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_train_leaves_metrics_and_a_model_that_transformers_loads(command: Command) -> None:
+    result = command("train", "config.yaml")
+    assert result.exit_code == 0, result.err
+    assert [line["step"] for line in metrics_of("run")] == [1, 2, 3]
+    assert AutoModelForCausalLM.from_pretrained("run/checkpoints/step-000003/model").config.hidden_size == 16
+
+
+def test_train_goes_on_with_resume_and_refuses_to_mix_runs(command: Command) -> None:
+    assert command("train", "config.yaml").exit_code == 0
+    mixed = command("train", "config.yaml")
+    assert mixed.exit_code == 2
+    assert "holds a run already" in mixed.err
+    assert command("train", "config.yaml", "--resume", "trainer.total_steps=5").exit_code == 0
+    assert [line["step"] for line in metrics_of("run")] == [1, 2, 3, 4, 5]
+
+
+def test_rollout_writes_trajectories_complete_to_the_token(command: Command) -> None:
+    result = command("rollout", "config.yaml", "--max-rows", "3", "-n", "2", "--out", "out/sampled.jsonl")
+    assert result.exit_code == 0, result.err
+    records = [json.loads(line) for line in Path("out/sampled.jsonl").read_text().splitlines()]
+    assert [(r["group"], r["rollout"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    for record in records:
+        prompt, said = record["segments"]
+        assert prompt["origin"] == "prompt"
+        assert len(said["token_ids"]) == len(said["log_probs"]) <= 8
+        assert record["reward"] == len(said["token_ids"]) % 2
+
+
+def test_eval_shows_pass_at_k_and_a_row_each(command: Command) -> None:
+    result = command("eval", "config.yaml", "-n", "4", "--max-rows", "2")
+    assert result.exit_code == 0, result.err
+    for shown in ("pass@1", "pass@4", "mean reward", "question 0", "question 1"):
+        assert shown in result.out
+
+
+@pytest.mark.parametrize("name", ["train", "rollout", "eval"])
+def test_help_has_examples(command: Command, name: str) -> None:
+    result = command(name, "--help")
+    assert result.exit_code == 0
+    assert f"agent-loop {name} config.yaml" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nothing.yaml"], "config file 'nothing.yaml' does not exist"),
+        (["config.yaml", "rollout.temprature=1"], "did you mean 'temperature'"),
+        (["config.yaml", "data.train_files=[nowhere.jsonl]"], "nowhere.jsonl"),
+        (["config.yaml", "data.prompt_key=promt"], "promt"),
+        (["config.yaml", "model.path=nowhere"], "nowhere"),
+        (["config.yaml", "model.path="], "model.path is None"),
+        (["config.yaml", "reward.function=task.py:rewrad"], "did you mean 'reward'"),
+        (["config.yaml", "rollout.engine=vlm"], "rollout.engine is 'vlm'"),
+        (["config.yaml", "rollout.engine_kwargs.max_slot=3"], "max_slot"),
+        (["config.yaml", "rollout.multi_turn.format=hermis"], "did you mean 'hermes'"),
+        (["config.yaml", "rollout.agent.default_agent_loop=tool_agnet"], "did you mean 'tool_agent'"),
+        (["config.yaml", "reward.function=task.py:breaks"], "ZeroDivisionError"),
+    ],
+)
+def test_what_is_wrong_is_said_on_one_screen(command: Command, arguments: list[str], complaint: str) -> None:
+    result = command("train", *arguments)
+    assert result.exit_code == 2
+    assert complaint in result.err
+    assert result.err.count("\n") <= 40
+    if "breaks" not in arguments[-1]:
+        assert "Traceback" not in result.err
+
+
+def test_a_bad_yaml_file_is_named(command: Command) -> None:
+    Path("bad.yaml").write_text("rollout: [", encoding="utf-8")
+    result = command("rollout", "bad.yaml")
+    assert result.exit_code == 2
+    assert "'bad.yaml' is not valid YAML" in result.err
+
+
+def test_a_row_without_the_prompt_names_the_row(command: Command) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "x"}\n{"promp": "y"}\n', encoding="utf-8")
+    result = command("eval", "config.yaml")
+    assert result.exit_code == 2
+    assert "rows.jsonl" in result.err
+    assert "prompt" in result.err

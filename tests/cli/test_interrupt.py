@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.cli.project import make_project
+
+TRAIN = [sys.executable, "-c", "from agent_loop.cli import main; main()", "train", "config.yaml"]
+
+
+def test_ctrl_c_stops_within_seconds_and_resume_goes_on_at_the_same_step(tmp_path: Path) -> None:
+    make_project(tmp_path)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    running = subprocess.Popen(
+        [*TRAIN, "trainer.total_steps=100000", "trainer.save_every=100000"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert running.stdout is not None
+    for line in running.stdout:
+        if line.startswith("step 3/"):
+            break
+    interrupted_at = time.monotonic()
+    running.send_signal(signal.SIGINT)
+    said = running.communicate(timeout=60)[0]
+    assert time.monotonic() - interrupted_at < 5
+    assert running.returncode == 130, said
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    last = steps[-1]
+    assert steps == list(range(1, last + 1))
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:06d}").is_dir()
+    subprocess.run(
+        [*TRAIN, "--resume", f"trainer.total_steps={last + 2}"], cwd=tmp_path, check=True, timeout=60
+    )
+    resumed = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert resumed == list(range(1, last + 3))

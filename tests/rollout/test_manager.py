@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from tensordict import TensorDict
+
+from agent_loop.config import AgentConfig, RolloutConfig
+from agent_loop.errors import DataError, RolloutError
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import AgentLoopOutput, StopReason, Trajectory
+from tests.helpers import hermes_template, says, user
+
+
+def make_manager(
+    script: Script, *, servers: list[ScriptedServer] | None = None, **settings: Any
+) -> AgentLoopManager:
+    def reward(output: AgentLoopOutput, row: Any) -> float:
+        return float(row.get("worth", 0.5))
+
+    return AgentLoopManager(
+        RolloutConfig(**settings),
+        servers=servers or [ScriptedServer(script, name=f"scripted-{n}") for n in range(2)],
+        template=hermes_template(),
+        reward=RewardFunction(reward, timeout_s=5),
+    )
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [{"raw_prompt": user(f"question {n}"), "worth": n} for n in range(count)]
+
+
+def hello(_: Any) -> ScriptedReply:
+    return says("hello", latency_s=1.0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+def test_any_batch_size_comes_back_in_order_from_any_number_of_workers(
+    batch_size: int, num_workers: int
+) -> None:
+    manager = make_manager(hello, n=2, agent=AgentConfig(num_workers=num_workers))
+    trajectories = run_virtual(manager.run(rows(batch_size)))
+    assert [(t.group, t.rollout) for t in trajectories] == [
+        (g, n) for g in range(batch_size) for n in range(2)
+    ]
+    assert [t.reward for t in trajectories] == [float(t.group) for t in trajectories]
+
+
+def test_a_batch_holds_the_fields_of_training_and_the_timings() -> None:
+    manager = make_manager(hello, n=2)
+    batch = run_virtual(manager.generate_sequences(rows(3)))
+    assert isinstance(batch, TensorDict)
+    assert batch.batch_size == (6,)
+    shape = batch["responses"].shape
+    assert batch["response_mask"].shape == batch["rollout_log_probs"].shape == shape
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["position_ids"].shape
+    assert batch["input_ids"].shape[1] == batch["prompts"].shape[1] + shape[1]
+    assert batch["reward"].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    timing = batch["timing"]
+    assert timing["agent_loop/generate_sequences/mean"] == 1.0
+    assert {
+        "agent_loop/tool_calls/max",
+        "agent_loop/num_preempted/min",
+        "agent_loop/slowest/response_length",
+    } <= set(timing)
+
+
+def test_a_batch_is_padded_to_the_limits_where_the_config_says() -> None:
+    manager = make_manager(hello, pad_to="limits", prompt_length=40, response_length=30)
+    batch = run_virtual(manager.generate_sequences(rows(1)))
+    assert batch["prompts"].shape == (1, 40)
+    assert batch["responses"].shape == (1, 30)
+
+
+def test_servers_sleep_between_rollouts_even_after_a_failed_one() -> None:
+    def script(_: Any) -> ScriptedReply:
+        return ScriptedReply([1], error="down")
+
+    servers = [ScriptedServer(script), ScriptedServer(script)]
+    manager = make_manager(script, servers=servers, max_failed_share=0.0)
+
+    async def scenario() -> None:
+        with pytest.raises(RolloutError, match="down"):
+            await manager.run(rows(2))
+        assert await manager.run([]) == []
+
+    run_virtual(scenario())
+    assert all(server.is_asleep for server in servers)
+
+
+def test_validation_samples_as_its_own_settings_say() -> None:
+    seen: list[float] = []
+
+    def script(request: Any) -> ScriptedReply:
+        seen.append(request.sampling_params.temperature)
+        return says("hi")
+
+    manager = make_manager(script, n=1, temperature=1.0, val={"temperature": 0.0, "n": 3})
+    trajectories = run_virtual(manager.run(rows(2), validate=True))
+    assert len(trajectories) == 6
+    assert set(seen) == {0.0}
+
+
+def test_one_trajectory_of_a_batch_can_be_cancelled() -> None:
+    manager = make_manager(lambda _: says("hello", latency_s=10.0), agent=AgentConfig(num_workers=2))
+
+    async def scenario() -> list[Trajectory]:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(manager.run(rows(4)))
+            await asyncio.sleep(5)
+            assert manager.cancel("group=3/rollout=0")
+        return running.result()
+
+    reasons = Counter(t.output.stop_reason for t in run_virtual(scenario()))
+    assert reasons == {StopReason.ANSWERED: 3, StopReason.CANCELLED: 1}
+
+
+def test_a_cancelled_rollout_leaves_nothing_and_the_next_one_works() -> None:
+    stuck = True
+
+    def script(_: Any) -> ScriptedReply:
+        return says("hello", latency_s=math.inf if stuck else 0.0)
+
+    manager = make_manager(script)
+
+    async def scenario() -> list[Trajectory]:
+        nonlocal stuck
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await manager.run(rows(8))
+        assert manager.server_manager.balancer.num_leases == 0
+        assert manager.server_manager.balancer.num_sessions == 0
+        stuck = False
+        return await manager.run(rows(8))
+
+    assert len(run_virtual(scenario())) == 8
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "?"}, r"row 1 has no raw_prompt; its columns are prompt"),
+        (
+            {"raw_prompt": user("?"), "agent_name": "tool_agnet"},
+            r"row 1: agent_name .* did you mean 'tool_agent'",
+        ),
+        ({"raw_prompt": user("?"), "tools_kwargs": {"sum": {}}}, r"row 1: tools_kwargs: there is no 'sum'"),
+        ({"raw_prompt": user("?"), "interaction_kwargs": {"name": "x"}}, r"row 1: interaction_kwargs\.name"),
+    ],
+)
+def test_a_wrong_row_is_refused_before_any_work(row: dict[str, Any], complaint: str) -> None:
+    seen: list[Any] = []
+
+    def script(request: Any) -> ScriptedReply:
+        seen.append(request)
+        return says("hi")
+
+    with pytest.raises(DataError, match=complaint):
+        run_virtual(make_manager(script).run([*rows(1), row]))
+    assert seen == []

@@ -1,0 +1,85 @@
+"""The README's own code is run as it stands."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.config import load_config
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.testing import run_virtual
+from agent_loop.tools.registry import load_tools
+from agent_loop.types import StopReason
+from tests.helpers import calls, encoded, says, small_tokenizer
+from tests.rollout.harness import Stage
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def code_blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def readme() -> dict[str, Any]:
+    """The names that the README's Python blocks define, run one after another."""
+    names: dict[str, Any] = {"__name__": "readme"}
+    for block in code_blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    return names
+
+
+def test_tools_only(readme: dict[str, Any]) -> None:
+    reward = RewardFunction(readme["reward"], timeout_s=5)
+    stage = Stage(
+        [calls("multiply", a=12, b=34), says("It is 408.")], tools=[readme["multiply"]], reward=reward
+    )
+    trajectory = stage.run_one(answer="408")
+    assert [m["content"] for m in trajectory.output.messages if m["role"] == "tool"] == ["408"]
+    assert trajectory.reward == 1.0
+
+
+def test_a_loop_of_ones_own(readme: dict[str, Any]) -> None:
+    stage = Stage([says("It is 7."), says("It is 8.")], agent="reflect_once")
+    output = stage.run_one().output
+    assert output.stop_reason is StopReason.ANSWERED
+    assert output.answer == "It is 8."
+    assert output.num_turns == 4
+
+
+def test_a_loop_of_ones_own_ends_where_a_limit_ends_it(readme: dict[str, Any]) -> None:
+    output = Stage([says("It is 7.")], agent="reflect_once", response_length=8).run_one().output
+    assert output.stop_reason is StopReason.RESPONSE_LENGTH
+
+
+def test_at_the_level_of_token_ids(readme: dict[str, Any]) -> None:
+    output = Stage([says("It is 7.")], agent="bare_tokens").run_one().output
+    assert output.response_ids.tolist() == encoded("It is 7.<|im_end|>")
+    assert output.response_mask.all()
+
+
+def test_the_rollout_layer_alone_with_the_readmes_configuration(
+    readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "task.py").write_text(code_blocks("python")[0], encoding="utf-8")
+    (tmp_path / "script.py").write_text(
+        "from tests.helpers import calls, says\n"
+        "def script(request):\n"
+        "    return calls('multiply', a=12, b=34) if request.turn == 0 else says('It is 408.')\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "config.yaml").write_text(code_blocks("yaml")[0], encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    engine = ["rollout.engine=scripted", "rollout.engine_kwargs.script=script.py:script", "model.path=model"]
+    config = load_config("config.yaml", overrides=engine)
+    assert list(load_tools(config.rollout.multi_turn.tools)) == ["multiply"]
+    row = json.loads(re.findall(r'\{"prompt".*\}', README)[0])
+    rows = [{**row, "raw_prompt": [{"role": "user", "content": row["prompt"]}]}] * 3
+    responses, mask, log_probs, rewards = run_virtual(readme["roll_out"](config, rows))
+    assert responses.shape == mask.shape == log_probs.shape
+    assert rewards.tolist() == [1.0] * (3 * 8)

@@ -1,0 +1,82 @@
+"""Metrics: what is measured, and a file that survives being cut off."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import DataError
+from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics, rollout_metrics
+from agent_loop.types import AgentLoopOutput, Origin, Segment, StopReason, Trajectory, as_token_ids
+
+
+def test_each_step_is_one_line_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(1, {"a": 0.5, "b": math.nan, "c": math.inf})
+        assert list(read_metrics(path)) == [{"step": 1, "a": 0.5, "b": None, "c": None}]
+    with MetricsWriter(path) as writer:
+        writer.write(2, {"a": 1.0})
+
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_a_resumed_run_forgets_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
+
+    forget_steps_after(path, step=2)
+
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    forget_steps_after(tmp_path / "missing.jsonl", step=2)
+
+
+def test_a_damaged_line_in_the_middle_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+
+    with pytest.raises(DataError, match=r"line 2 is not JSON"):
+        forget_steps_after(path, step=2)
+
+
+def test_a_rollout_is_measured_in_tokens_turns_rewards_and_staleness() -> None:
+    def trajectory(
+        reward: float | None, version: int, reason: StopReason, num_model_tokens: int
+    ) -> Trajectory:
+        segments = [
+            Segment(as_token_ids([1, 2]), Origin.PROMPT),
+            Segment(as_token_ids([3] * num_model_tokens), Origin.MODEL, weight_version=version),
+            Segment(as_token_ids([4]), Origin.TOOL),
+        ]
+        return Trajectory(
+            output=AgentLoopOutput(segments=segments, stop_reason=reason),
+            row={},
+            group=0,
+            rollout=0,
+            reward=reward,
+            reward_extra={},
+        )
+
+    metrics = rollout_metrics(
+        [
+            trajectory(1.0, 5, StopReason.ANSWERED, 3),
+            trajectory(0.0, 3, StopReason.ANSWERED, 1),
+            trajectory(None, 5, StopReason.FAILED, 1),
+            trajectory(0.5, 5, StopReason.ANSWERED, 1),
+        ],
+        success_threshold=1.0,
+        weight_version=5,
+    )
+
+    assert metrics["reward/mean"] == 0.5
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/success_share"] == 0.25
+    assert metrics["rollout/unscored_share"] == 0.25
+    assert metrics["rollout/model_tokens"] == 6
+    assert metrics["rollout/response_length/mean"] == 2.5
+    assert metrics["rollout/num_turns/mean"] == 3
+    assert metrics["rollout/staleness/max"] == 2
+    assert metrics["rollout/stop_reason/failed"] == 0.25
+    assert rollout_metrics([], success_threshold=1.0, weight_version=0) == {}

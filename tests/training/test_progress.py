@@ -1,0 +1,62 @@
+"""Progress in a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from agent_loop.training import metrics as names
+from agent_loop.training.progress import Progress
+from agent_loop.training.timing import StepClock
+
+METRICS = {
+    names.REWARD_MEAN: 0.4123,
+    names.SUCCESS_SHARE: 0.25,
+    names.NUM_TURNS_MEAN: 4.0,
+    names.RESPONSE_LENGTH_MEAN: 88.4,
+    names.TOKENS_PER_SECOND: 812.3,
+}
+
+
+def test_outside_a_terminal_each_step_is_one_plain_line() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=40)
+    with Progress(total_steps=4, clock=StepClock(), console=console) as progress:
+        progress.start(completed_steps=0)
+        progress.end_step(1, METRICS)
+        progress.end_step(2, {**METRICS, f"{names.VALIDATION}{names.SUCCESS_SHARE}": 0.9})
+
+    first, second = output.getvalue().splitlines()
+    assert first == "step 1/4  reward 0.412  success 25.0%  turns 4.0  response 88  tokens/s 812  eta 0:00:00"
+    assert "val success 90.0%" in second
+
+
+def test_in_a_terminal_the_view_shows_step_metrics_and_shares_of_time() -> None:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=100)
+    clock = StepClock()
+    with clock.phase("rollout"):
+        pass
+    with Progress(total_steps=4, clock=clock, console=console) as progress:
+        progress.start(completed_steps=0)
+        progress.start_rollout(num_trajectories=8)
+        progress.trajectory_done(object())
+        progress.end_step(1, METRICS)
+        progress.say("a line that stays")
+
+    text = output.getvalue()
+    for part in ("1/4", "0.412", "25.0%", "trajectories 1/8", "rollout 100%", "a line that stays"):
+        assert part in text
+
+
+def test_a_clock_adds_up_the_phases_of_a_step() -> None:
+    clock = StepClock()
+    with clock.phase("rollout"), clock.phase("update"):
+        pass
+    assert set(clock.seconds()) == {"rollout", "update", "step"}
+    clock.start_step()
+
+    assert set(clock.seconds()) == {"step"}
+    assert sum(clock.shares().values()) == 1
+    assert StepClock().shares() == {}
