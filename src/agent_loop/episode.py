@@ -29,8 +29,8 @@ from agent_loop.types import (
     ParsedCompletion,
     SamplingParams,
     StopReason,
-    ToolCall,
     TokenOutput,
+    ToolCall,
 )
 
 ABORT_GRACE_S = 5.0

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.loops import SingleTurnAgentLoop
+from agent_loop.loops.registry import LoopRegistry, register
+
+LOOPS = """
+from agent_loop import AgentLoopBase, register
+
+class Patient(AgentLoopBase):
+    def __init__(self, context, tries=1):
+        super().__init__(context)
+        self.tries = tries
+
+    async def run(self, sampling_params, **row):
+        raise NotImplementedError
+
+@register("from_a_file")
+class FromAFile(Patient):
+    pass
+"""
+
+
+@pytest.fixture
+def loops_file(tmp_path: Path) -> Path:
+    file = tmp_path / "loops.py"
+    file.write_text(LOOPS, encoding="utf-8")
+    return file
+
+
+def test_the_shipped_loops_are_there() -> None:
+    assert LoopRegistry().get("single_turn_agent").loop_class is SingleTurnAgentLoop
+    assert LoopRegistry().get("tool_agent")
+
+
+def test_importing_a_file_registers_its_loops(loops_file: Path) -> None:
+    assert LoopRegistry(loop_files=[str(loops_file)]).get("from_a_file").loop_class.__name__ == "FromAFile"
+
+
+def test_a_yaml_file_names_loops_and_what_they_are_made_with(loops_file: Path, tmp_path: Path) -> None:
+    config = tmp_path / "loops.yaml"
+    config.write_text(f"- {{name: patient, _target_: '{loops_file}:Patient', tries: 5}}\n", encoding="utf-8")
+    entry = LoopRegistry(config_path=str(config)).get("patient")
+    assert entry.loop_class.__name__ == "Patient"
+    assert entry.kwargs == {"tries": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("name: x", "must hold a list"),
+        ("- {name: x}", "needs the keys name and _target_"),
+        ("- {name: x, _target_: 'os.path:join'}", "AgentLoopBase"),
+        ("- [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    config = tmp_path / "loops.yaml"
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=complaint):
+        LoopRegistry(config_path=str(config))
+
+
+def test_an_unknown_loop_is_named_with_the_nearest() -> None:
+    with pytest.raises(DataError, match="did you mean 'tool_agent'"):
+        LoopRegistry().get("tool_agnt")
+
+
+def test_a_name_belongs_to_one_class() -> None:
+    with pytest.raises(ConfigError, match="registered already"):
+
+        @register("tool_agent")
+        class Other(SingleTurnAgentLoop):
+            pass

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import os.path
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import ConfigError
+from agent_loop.loading import load_module, load_object
+
+
+def test_a_file_is_imported_once_and_its_names_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "task.py"
+    file.write_text("class Outer:\n    inner = 3\nmarker = object()\n", encoding="utf-8")
+    first = load_object(f"{file}:marker", key="k")
+    assert load_object(f"{file}:marker", key="k") is first
+    assert load_object(f"{file}:Outer.inner", key="k") == 3
+
+
+@pytest.mark.parametrize("reference", ["os.path:join", "os.path.join"])
+def test_a_module_is_named_with_a_colon_or_a_dot(reference: str) -> None:
+    assert load_object(reference, key="k") is os.path.join
+
+
+@pytest.mark.parametrize(
+    ("reference", "complaint"),
+    [
+        ("nowhere.py:f", "does not exist"),
+        ("no_such_module:f", "importing no_such_module raised ModuleNotFoundError"),
+        ("os.path:joyn", "did you mean 'join'"),
+        ("join", "give file.py:name or module:name"),
+        ("os.path:", "give file.py:name or module:name"),
+    ],
+)
+def test_what_cannot_be_loaded_names_the_key(reference: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.function.*{complaint}"):
+        load_object(reference, key="reward.function")
+
+
+def test_a_file_that_raises_is_named_and_can_be_mended(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("1 / 0\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"broken\.py raised ZeroDivisionError"):
+        load_module(str(file), key="k")
+    file.write_text("x = 1\n", encoding="utf-8")
+    assert load_module(str(file), key="k").x == 1
