@@ -82,6 +82,20 @@ def test_a_model_that_mixes_tokens_outside_attention_is_found_out_by_its_log_pro
     model(input_ids=torch.zeros((1, 3), dtype=torch.long))  # has its own attention again
 
 
+def test_lengths_too_short_to_verify_with_are_named() -> None:
+    with pytest.raises(
+        ConfigError, match="max_model_len is 14, too short to verify the model with; give at least 15"
+    ):
+        EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=14))
+
+    async def main() -> None:
+        for settings in ({"max_model_len": 15}, {"max_model_len": 14, "verify": False}):
+            async with serving(tiny_model(), **settings) as server:
+                assert len((await server.generate(random_prompt(9), GREEDY, "a")).token_ids) >= 5
+
+    asyncio.run(main())
+
+
 def test_a_model_belongs_to_one_server_at_a_time() -> None:
     async def main() -> None:
         model = tiny_model()

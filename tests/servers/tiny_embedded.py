@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
+LONG = SamplingParams(temperature=0, max_tokens=200)
 
 
 def build(config: Any, *, seed: int = 0) -> Any:
@@ -90,6 +91,14 @@ async def until(server: EmbeddedServer, condition: Callable[[], bool]) -> None:
     """Waits for the engine to get there, step by step: a command is answered between two steps."""
     while not condition():
         await server.end_session("nobody")
+
+
+async def decoded(server: EmbeddedServer, count: int) -> None:
+    await until(server, lambda: server.stats.decoded_tokens >= count)
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def full_forward_log_probs(

@@ -16,8 +16,9 @@ from agent_loop.types import SamplingParams
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest difference of a log-prob that is rounding, by type."""
 TOLERANCE_OF_SHORT_TYPES = 0.25
-PROMPT_LENGTHS = (11, 6)
-NEW_TOKENS = 4
+PROMPT_LENGTHS = (7, 4)
+NEW_TOKENS = 3
+TOKENS_BETWEEN_TURNS = 2
 
 
 def verify_engine(engine: Engine, *, runner: ModelRunner, limits: RequestLimits) -> None:
@@ -28,7 +29,7 @@ def verify_engine(engine: Engine, *, runner: ModelRunner, limits: RequestLimits)
     """
     random = Random(0)
     contexts = [[random.randrange(limits.vocab_size) for _ in range(n)] for n in PROMPT_LENGTHS]
-    needed = max(PROMPT_LENGTHS) + 2 * NEW_TOKENS + 3
+    needed = max(PROMPT_LENGTHS) + 2 * NEW_TOKENS + TOKENS_BETWEEN_TURNS
     if limits.max_model_len < needed:
         raise ConfigError(
             f"EmbeddedConfig.max_model_len is {limits.max_model_len}, too short to verify the model with; "
@@ -43,7 +44,7 @@ def verify_engine(engine: Engine, *, runner: ModelRunner, limits: RequestLimits)
                 f"plain forward by {worst:.3g} (tolerance {tolerance}); use another server"
             )
         for context in contexts:
-            context += [random.randrange(limits.vocab_size) for _ in range(3)]
+            context += [random.randrange(limits.vocab_size) for _ in range(TOKENS_BETWEEN_TURNS)]
 
 
 def _largest_difference(
