@@ -344,6 +344,29 @@ class Episode:
             extra_fields=extra_fields,
         )
 
+    def branch(self) -> Episode:
+        """An episode that goes on from here in another way, for `async with`: best-of, search, a second opinion.
+
+        It has this one's conversation, tokens and turn counts, a session of its own on the servers, and tool and
+        interaction instances of its own, made at first use. In a batch, what the two have in common is trained once.
+
+        Raises:
+            EpisodeStopped: This episode is over.
+        """
+        self._refuse_if_over()
+        branch = Episode(
+            self._messages,
+            template=self._template,
+            server_manager=self._server_manager,
+            limits=self.limits,
+            tools=None if self._tools is None else self._tools.fresh(),
+            tool_schemas=self._tool_schemas,
+            interaction=None if self._interaction is None else self._interaction.fresh(),
+        )
+        branch._ledger = self._ledger.fork()
+        branch.assistant_turns, branch.user_turns = self.assistant_turns, self.user_turns
+        return branch
+
     # -- what loops may ask ----------------------------------------------------------------------------------------
 
     @property
@@ -385,6 +408,8 @@ class Episode:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
+        if len(self._ledger):  # a branch has its prompt already
+            return
         ids = self._template.open(self._messages, tools=self._tool_schemas)
         limit, side = self.limits.prompt_length, self.limits.truncate_prompt
         if len(ids) > limit:

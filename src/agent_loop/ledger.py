@@ -30,6 +30,7 @@ class TokenLedger:
 
     def __init__(self) -> None:
         self._buffer: IntArray = np.empty(INITIAL_CAPACITY, np.int32)
+        self._shared: tuple[Segment, ...] = ()
         self._runs: list[_Run] = []
         self._num_tokens = 0
         self._num_prompt_tokens = 0
@@ -80,11 +81,21 @@ class TokenLedger:
             self._extend(ids[start:end], Origin.MODEL, run_log_probs, version)
             start = end
 
+    def fork(self) -> TokenLedger:
+        """A ledger that goes on from here. Both hold the same `Segment` objects for what they have in common."""
+        self._shared, self._runs = self.segments(), []
+        fork = TokenLedger()
+        fork._buffer = self._buffer.copy()
+        fork._shared = self._shared
+        fork._num_tokens = self._num_tokens
+        fork._num_prompt_tokens = self._num_prompt_tokens
+        return fork
+
     def segments(self) -> tuple[Segment, ...]:
         """The record, on a buffer of exactly its size."""
         self._buffer = self._buffer[: self._num_tokens].copy()
-        segments: list[Segment] = []
-        start = 0
+        segments = list(self._shared)
+        start = sum(map(len, segments))
         for run in self._runs:
             end = start + run.num_tokens
             segments.append(Segment(self._view(start, end), run.origin, run.log_probs, run.weight_version))

@@ -460,7 +460,10 @@ class Trajectory:
     """None where the trajectory failed or was cancelled, or nothing scores it: it is not trained on."""
     reward_extra: Mapping[str, Any]
     """What else the reward function returned."""
+    branch: int | None = None
+    """Which output, where the loop returned a list of them."""
 
     @property
     def trajectory_id(self) -> str:
-        return f"group={self.group}/rollout={self.rollout}"
+        suffix = "" if self.branch is None else f"/branch={self.branch}"
+        return f"group={self.group}/rollout={self.rollout}{suffix}"

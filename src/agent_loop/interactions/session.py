@@ -72,6 +72,10 @@ class InteractionSession:
         self._incidents: list[Incident] = []
         self._is_closed = False
 
+    def fresh(self) -> InteractionSession:
+        """Another session with the same interaction, started anew."""
+        return InteractionSession(self._interaction, config=self._config, interaction_kwargs=self._kwargs)
+
     @property
     def num_open(self) -> int:
         """1 between the start and the close, else 0."""

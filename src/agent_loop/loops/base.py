@@ -46,7 +46,9 @@ class AgentLoopBase(ABC):
         self.last_episode: Episode | None = None
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Runs one conversation.
 
         Args:
@@ -54,7 +56,8 @@ class AgentLoopBase(ABC):
             row: The row's columns, `raw_prompt` (the messages) among them.
 
         Returns:
-            The trajectory: an episode's `output()`, or one built from token lists.
+            The trajectory: an episode's `output()`, or one built from token lists. Or several: branches, sub-agents,
+            the parts of a compacted conversation; each is scored and trained as a member of the row's group.
 
         Raises:
             Exception: Whatever is raised fails this trajectory and no other.

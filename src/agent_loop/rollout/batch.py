@@ -5,7 +5,7 @@ Shapes: B rows, P prompt width, R response width, W = P + R.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -34,6 +34,7 @@ TENSOR_COLUMNS = (
     "is_scored",
     "group",
     "rollout",
+    "branch",
     "num_turns",
 )
 IndexArray: TypeAlias = NDArray[np.int64]
@@ -56,7 +57,9 @@ def assemble(
 
     Returns:
         int64: `prompts` [B, P] padded left, `responses` [B, R] padded right, `response_mask` [B, R] (1 = the model
-        said it), `input_ids`, `attention_mask`, `position_ids` [B, W], `group`, `rollout`, `num_turns` [B].
+        said it; a segment that several branches share has it in the first scored one only), `input_ids`,
+        `attention_mask`, `position_ids` [B, W], `group`, `rollout`, `branch` (-1 where the loop returned a single
+        output), `num_turns` [B].
         int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
         and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
         one. bool: `is_scored` [B]. Objects: `stop_reason`, `trajectory_id`, and one column for each name that any
@@ -135,14 +138,26 @@ def _flatten(trajectories: Sequence[Trajectory]) -> _Flat:
     has_log_probs = all(s.log_probs is not None for s in of_responses if s.origin is Origin.MODEL)
     return _Flat(
         token_ids_N=_join([s.token_ids for s in in_order], np.int32),
-        is_model_M=_repeat(of_responses, lambda s: s.origin is Origin.MODEL, np.bool_),
+        is_model_M=_repeat(_is_trained(trajectories), of_responses, np.bool_),
         weight_versions_M=_repeat(
-            of_responses, lambda s: -1 if s.weight_version is None else s.weight_version, np.int32
+            (-1 if s.weight_version is None else s.weight_version for s in of_responses),
+            of_responses,
+            np.int32,
         ),
         log_probs_M=_join([_log_probs(s) for s in of_responses], np.float32) if has_log_probs else None,
         prompt_lengths_B=_lengths(prompts),
         response_lengths_B=_lengths(responses),
     )
+
+
+def _is_trained(trajectories: Sequence[Trajectory]) -> Iterator[bool]:
+    """For each segment of each response whether it is the model's, and nobody before it is trained on it."""
+    trained: set[int] = set()
+    for trajectory in trajectories:
+        for segment in trajectory.output.response_segments:
+            yield segment.origin is Origin.MODEL and id(segment) not in trained
+        if trajectory.branch is not None and trajectory.reward is not None:
+            trained.update(map(id, trajectory.output.segments))
 
 
 def _token_columns(
@@ -184,6 +199,7 @@ def _row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
         "is_scored": np.array([t.reward is not None for t in trajectories], np.bool_),
         "group": np.array([t.group for t in trajectories], np.int64),
         "rollout": np.array([t.rollout for t in trajectories], np.int64),
+        "branch": np.array([-1 if t.branch is None else t.branch for t in trajectories], np.int64),
         "num_turns": np.array([t.output.num_turns for t in trajectories], np.int64),
     }
 
@@ -244,6 +260,5 @@ def _join(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def _repeat(segments: Sequence[Segment], value_of: Callable[[Segment], Any], dtype: Any) -> NDArray[Any]:
-    values = np.array([value_of(s) for s in segments], dtype)
-    return np.repeat(values, np.array([len(s) for s in segments], np.int64))
+def _repeat(values: Iterable[Any], segments: Sequence[Segment], dtype: Any) -> NDArray[Any]:
+    return np.repeat(np.fromiter(values, dtype), np.array([len(s) for s in segments], np.int64))

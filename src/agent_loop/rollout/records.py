@@ -20,6 +20,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "trajectory_id": trajectory.trajectory_id,
         "group": trajectory.group,
         "rollout": trajectory.rollout,
+        "branch": trajectory.branch,
         "stop_reason": str(output.stop_reason),
         "reward": trajectory.reward,
         "reward_extra": dict(trajectory.reward_extra),

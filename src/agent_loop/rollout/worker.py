@@ -78,7 +78,7 @@ class AgentLoopWorker:
         budget: FailureBudget | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """Runs all jobs and returns their trajectories in the same order.
+        """Runs all jobs and returns their trajectories in the same order; a loop that returns a list has as many.
 
         Args:
             budget: How many may fail; None is no limit.
@@ -89,16 +89,19 @@ class AgentLoopWorker:
         """
         places = asyncio.Semaphore(self._max_concurrent or max(len(jobs), 1))
 
-        async def run_one(job: Job) -> Trajectory:
+        async def run_one(job: Job) -> list[Trajectory]:
             async with places:
-                trajectory = await self._run_job(job)
-            if budget is not None:
-                budget.count(trajectory)
-            if on_trajectory is not None:
-                on_trajectory(trajectory)
-            return trajectory
+                trajectories = await self._run_job(job)
+            for trajectory in trajectories:
+                if budget is not None:
+                    budget.count(trajectory)
+                if on_trajectory is not None:
+                    on_trajectory(trajectory)
+            return trajectories
 
-        return await run_together(run_one(job) for job in jobs)
+        return [
+            trajectory for part in await run_together(run_one(job) for job in jobs) for trajectory in part
+        ]
 
     def cancel(self, trajectory_id: str) -> bool:
         """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
@@ -108,18 +111,20 @@ class AgentLoopWorker:
         self._cancelled.add(trajectory_id)
         return task.cancel()
 
-    async def _run_job(self, job: Job) -> Trajectory:
+    async def _run_job(self, job: Job) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
         self._running[job.trajectory_id] = task
         try:
-            output = await self._run_loop(job)
+            outputs = await self._run_loop(job)
         finally:
             del self._running[job.trajectory_id]
             self._cancelled.discard(job.trajectory_id)
-        return await self._scored(output, job)
+        if isinstance(outputs, AgentLoopOutput):
+            return [await self._scored(outputs, job)]
+        return await run_together(self._scored(output, job, branch=n) for n, output in enumerate(outputs))
 
-    async def _run_loop(self, job: Job) -> AgentLoopOutput:
+    async def _run_loop(self, job: Job) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
         loop: AgentLoopBase | None = None
         deadline_s = self._context.limits.deadline_s
@@ -144,7 +149,7 @@ class AgentLoopWorker:
         """Whether the cancellation came from `cancel`, and from nowhere else."""
         return job.trajectory_id in self._cancelled and self._running[job.trajectory_id].uncancel() == 0
 
-    async def _scored(self, output: AgentLoopOutput, job: Job) -> Trajectory:
+    async def _scored(self, output: AgentLoopOutput, job: Job, *, branch: int | None = None) -> Trajectory:
         """The reward's edge: a reward function that raises fails its trajectory."""
         score: Score | None = None
         try:
@@ -158,6 +163,7 @@ class AgentLoopWorker:
             rollout=job.rollout,
             reward=None if score is None else score.reward,
             reward_extra={} if score is None else score.extra,
+            branch=branch,
         )
 
     async def _score(self, output: AgentLoopOutput, job: Job) -> Score | None:
@@ -189,12 +195,16 @@ def _record(
     return episode.output(failure=failure)
 
 
-def _checked(output: Any, loop: AgentLoopBase) -> AgentLoopOutput:
-    if not isinstance(output, AgentLoopOutput):
+def _checked(returned: Any, loop: AgentLoopBase) -> AgentLoopOutput | list[AgentLoopOutput]:
+    if isinstance(returned, AgentLoopOutput):
+        return returned
+    outputs = cast(list[Any], returned) if isinstance(returned, list) else []
+    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+        what = "an empty list" if outputs == returned else f"a {type(cast(object, returned)).__name__}"
         raise EpisodeError(
-            f"{type(loop).__name__}.run returned {type(output).__name__}; return an AgentLoopOutput"
+            f"{type(loop).__name__}.run returned {what}; return an AgentLoopOutput, or a list of them"
         )
-    return output
+    return outputs
 
 
 def _failure(error: Exception) -> Failure:

@@ -78,6 +78,10 @@ class ToolSession:
         self._incidents: list[Incident] = []
         self._is_closed = False
 
+    def fresh(self) -> ToolSession:
+        """Another session on the same tools, with instances of its own."""
+        return ToolSession(self._tools, config=self._config, tools_kwargs=self._kwargs)
+
     @property
     def num_open(self) -> int:
         """Tool instances that were opened and not yet closed."""
