@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from agent_loop.boundary import describe_error
+from agent_loop.boundary import describe_error, describe_value
 from agent_loop.concurrency import run_together
 from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError
@@ -199,12 +199,11 @@ def _checked(returned: Any, loop: AgentLoopBase) -> AgentLoopOutput | list[Agent
     if isinstance(returned, AgentLoopOutput):
         return returned
     outputs = cast(list[Any], returned) if isinstance(returned, list) else []
-    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
-        what = "an empty list" if outputs == returned else f"a {type(cast(object, returned)).__name__}"
-        raise EpisodeError(
-            f"{type(loop).__name__}.run returned {what}; return an AgentLoopOutput, or a list of them"
-        )
-    return outputs
+    if outputs and all(isinstance(output, AgentLoopOutput) for output in outputs):
+        return outputs
+    raise EpisodeError(
+        f"{type(loop).__name__}.run returned {describe_value(returned)}; return an AgentLoopOutput, or a list of them"
+    )
 
 
 def _failure(error: Exception) -> Failure:
