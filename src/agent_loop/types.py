@@ -62,6 +62,7 @@ class IncidentKind(StrEnum):
     """What went wrong, or was left out, on a trajectory that went on or ended in good order."""
 
     MALFORMED_CALL = "malformed_call"
+    INVALID_TURN = "invalid_turn"
     UNKNOWN_TOOL = "unknown_tool"
     INVALID_ARGUMENTS = "invalid_arguments"
     TOOL_ERROR = "tool_error"
@@ -384,6 +385,12 @@ class AgentLoopOutput:
     @property
     def response_segments(self) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.origin is not Origin.PROMPT)
+
+    @property
+    def num_assistant_turns(self) -> int:
+        """A completion that spans a weight swap is one turn."""
+        by_model = groupby(self.segments, key=lambda segment: segment.origin is Origin.MODEL)
+        return sum(is_model for is_model, _ in by_model)
 
     @property
     def answer(self) -> str:

@@ -67,7 +67,7 @@ def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
 def test_a_malformed_call_is_answered_with_what_is_wrong() -> None:
     trajectory = Stage([says('<tool_call>{"name": "add"</tool_call>'), ANSWER], tools=[Adder()]).run_one()
     assert "not valid JSON" in replies(trajectory)[0]
-    assert kinds(trajectory) == [IncidentKind.MALFORMED_CALL]
+    assert kinds(trajectory) == [IncidentKind.INVALID_TURN, IncidentKind.MALFORMED_CALL]
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 

@@ -9,7 +9,17 @@ import pytest
 
 from agent_loop.errors import DataError
 from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics, rollout_metrics
-from agent_loop.types import AgentLoopOutput, Origin, Segment, StopReason, Trajectory, as_token_ids
+from agent_loop.types import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    Incident,
+    IncidentKind,
+    Origin,
+    Segment,
+    StopReason,
+    Trajectory,
+    as_token_ids,
+)
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path: Path) -> None:
@@ -80,3 +90,28 @@ def test_a_rollout_is_measured_in_tokens_turns_rewards_and_staleness() -> None:
     assert metrics["rollout/staleness/max"] == 2
     assert metrics["rollout/stop_reason/failed"] == 0.25
     assert rollout_metrics([], success_threshold=1.0, weight_version=0) == {}
+
+
+def test_malformed_calls_and_invalid_turns_are_shares_of_all_calls_and_turns() -> None:
+    def output(kinds: list[IncidentKind], *, num_tool_calls: int, num_turns: int) -> AgentLoopOutput:
+        said = Segment(as_token_ids([3]), Origin.MODEL, weight_version=0)
+        reply = Segment(as_token_ids([4]), Origin.TOOL)
+        return AgentLoopOutput(
+            segments=[said, reply] * num_turns,
+            incidents=[Incident(kind, "") for kind in kinds],
+            metrics=AgentLoopMetrics(num_tool_calls=num_tool_calls),
+        )
+
+    malformed, invalid = IncidentKind.MALFORMED_CALL, IncidentKind.INVALID_TURN
+    outputs = [
+        output([malformed, malformed, invalid], num_tool_calls=1, num_turns=2),
+        output([malformed], num_tool_calls=4, num_turns=3),
+    ]
+    trajectories = [
+        Trajectory(o, row={}, group=0, rollout=n, reward=0.0, reward_extra={}) for n, o in enumerate(outputs)
+    ]
+
+    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
+
+    assert metrics["rollout/malformed_call_share"] == 3 / 8
+    assert metrics["rollout/invalid_turn_share"] == 1 / 5

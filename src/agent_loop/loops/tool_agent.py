@@ -73,6 +73,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Every call is answered, in the order in which they were written; one that cannot be run, with the reason."""
         calls = completion.parsed.tool_calls
         self._invalid_turns = 0 if calls else self._invalid_turns + 1
+        if not calls:
+            episode.note(IncidentKind.INVALID_TURN, f"nothing but malformed calls, {self._invalid_turns} in a row")
         results = iter(
             await episode.call_tools(calls, max_parallel=self.context.multi_turn.max_parallel_calls)
         )

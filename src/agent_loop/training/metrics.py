@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.errors import DataError
-from agent_loop.types import Trajectory
+from agent_loop.types import AgentLoopOutput, IncidentKind, Trajectory
 
 STEP = "step"
 """Completed steps; the key of a line."""
@@ -34,6 +34,10 @@ RESPONSE_LENGTH_MAX = "rollout/response_length/max"
 MODEL_TOKENS = "rollout/model_tokens"
 TOOL_CALLS_MEAN = "rollout/num_tool_calls/mean"
 UNSCORED_SHARE = "rollout/unscored_share"
+MALFORMED_CALL_SHARE = "rollout/malformed_call_share"
+"""Of all calls that were written."""
+INVALID_TURN_SHARE = "rollout/invalid_turn_share"
+"""Of all assistant turns; in an invalid one there is nothing but malformed calls."""
 STALENESS_MAX = "rollout/staleness/max"
 """Steps between the oldest weights that sampled a token and those that the step began with."""
 STOP_REASON = "rollout/stop_reason/"
@@ -87,6 +91,7 @@ def rollout_metrics(
         TOOL_CALLS_MEAN: _mean([o.metrics.num_tool_calls for o in outputs]),
         STALENESS_MAX: float(weight_version - min(versions, default=weight_version)),
     }
+    metrics |= _call_metrics(outputs)
     if rewards:
         metrics |= {REWARD_MEAN: _mean(rewards), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
     for reason, count in Counter(o.stop_reason.value for o in outputs).items():
@@ -94,6 +99,17 @@ def rollout_metrics(
     for kind, count in Counter(i.kind.value for o in outputs for i in o.incidents).items():
         metrics[f"{INCIDENT}{kind}"] = count / len(outputs)
     return metrics
+
+
+def _call_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
+    kinds = Counter(incident.kind for output in outputs for incident in output.incidents)
+    malformed = kinds[IncidentKind.MALFORMED_CALL]
+    num_calls = malformed + sum(output.metrics.num_tool_calls for output in outputs)
+    num_turns = sum(output.num_assistant_turns for output in outputs)
+    return {
+        MALFORMED_CALL_SHARE: malformed / max(num_calls, 1),
+        INVALID_TURN_SHARE: kinds[IncidentKind.INVALID_TURN] / max(num_turns, 1),
+    }
 
 
 class MetricsWriter:
