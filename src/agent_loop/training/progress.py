@@ -108,8 +108,10 @@ class Progress:
         table.add_row(*cells.values())
         shares = "  ".join(f"{name} {share:.0%}" for name, share in self._clock.shares().items())
         rollout = f"trajectories {self._num_done}/{self._num_trajectories}"
+        bar = Table.grid(expand=True)  # a bar on its own would not end its line
+        bar.add_row(ProgressBar(total=self._total_steps, completed=self._step))
         return Group(
-            ProgressBar(total=self._total_steps, completed=self._step),
+            bar,
             table,
             Text(f"{rollout}   time: {shares or '-'}", style="dim"),
         )
