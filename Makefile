@@ -34,10 +34,12 @@ format: $(INSTALLED)  ## Format the code and mend what the linter can.
 
 bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named peer.
 	$(BIN)/python benchmarks/bench_embedded_engine.py
+	$(BIN)/python benchmarks/bench_encoding.py
 
 docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_templates.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 	@echo "open build/docs/index.html"
 

@@ -112,7 +112,7 @@ class MultiTurnConfig(Section):
     interaction_config_path: str | None = None
     """YAML: `interaction: [{name, class_name, config}]`."""
     format: str = "hermes"
-    """The tool parser's name."""
+    """The tool parser's name; `auto` picks the one that fits the chat template."""
     tool_timeout_s: PositiveSeconds = 60.0
     """One call of a tool."""
     interaction_timeout_s: PositiveSeconds = 120.0

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.chat.parsers import HermesToolParser
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ChatTemplateError, ConfigError
 from tests.helpers import CONTROL_TOKENS, HERMES_TEMPLATE, encoded, hermes_template, small_tokenizer, user
@@ -101,17 +102,6 @@ def test_a_template_that_hides_the_assistant_turn_is_refused() -> None:
         ChatTemplate(tokenizer)
 
 
-def test_a_template_that_raises_names_the_roles() -> None:
-    tokenizer = small_tokenizer().__class__(
-        tokenizer_object=small_tokenizer().backend_tokenizer, eos_token="<|im_end|>"
-    )
-    tokenizer.chat_template = "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + (
-        HERMES_TEMPLATE
-    )
-    with pytest.raises(ChatTemplateError, match=r"'tool'.*no tools, please"):
-        ChatTemplate(tokenizer)
-
-
 def test_a_tokenizer_without_template_is_refused() -> None:
     tokenizer = small_tokenizer().__class__(tokenizer_object=small_tokenizer().backend_tokenizer)
     with pytest.raises(ChatTemplateError, match=r"model\.chat_template_path"):
@@ -125,3 +115,7 @@ def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
 
 def test_the_call_start_is_one_token_where_the_tokenizer_has_it() -> None:
     assert hermes_template().call_start_ids() == tuple(encoded("<tool_call>"))
+
+
+def test_the_parser_can_be_found_from_the_template() -> None:
+    assert isinstance(ChatTemplate(small_tokenizer(), tool_parser="auto").tool_parser, HermesToolParser)

@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from agent_loop.attachments import AttachmentKind
+from agent_loop.chat.bridge import Bridge
 from agent_loop.chat.encoding import ControlledEncoder
-from agent_loop.chat.parsers import ToolParser
+from agent_loop.chat.multimodal import Encoded, MediaProcessor, Medium, load_media_processor, split_media
+from agent_loop.chat.parsers import ToolParser, detect_format
+from agent_loop.chat.rendering import SENTINEL, Renderer
 from agent_loop.errors import ChatTemplateError, ConfigError
-from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, as_token_ids
-
-SENTINEL = "\ue010the assistant's turn\ue011"
-"""Stands for an assistant turn that is never encoded; what a template writes after it is the bridge."""
-
-TRUSTED_ROLES = frozenset({"assistant"})
-"""Whose text may hold control tokens: the model's own earlier turns."""
+from agent_loop.types import (
+    IntArray,
+    Message,
+    ParsedCompletion,
+    TokenIds,
+    ToolCall,
+    as_token_ids,
+)
 
 
 class ChatTemplate:
@@ -23,13 +28,21 @@ class ChatTemplate:
 
     Args:
         tokenizer: A fast `transformers` tokenizer with a chat template.
-        tool_parser: A `ToolParser` or the name of one.
+        tool_parser: A `ToolParser` or the name of one; `auto` is the one that the template's own calls are written for.
+        media: Reads the images in messages; a string says why there is nothing that does.
 
     Raises:
         ChatTemplateError: The tokenizer is not a fast one, has no chat template, or has one that cannot be bridged.
+        ConfigError: There is no parser of that name, or none that fits the template.
     """
 
-    def __init__(self, tokenizer: Any, *, tool_parser: ToolParser | str = "hermes") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tool_parser: ToolParser | str = "hermes",
+        media: MediaProcessor | str = "the model has no processor for them",
+    ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ChatTemplateError(
@@ -40,9 +53,24 @@ class ChatTemplate:
                 "the tokenizer has no chat template; give one with model.chat_template_path"
             )
         self.tokenizer = tokenizer
+        if tool_parser == "auto":
+            tool_parser = detect_format(str(tokenizer.chat_template))
         self.tool_parser = ToolParser.get(tool_parser) if isinstance(tool_parser, str) else tool_parser
-        self._encoder = ControlledEncoder(backend)
-        self._close_ids = self._prove_bridge()
+        self.media = media
+        self.encoder = ControlledEncoder(backend, reserved=[SENTINEL])
+        self.renderer = Renderer(tokenizer, encoder=self.encoder)
+        self.replies = Bridge(
+            self.renderer,
+            encoder=self.encoder,
+            eos_token_id=cast("int | None", tokenizer.eos_token_id),
+            chat_template=str(tokenizer.chat_template),
+        )
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens at which the model may end a turn: the tokenizer's end token and what the template closes turns
+        with. Where a turn has no close of its own, the next role's opening token is among them."""
+        return self.replies.end_ids
 
     @property
     def pad_token_id(self) -> int:
@@ -51,6 +79,11 @@ class ChatTemplate:
             if token_id is not None:
                 return int(token_id)
         return 0
+
+    @property
+    def media_kinds(self) -> frozenset[AttachmentKind]:
+        """What messages may hold beside text."""
+        return frozenset[AttachmentKind]() if isinstance(self.media, str) else self.media.kinds
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> IntArray:
         """The first prompt, up to where the model speaks.
@@ -63,119 +96,100 @@ class ChatTemplate:
             Token ids, shape [num_tokens].
 
         Raises:
-            ChatTemplateError: The template does not accept these messages.
+            ChatTemplateError: The template does not accept these messages, or they hold images.
         """
-        return as_token_ids(self._encoder.encode(self._render(self._masked(messages), tools=tools)))
+        return _ids_alone(self.open_encoded(messages, tools=tools))
 
-    def bridge(self, messages: Sequence[Message], *, last_token_id: int | None = None) -> IntArray:
+    def open_encoded(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Encoded:
+        """As `open`, with the images that are attached to the tokens.
+
+        Raises:
+            ChatTemplateError: The template does not accept these messages, or has nothing that reads their images.
+            DataError: An image cannot be read.
+        """
+        messages, media = self._split(messages)
+        return self._attached(self.encoder.encode(self.renderer.text(messages, tools=tools)), media)
+
+    def bridge(
+        self,
+        messages: Sequence[Message],
+        *,
+        last_token_id: int | None = None,
+        calls: Sequence[ToolCall] = (),
+    ) -> IntArray:
         """What a turn adds after the model's tokens: the close of its turn, the messages, the next prompt to speak.
 
         Args:
             messages: The new messages, one or more; consecutive ones are rendered together.
-            last_token_id: The model's last token. If it is the token that closes a turn, it is not written again.
+            last_token_id: The model's last token. If it is the token that ends a turn, it is not written again.
+            calls: The calls that tool messages without `name` or `tool_call_id` answer, in the same order.
 
         Returns:
             Token ids, shape [num_tokens]; none of them was sampled.
 
         Raises:
-            ChatTemplateError: The template does not accept these messages after an assistant turn.
+            ChatTemplateError: The template does not accept these messages after an assistant turn, or they hold images.
         """
-        rendered = self._render([*_STAND_IN, *self._masked(messages)])
-        ids = self._encoder.encode(self._after_sentinel(rendered))
-        return as_token_ids(ids[self._num_sampled_close_tokens(ids, last_token_id) :])
+        return _ids_alone(self.bridge_encoded(messages, last_token_id=last_token_id, calls=calls))
 
-    def parse(self, token_ids: TokenIds) -> ParsedCompletion:
-        """Reads one completion; its closing token, if it has one, is not part of the text."""
+    def bridge_encoded(
+        self,
+        messages: Sequence[Message],
+        *,
+        last_token_id: int | None = None,
+        calls: Sequence[ToolCall] = (),
+    ) -> Encoded:
+        """As `bridge`, with the images that are attached to the tokens.
+
+        Raises:
+            ChatTemplateError: The template does not accept these messages after an assistant turn, or has nothing
+                that reads their images.
+            DataError: An image cannot be read.
+        """
+        messages, media = self._split(messages)
+        ids = self.replies.ids(messages, last_token_id=last_token_id, calls=calls)
+        return self._attached(ids, media)
+
+    def parse(self, token_ids: TokenIds, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        """Reads one completion; the tokens that end the turn, if it has them, are not part of the text.
+
+        Args:
+            tools: OpenAI function schemas; formats that write arguments as bare text take their types from them.
+        """
         ids = as_token_ids(token_ids).tolist()
-        if ids and (ids[-1] in self._close_ids or ids[-1] == self.tokenizer.eos_token_id):
+        while ids and ids[-1] in self.end_ids:
             ids.pop()
-        return self.tool_parser.parse(self._encoder.decode(ids))
+        return self.tool_parser.parse(self.encoder.decode(ids), tools=tools)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; control tokens in it count as text."""
-        return self._encoder.encode_plain(text)
+        return self.encoder.encode_plain(text)
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of any tokens, control tokens written out."""
-        return self._encoder.decode(as_token_ids(token_ids).tolist())
+        return self.encoder.decode(as_token_ids(token_ids).tolist())
 
     def call_start_ids(self) -> tuple[int, ...]:
         """The token that opens a tool call, where the format has one that is a single token; else nothing."""
         start = self.tool_parser.call_start
-        ids = self._encoder.encode(start) if start else []
+        ids = self.encoder.encode(start) if start else []
         return (ids[0],) if len(ids) == 1 else ()
 
-    def _num_sampled_close_tokens(self, ids: Sequence[int], last_token_id: int | None) -> int:
-        """How many leading tokens of a bridge the model has already said: those up to its closing token."""
-        if last_token_id is None:
-            return 0
-        for position, token_id in enumerate(ids[: max(len(self._close_ids), 1)]):
-            if token_id == last_token_id:
-                return position + 1
-        return 0
-
-    def _prove_bridge(self) -> list[int]:
-        """The tokens with which the template closes an assistant turn.
-
-        Raises:
-            ChatTemplateError: An assistant turn, or a reply after it, does not come out in one piece.
-        """
-        closed = self._after_sentinel(self._render(_STAND_IN, add_generation_prompt=False))
-        for role in ("user", "tool"):
-            self._after_sentinel(self._render([*_STAND_IN, {"role": role, "content": "x"}]))
-        return self._encoder.encode(closed)
-
-    def _after_sentinel(self, rendered: str) -> str:
-        _, found, after = rendered.partition(SENTINEL)
-        if not found:
+    def _split(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[Medium]]:
+        messages, media = split_media(messages)
+        if media and isinstance(self.media, str):
             raise ChatTemplateError(
-                f"the chat template cannot be bridged: it leaves out the assistant turn before {rendered[-60:]!r}"
+                f"messages hold {len(media)} images or videos, but nothing reads them: {self.media}; "
+                "name a vision-language model with model.path, or send text only"
             )
-        return after
+        return messages, media
 
-    def _masked(self, messages: Sequence[Message]) -> list[Message]:
-        return [
-            message if message.get("role") in TRUSTED_ROLES else {**message, "content": self._mask(message)}
-            for message in messages
-        ]
-
-    def _mask(self, message: Message) -> Any:
-        content = message.get("content")
-        if isinstance(content, str):
-            return self._encoder.mask(content)
-        if isinstance(content, list):
-            parts = cast(list[dict[str, Any]], content)
-            return [
-                {**part, "text": self._encoder.mask(part["text"])}
-                if isinstance(part.get("text"), str)
-                else part
-                for part in parts
-            ]
-        return content
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> str:
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # (a template may raise anything: Jinja runs the author's code)
-            roles = [message.get("role") for message in messages]
-            raise ChatTemplateError(
-                f"the chat template refuses messages with roles {roles}: {type(error).__name__}: {error}"
-            ) from error
-        return cast(str, rendered)
-
-
-_STAND_IN: list[Message] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
+    def _attached(self, token_ids: Sequence[int], media: Sequence[Medium]) -> Encoded:
+        if isinstance(self.media, str):
+            return Encoded(as_token_ids(token_ids))
+        return self.media.encode(token_ids, media)
 
 
 def load_chat_template(
@@ -204,4 +218,14 @@ def load_chat_template(
         if not file.is_file():
             raise ConfigError(f"model.chat_template_path is {chat_template_path!r}: no such file")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
-    return ChatTemplate(tokenizer, tool_parser=tool_parser)
+    media = load_media_processor(path, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
+    return ChatTemplate(tokenizer, tool_parser=tool_parser, media=media)
+
+
+def _ids_alone(encoded: Encoded) -> IntArray:
+    if encoded.attachments:
+        raise ChatTemplateError(
+            f"{len(encoded.attachments)} images are attached to these messages, and token ids alone leave them out; "
+            "use an episode, or open_encoded and bridge_encoded"
+        )
+    return encoded.token_ids

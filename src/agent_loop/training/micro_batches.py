@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from agent_loop.attachments import Attachment
 from agent_loop.rollout.batch import RolloutBatch
 
 
@@ -23,9 +24,12 @@ class MicroBatch:
     """Which rows of the batch these are."""
     input_ids_BW: Tensor
     attention_mask_BW: Tensor
-    position_ids_BW: Tensor
+    position_ids: Tensor
+    """Shape [B, W]; [3, B, W] in time, height and width."""
     mask_BR: Tensor
     """1 = the model said it."""
+    attachments: tuple[tuple[Attachment, ...], ...] = ()
+    """For each row, counted from its first column, padding included; empty where no row has any."""
 
     @property
     def response_ids_BR(self) -> Tensor:
@@ -52,9 +56,29 @@ def micro_batches(
             rows_B=part,
             input_ids_BW=batch["input_ids"][part, columns].to(device),
             attention_mask_BW=attention_mask[part, columns].to(device),
-            position_ids_BW=batch["position_ids"][part, columns].to(device),
+            position_ids=_positions(batch, part, columns).to(device),
             mask_BR=batch["response_mask"][part, :response_width].to(device),
+            attachments=_attachments(batch, part, first_columns=prompt_width - start - prompt_lengths[part]),
         )
+
+
+def _positions(batch: RolloutBatch, part: Tensor, columns: slice) -> Tensor:
+    if "multi_modal_position_ids" not in batch:
+        return batch["position_ids"][part, columns]
+    return batch["multi_modal_position_ids"][part, :, columns].transpose(0, 1)
+
+
+def _attachments(
+    batch: RolloutBatch, part: Tensor, *, first_columns: Tensor
+) -> tuple[tuple[Attachment, ...], ...]:
+    if "attachments" not in batch:
+        return ()
+    of_rows = cast(list[tuple[Attachment, ...]], batch["attachments"])
+    rows: list[int] = cast(Any, part).tolist()
+    columns: list[int] = cast(Any, first_columns).tolist()
+    return tuple(
+        tuple(a.moved(column) for a in of_rows[row]) for row, column in zip(rows, columns, strict=True)
+    )
 
 
 def _parts(

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.vision import VISION_MODELS, auto_model_class, image_features
 from agent_loop.training.losses import token_log_probs
 from agent_loop.training.micro_batches import MicroBatch
 
@@ -31,9 +32,8 @@ def load_policy(config: ModelConfig, *, path: str | Path | None = None) -> PreTr
     if not path:
         raise ConfigError("model.path is not set; give a folder or hub name that transformers loads")
     try:
-        model = cast(Any, AutoModelForCausalLM).from_pretrained(
-            path, dtype=config.dtype, trust_remote_code=config.trust_remote_code
-        )
+        loader = auto_model_class(path, trust_remote_code=config.trust_remote_code)
+        model = loader.from_pretrained(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -75,11 +75,14 @@ def response_log_probs(
     """
     width = micro_batch.mask_BR.shape[1]
     inputs: dict[str, Any] = {
-        "input_ids": micro_batch.input_ids_BW,
         "attention_mask": micro_batch.attention_mask_BW,
-        "position_ids": micro_batch.position_ids_BW,
+        "position_ids": micro_batch.position_ids,
         "use_cache": False,
     }
+    if any(micro_batch.attachments):
+        inputs["inputs_embeds"] = _embed(model, micro_batch)
+    else:
+        inputs["input_ids"] = micro_batch.input_ids_BW
     forward = cast(nn.Module, model)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         inputs["logits_to_keep"] = width + 1
@@ -87,3 +90,25 @@ def response_log_probs(
     return token_log_probs(
         logits_BTV[:, -width - 1 : -1], token_ids_BT=micro_batch.response_ids_BR, temperature=temperature
     )
+
+
+def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+    """Token embeddings with what the model makes of images in their places, [B, W, hidden]; gradients reach both.
+
+    Raises:
+        ConfigError: The model uses images in another way.
+    """
+    kind = model.config.model_type
+    if kind not in VISION_MODELS:
+        raise ConfigError(
+            f"the batch has images, but {kind} is not trained with them; use a model of "
+            f"{', '.join(sorted(VISION_MODELS))}"
+        )
+    embeds_BWH = cast(Any, model).get_input_embeddings()(micro_batch.input_ids_BW)
+    for row, attachments in enumerate(micro_batch.attachments):
+        for attachment in attachments:
+            run = micro_batch.input_ids_BW[row, attachment.start : attachment.end]
+            places = (run == attachment.placeholder_id).nonzero().flatten() + attachment.start
+            features = image_features(model, attachment, num_placeholders=len(places))
+            embeds_BWH = embeds_BWH.index_put((torch.full_like(places, row), places), features)
+    return embeds_BWH

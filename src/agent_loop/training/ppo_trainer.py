@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
+from agent_loop.chat.verify import require_template
 from agent_loop.concurrency import run_in_thread, run_shielded
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
@@ -71,6 +72,7 @@ class PPOTrainer:
 
         Raises:
             ConfigError: A setting does not fit, or the run folder belongs to another run.
+            ChatTemplateError: The model's chat template cannot write the conversations of this run.
             CheckpointError: There is nothing to resume from, or it is damaged.
             DataError: The data cannot be read.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
@@ -155,6 +157,8 @@ def _refuse_groups_of_one(config: Config) -> None:
 def _manager_until_close(config: Config, stack: AsyncExitStack) -> AgentLoopManager:
     manager = AgentLoopManager.from_config(config)
     stack.push_async_callback(run_shielded, manager.close, timeout_s=CLOSE_TIMEOUT_S)
+    multi_turn = config.rollout.multi_turn
+    require_template(manager.template, tools=bool(multi_turn.tools or multi_turn.tool_config_path))
     return manager
 
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_loop.chat.parsers import HermesToolParser, ToolParser
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
@@ -41,8 +42,15 @@ def test_reasoning_opened_by_the_generation_prompt_ends_at_its_tag() -> None:
     ("body", "complaint"),
     [
         ('{"name": "add", "arguments": {"a": 1}', "not valid JSON"),
-        ("{'name': 'add'}", "not valid JSON"),
-        ('{"name": "a"}{"name": "b"}', "not valid JSON"),
+        ("{'name': 'add'}", "double quotes"),
+        ('{"name": "a"}{"name": "b"}', "one call at a time"),
+        ('{"name": "a", "arguments": {"k": 1, "k": 2}}', 'the key "k" is given twice'),
+        ('{"name": "a", "arguments": {"k": NaN}}', "NaN is no JSON value"),
+        ('{"name": "a", "arguments": {"k": 1e999}}', "too large"),
+        ('{"name": "a", "arguments": {"k": ' + "9" * 5000 + "}}", "too many digits"),
+        ('{"name": "a", "arguments": {"k": "\\ud800"}}', "half of a surrogate pair"),
+        ('{"name": "a", "arguments": {"k": "a\nb"}}', "not valid JSON"),
+        ('{"name": "a", "parameters": {"k": 1}}', 'no "arguments"'),
         ('["add"]', "must be a JSON object"),
         ('{"arguments": {}}', '"name"'),
         ('{"name": 3}', '"name"'),
@@ -69,24 +77,38 @@ def test_arguments_survive_as_they_were_written() -> None:
     assert call.arguments == {"s": 'a\n"b"', "l": [1, [2]], "t": True, "x": 1.5, "o": {"k": None}}
 
 
-@given(
-    st.lists(
-        st.sampled_from(["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"a"}', "x", "[" * 50])
-    )
-)
-def test_no_text_makes_the_parser_raise(pieces: list[str]) -> None:
-    assert isinstance(PARSER.parse("".join(pieces)), ParsedCompletion)
+def test_a_string_may_hold_the_formats_own_tags() -> None:
+    text = "</tool_call><tool_call>{</think>"
+    [call] = PARSER.parse(
+        f'<tool_call>{{"name": "say", "arguments": {{"text": "{text}"}}}}</tool_call>'
+    ).calls
+    assert call == ToolCall("say", {"text": text})
 
 
-def test_deep_nesting_is_malformed_and_not_a_crash() -> None:
-    [call] = PARSER.parse("<tool_call>" + "[" * 100_000 + "</tool_call>").calls
-    assert isinstance(call, MalformedCall)
+def test_several_blocks_of_reasoning_are_joined_and_a_call_between_them_counts() -> None:
+    parsed = PARSER.parse(f"<think>a</think>{CALL}<think>b</think>")
+    assert parsed.reasoning == "a\nb"
+    assert len(parsed.tool_calls) == 1
 
 
-def test_a_parser_of_ones_own_is_found_by_its_name() -> None:
+def test_a_closing_of_reasoning_behind_closed_reasoning_is_text_and_drops_no_call() -> None:
+    parsed = PARSER.parse(f"<think>a</think>{CALL} See </think>.")
+    assert len(parsed.tool_calls) == 1
+    assert parsed.content == "See </think>."
+
+
+def test_the_unreadable_call_inside_reasoning_that_the_prompt_opened_is_no_call() -> None:
+    parsed = PARSER.parse(f"I could write <tool_call> but </think>{CALL}")
+    assert len(parsed.calls) == 1
+    assert parsed.reasoning == "I could write <tool_call> but "
+
+
+def test_a_parser_of_ones_own_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser.registered()))
+
     @ToolParser.register("shouting")
     class ShoutingParser(ToolParser):
-        def parse(self, text: str) -> ParsedCompletion:
+        def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
             return ParsedCompletion(text.upper())
 
     assert ToolParser.get("shouting").parse("hi").content == "HI"

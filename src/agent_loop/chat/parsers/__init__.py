@@ -1,6 +1,27 @@
 """Tool parsers by name. Importing this package registers the ones that ship."""
 
 from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.deepseek_v3 import DeepSeekV3ToolParser
+from agent_loop.chat.parsers.detect import detect_format
+from agent_loop.chat.parsers.gemma import GemmaToolParser
+from agent_loop.chat.parsers.glm import GlmToolParser
+from agent_loop.chat.parsers.gpt_oss import GptOssToolParser
 from agent_loop.chat.parsers.hermes import HermesToolParser
+from agent_loop.chat.parsers.kimi_k2 import KimiK2ToolParser
+from agent_loop.chat.parsers.llama3_json import Llama3JsonToolParser
+from agent_loop.chat.parsers.mistral import MistralToolParser
+from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser
 
-__all__ = ["HermesToolParser", "ToolParser"]
+__all__ = [
+    "DeepSeekV3ToolParser",
+    "GemmaToolParser",
+    "GlmToolParser",
+    "GptOssToolParser",
+    "HermesToolParser",
+    "KimiK2ToolParser",
+    "Llama3JsonToolParser",
+    "MistralToolParser",
+    "Qwen3CoderToolParser",
+    "ToolParser",
+    "detect_format",
+]

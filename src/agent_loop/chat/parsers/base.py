@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.types import ParsedCompletion
@@ -15,6 +15,10 @@ ParserT = TypeVar("ParserT", bound="type[ToolParser]")
 class ToolParser(ABC):
     """Reads the calls out of a completion's text. Stateless; one object serves all trajectories.
 
+    What every parser promises: it never raises; what is meant as a call and cannot be read, is not closed, or holds no
+    object of arguments comes back as a `MalformedCall` in its place; nothing inside reasoning is a call; text around
+    calls is kept; the time is linear in the text.
+
     A parser of your own: subclass, decorate with `@ToolParser.register("name")`, and name it in
     `rollout.multi_turn.format`.
     """
@@ -22,12 +26,22 @@ class ToolParser(ABC):
     _registry: ClassVar[dict[str, type[ToolParser]]] = {}
 
     call_start: str | None = None
-    """The text that opens a call, where the format has one."""
+    """The text that opens a call, where the format has one that means nothing else."""
 
     @abstractmethod
-    def parse(self, text: str) -> ParsedCompletion:
-        """Reads a completion, control tokens of the format included. Never raises: what is meant as a call and
-        cannot be read comes back as a `MalformedCall`."""
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        """Reads a completion.
+
+        Args:
+            text: The completion, control tokens of the format included.
+            tools: OpenAI function schemas. Formats that write strings without quotes take the types from them; the
+                others have no use for them.
+        """
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        """Whether a chat template's text is one of this format. No two formats that ship claim the same template."""
+        return False
 
     @classmethod
     def register(cls, name: str) -> Callable[[ParserT], ParserT]:
@@ -52,16 +66,7 @@ class ToolParser(ABC):
             )
         return cls._registry[name]()
 
-
-def split_reasoning(
-    text: str, *, opening: str = "<think>", closing: str = "</think>"
-) -> tuple[str | None, str]:
-    """Reasoning and the rest. What follows an opening tag that is never closed is all reasoning; a closing tag without
-    an opening one ends reasoning that the generation prompt opened."""
-    before, closed, after = text.rpartition(closing)
-    if closed:
-        return before.replace(opening, "", 1).strip("\n"), after
-    before, opened, after = text.partition(opening)
-    if opened:
-        return after.strip("\n"), before
-    return None, text
+    @classmethod
+    def registered(cls) -> Mapping[str, type[ToolParser]]:
+        """The known parsers by name."""
+        return dict(cls._registry)

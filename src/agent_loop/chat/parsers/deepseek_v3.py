@@ -1,0 +1,61 @@
+"""The DeepSeek formats: V3 and R1 with type and fence, V3.1 with name and object alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.json_calls import read_arguments, read_body
+from agent_loop.chat.parsers.sections import SectionMarks, walk_sections
+from agent_loop.chat.parsers.walking import Block, find_first, malformed
+from agent_loop.types import ParsedCompletion
+
+MARKS = SectionMarks(
+    section_open="<｜tool▁calls▁begin｜>",  # noqa: RUF001 (the format's own letters)
+    section_close="<｜tool▁calls▁end｜>",  # noqa: RUF001
+    call_open="<｜tool▁call▁begin｜>",  # noqa: RUF001
+    call_close="<｜tool▁call▁end｜>",  # noqa: RUF001
+)
+SEPARATOR = "<｜tool▁sep｜>"  # noqa: RUF001
+FENCE = "```"
+
+
+@ToolParser.register("deepseek_v3")
+class DeepSeekV3ToolParser(ToolParser):
+    """V3 writes ``function<sep>name``, a line break and the arguments in a ``json`` fence; V3.1 writes
+    ``name<sep>{...}``. Which of the two shows in each call."""
+
+    call_start = MARKS.section_open
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return walk_sections(text, marks=MARKS, read_call=_read_call)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return MARKS.call_open in chat_template
+
+
+def _read_call(text: str, start: int) -> Block:
+    end, marker = find_first(text, start, (SEPARATOR, *MARKS.stops))
+    if marker != SEPARATOR:
+        after = end + len(marker) if marker == MARKS.call_close else end
+        error = f"{MARKS.call_open} is not followed by a name and {SEPARATOR}"
+        return Block((malformed(text[start:end], error),), after)
+    name = text[start:end].strip()
+    closings: tuple[str, ...] = (MARKS.call_close,)
+    position = end + len(marker)
+    if fenced := _FENCED.match(text, position):
+        name = fenced["name"]
+        closings = (FENCE + MARKS.call_close, f"{FENCE}\n{MARKS.call_close}")
+        position = fenced.end()
+    body = read_body(text, position, closings=closings, stops=MARKS.stops)
+    if not body.is_closed:
+        error = f"the call is not closed with {closings[0]}"
+        after = body.end + len(MARKS.call_close) * text.startswith(MARKS.call_close, body.end)
+        return Block((malformed(text[start : body.end], error),), after)
+    return Block((read_arguments(body.text, name=name, accepts_text=True),), body.end)
+
+
+_FENCED = re.compile(r"\s*+(?P<name>[^\s<`{]++)\s*+```(?:json)?+\s*+")

@@ -1,0 +1,158 @@
+"""The Gemma formats: Gemma 4's `<|tool_call>call:name{key:<|"|>text<|"|>,n:1}<tool_call|>`, and FunctionGemma's
+`<start_function_call>call:name{key:<escape>text<escape>}<end_function_call>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault, decode_json
+from agent_loop.chat.parsers.values import PYTHON_WORDS
+from agent_loop.chat.parsers.walking import Block, Thought, find_first, malformed, skip_space, walk
+from agent_loop.types import ParsedCompletion, ToolCall
+
+THOUGHT = Thought("<|channel>", "<channel|>", label="thought")
+ENDS = ("<|tool_response>", "<turn|>", "<start_function_response>", "<end_of_turn>", "<eos>")
+
+
+class Dialect(NamedTuple):
+    """The texts in which the two formats differ."""
+
+    opening: str
+    closing: str
+    quote: str
+
+
+GEMMA_4 = Dialect("<|tool_call>", "<tool_call|>", '<|"|>')
+FUNCTION_GEMMA = Dialect("<start_function_call>", "<end_function_call>", "<escape>")
+
+
+@ToolParser.register("gemma")
+class GemmaToolParser(ToolParser):
+    """Strings stand between quotes of the format and hold anything but that quote; keys may be quoted. Everything else
+    is JSON: numbers, `true`, `false`, `null`, lists, nested objects. Python's `None` counts as well, since some of
+    the templates write it so. Other bare words are malformed."""
+
+    call_start = GEMMA_4.opening
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        dialects = (GEMMA_4, FUNCTION_GEMMA)
+        readers = {dialect.opening: partial(_read_block, dialect=dialect) for dialect in dialects}
+        return walk(text, readers=readers, thoughts=(THOUGHT,), ends=ENDS)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return GEMMA_4.opening in chat_template or FUNCTION_GEMMA.opening in chat_template
+
+
+def _read_block(text: str, start: int, *, dialect: Dialect) -> Block:
+    try:
+        name = _NAME.match(text, start)
+        if name is None:
+            raise _ValueFault(f"{dialect.opening} is not followed by call:name{{")
+        values = _Values(text, start=name.end(), quote=dialect.quote)
+        arguments = values.read_object(depth=1)
+        end = skip_space(text, values.position)
+        if not text.startswith(dialect.closing, end):
+            raise _ValueFault(f"behind the arguments comes no {dialect.closing}")
+    except _ValueFault as fault:
+        stops = (dialect.closing, dialect.opening, THOUGHT.opening, THOUGHT.closing)
+        end, marker = find_first(text, start, stops)
+        after = end + len(marker) if marker == dialect.closing else end
+        return Block((malformed(text[start:end], str(fault)),), after)
+    return Block((ToolCall(name["name"], arguments),), end + len(dialect.closing))
+
+
+class _ValueFault(ValueError):
+    """The arguments are not as they should be; the message says why, to the model."""
+
+
+class _Values:
+    """Reads the values that a text holds, one after the other."""
+
+    def __init__(self, text: str, *, start: int, quote: str) -> None:
+        self.position = start
+        self._text = text
+        self._quote = quote
+
+    def read_object(self, *, depth: int) -> dict[str, Any]:
+        """The rest of an object, from behind its bracket."""
+        fields: dict[str, Any] = {}
+        while not self._closes("}", is_first=not fields):
+            key = self._read_key()
+            if key in fields:
+                raise _ValueFault(f"the key {key!r} is given twice")
+            fields[key] = self._read_value(depth=depth)
+        return fields
+
+    def _read_list(self, *, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while not self._closes("]", is_first=not items):
+            items.append(self._read_value(depth=depth))
+        return items
+
+    def _read_value(self, *, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise _ValueFault(f"the arguments are nested more than {MAX_DEPTH} levels deep")
+        if self._takes("{"):
+            return self.read_object(depth=depth + 1)
+        if self._takes("["):
+            return self._read_list(depth=depth + 1)
+        if self._takes(self._quote):
+            return self._read_string()
+        word = self._read(_WORD)
+        if not word:
+            raise _ValueFault(f"a value is missing before {self._next_characters()!r}")
+        try:
+            value = PYTHON_WORDS[word] if word in PYTHON_WORDS else decode_json(word)
+        except JsonFault:
+            value = word
+        if isinstance(value, str):
+            raise _ValueFault(f"{word[:40]!r} is no value; write strings as {self._quote}text{self._quote}")
+        return value
+
+    def _read_key(self) -> str:
+        key = self._read_string() if self._takes(self._quote) else self._read(_KEY).strip()
+        if not key or not self._takes(":"):
+            raise _ValueFault(f"a key and a colon are missing at {self._next_characters()!r}")
+        return key
+
+    def _read_string(self) -> str:
+        end = self._text.find(self._quote, self.position)
+        if end < 0:
+            raise _ValueFault(f"a string is not closed with {self._quote}")
+        value = self._text[self.position : end]
+        self.position = end + len(self._quote)
+        return value
+
+    def _closes(self, bracket: str, *, is_first: bool) -> bool:
+        if self._takes(bracket):
+            return True
+        if not is_first and not self._takes(","):
+            raise _ValueFault(f"the arguments are not closed: , or {bracket} is missing")
+        return False
+
+    def _next_characters(self) -> str:
+        return self._text[self.position : self.position + 10]
+
+    def _takes(self, token: str) -> bool:
+        start = skip_space(self._text, self.position)
+        found = self._text.startswith(token, start)
+        if found:
+            self.position = start + len(token)
+        return found
+
+    def _read(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, skip_space(self._text, self.position))
+        if found is None:
+            return ""
+        self.position = found.end()
+        return found[0]
+
+
+_NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+\{")
+_WORD = re.compile(r"[^\s,:{}\[\]<>|]++")
+_KEY = re.compile(r"[^,:{}\[\]<>|\n]++")

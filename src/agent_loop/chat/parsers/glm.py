@@ -1,0 +1,63 @@
+"""The GLM-4.5 format:
+
+```
+<tool_call>name
+<arg_key>key</arg_key>
+<arg_value>value</arg_value>
+</tool_call>
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.tagged import TagFault, TagMarks, read_tagged_call
+from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed, walk
+from agent_loop.types import ParsedCompletion
+
+OPEN, CLOSE, KEY = "<tool_call>", "</tool_call>", "<arg_key>"
+MARKS = TagMarks(
+    opening=re.compile(r"\s*+<arg_key>(?P<key>[^<>]++)</arg_key>\s*+<arg_value>"),
+    closing="</arg_value>",
+    forbidden=(KEY, "<arg_value>", CLOSE),
+    end=re.compile(r"\s*+</tool_call>"),
+    ending=CLOSE,
+)
+ENDS = ("<|observation|>", "<|user|>", "<|endoftext|>")
+
+
+@ToolParser.register("glm")
+class GlmToolParser(ToolParser):
+    """The name may be followed by a line break or at once by the first argument (GLM-4.7). A value cannot hold the
+    format's own tags. Types: see `values.py`."""
+
+    call_start = OPEN
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return walk(text, readers={OPEN: partial(_read_block, tools=tools)}, ends=ENDS)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return OPEN in chat_template and KEY in chat_template
+
+
+def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> Block:
+    try:
+        name = _NAME.match(text, start)
+        if name is None:
+            raise TagFault(f"{OPEN} is not followed by the name of a tool")
+        call, end = read_tagged_call(text, name.end(), name=name["name"], marks=MARKS, tools=tools)
+    except TagFault as fault:
+        end, marker = find_first(text, start, (CLOSE, OPEN, THINK.opening, THINK.closing))
+        if marker == CLOSE:
+            return Block((malformed(text[start:end], str(fault)),), end + len(CLOSE))
+        return Block((malformed(text[start:end], f"{fault}; the call is not closed with {CLOSE}"),), end)
+    return Block((call,), end)
+
+
+_NAME = re.compile(r"\s*+(?P<name>[^\s<>{}]++)")

@@ -1,0 +1,100 @@
+"""The harmony format of gpt-oss: messages with a channel, and calls as messages with a recipient:
+
+```
+<|channel|>analysis<|message|>...<|end|>
+<|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}<|call|>
+<|start|>assistant<|channel|>final<|message|>...<|return|>
+```
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.json_calls import read_arguments, read_body
+from agent_loop.chat.parsers.walking import find_first, malformed
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+
+
+@ToolParser.register("gpt-oss")
+class GptOssToolParser(ToolParser):
+    """The analysis channel is reasoning, a message to `functions.name` a call, everything else content.
+
+    A completion begins behind the generation prompt's `<|start|>assistant`, thus with a header that has no start, or
+    with plain text. The recipient may stand in the role or in the channel. `<|call|>` closes a call and ends the
+    turn; since a turn's last token may be left out of the text, the end of the text closes a call as well. A call of
+    a function on the analysis channel is malformed.
+    """
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        reasoning: list[str] = []
+        content: list[str] = []
+        calls: list[ToolCall | MalformedCall] = []
+        position = 0
+        while position < len(text):
+            header = _HEADER.match(text, position)
+            recipient = _recipient_in(header[0]) if header else ""
+            channel = (header["channel"] or "").strip().partition(" ")[0] if header else ""
+            if header and recipient:
+                call, position = _read_call(text, header.end(), recipient=recipient, channel=channel)
+                calls.append(call)
+                continue
+            start = header.end() if header else position + len(_marker_at(text, position))
+            end, marker = find_first(text, start, (START, CHANNEL, *_ENDS))
+            if header:
+                (reasoning if channel == "analysis" else content).append(text[start:end].strip())
+            elif _is_header(text[position:end]) and _recipient_in(text[position:end]):
+                error = f"the header of the call is not followed by {MESSAGE}"
+                calls.append(malformed(text[position:end], error))
+            else:
+                content.append(_HEADER_WORDS.sub("", text[position:end], count=1).strip())
+            position = end + len(marker) if marker in _ENDS else end
+        return ParsedCompletion(
+            "\n".join(filter(None, content)), tuple(calls), "\n".join(reasoning) if reasoning else None
+        )
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return CHANNEL in chat_template and MESSAGE in chat_template
+
+
+def _read_call(
+    text: str, start: int, *, recipient: str, channel: str
+) -> tuple[ToolCall | MalformedCall, int]:
+    body = read_body(text, start, closings=(CALL,), stops=(START, CHANNEL, END, RETURN))
+    if not body.is_closed and body.end < len(text):
+        return malformed(body.text, f"the call is not closed with {CALL}"), body.end
+    if channel == "analysis":
+        error = "functions are called on the commentary channel, not on analysis"
+        return malformed(body.text, error), body.end
+    return read_arguments(body.text, name=recipient.removeprefix("functions.")), body.end
+
+
+def _recipient_in(header: str) -> str:
+    """Who a message is for; nobody where the model writes to itself, as a forged reply of a tool does."""
+    found = _RECIPIENT.search(header)
+    return found["name"] if found and found["name"] != "assistant" else ""
+
+
+def _marker_at(text: str, position: int) -> str:
+    return next((marker for marker in (START, CHANNEL) if text.startswith(marker, position)), "")
+
+
+def _is_header(text: str) -> bool:
+    return text.startswith((START, CHANNEL)) or _HEADERLESS_CALL.match(text) is not None
+
+
+_ENDS = (END, CALL, RETURN)
+_HEADER = re.compile(
+    r"(?:<\|start\|>[^<]*+|\s*+(?:assistant\b)?+\s*+(?:to=[^\s<]++)?+\s*+)"
+    r"(?:<\|channel\|>(?P<channel>[^<]*+))?+(?:<\|constrain\|>[^<]*+)?+<\|message\|>"
+)
+_HEADER_WORDS = re.compile(r"\A(?:<\|start\|>(?:assistant)?+|<\|channel\|>(?:analysis|commentary|final)?+)")
+_HEADERLESS_CALL = re.compile(r"\s*+to=functions\.")
+_RECIPIENT = re.compile(r"\bto=(?P<name>[^\s<]++)")

@@ -1,0 +1,217 @@
+"""Calls written as JSON: strict decoding, and sentences that say what is wrong.
+
+JSON is read as RFC 8259 has it. Single quotes, trailing commas, comments, raw line breaks in strings, `NaN` and
+`Infinity`, numbers too large for a float, and half surrogates are faults. A key that is given twice is one too: which
+of the two was meant is a guess. So is nesting deeper than `MAX_DEPTH`, which tools and validators could not walk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NamedTuple, cast
+
+from agent_loop.chat.parsers.walking import find_first, malformed, skip_space
+from agent_loop.types import MalformedCall, ToolCall
+
+MAX_DEPTH = 100
+"""How deep arguments may be nested."""
+
+
+class JsonFault(ValueError):
+    """Text is not the JSON it should be; the message says why, to the model."""
+
+
+class Body(NamedTuple):
+    """What stands between the opening and the closing of a call."""
+
+    text: str
+    end: int
+    """Behind the closing, or where the body stops without one."""
+    is_closed: bool
+
+
+def decode_json(text: str) -> Any:
+    """The value that a text holds.
+
+    Raises:
+        JsonFault: It holds none, more than one, or one that is refused (see above).
+    """
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except json.JSONDecodeError as error:
+        raise JsonFault(_describe(error)) from error
+    except RecursionError as error:
+        raise JsonFault(f"it is nested more than {MAX_DEPTH} levels deep") from error
+    except JsonFault:
+        raise
+    except ValueError as error:
+        raise JsonFault("a number in it has too many digits") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+        raise JsonFault(f"it is nested more than {MAX_DEPTH} levels deep")
+    if _SURROGATE.search(text) and not _is_encodable(value):
+        raise JsonFault("a string in it holds half of a surrogate pair")
+    return value
+
+
+def read_call(
+    text: str, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
+) -> ToolCall | MalformedCall:
+    """The call that a JSON object like `{"name": ..., "arguments": {...}}` holds.
+
+    Args:
+        text: The JSON.
+        keys: Under which the arguments may stand.
+        accepts_text: Whether arguments may be a string that holds a JSON object.
+    """
+    try:
+        value = decode_json(text)
+    except JsonFault as fault:
+        return malformed(text, f"the call is not valid JSON: {fault}")
+    return as_call(value, text=text, keys=keys, accepts_text=accepts_text)
+
+
+def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool) -> ToolCall | MalformedCall:
+    """Like `read_call`, for a value that is decoded already; `text` is what a malformed call quotes."""
+    if not isinstance(value, dict):
+        return malformed(text, f'the call must be a JSON object with "name" and "{keys[0]}"')
+    fields = cast(dict[str, Any], value)
+    name, call_id = fields.get("name"), fields.get("id")
+    if not isinstance(name, str) or not name:
+        return malformed(text, 'the call has no "name", or it is not a string')
+    key = next((key for key in keys if key in fields), None)
+    if key is None and not fields.keys() <= {"name", "id", "type"}:
+        return malformed(text, f'the call has no "{keys[0]}"')
+    arguments: Any = fields[key] if key else {}
+    return _as_call(
+        arguments,
+        text=text,
+        name=name,
+        call_id=call_id if isinstance(call_id, str) else "",
+        accepts_text=accepts_text,
+        what=f'"{key}"',
+    )
+
+
+def read_arguments(
+    text: str, *, name: str, call_id: str = "", accepts_text: bool = False
+) -> ToolCall | MalformedCall:
+    """The call of a tool whose name stands elsewhere and whose arguments are a JSON object."""
+    if not name:
+        return malformed(text, "the call does not name a tool")
+    try:
+        value = decode_json(text)
+    except JsonFault as fault:
+        return malformed(text, f"the arguments of {name} are not valid JSON: {fault}")
+    return _as_call(
+        value, text=text, name=name, call_id=call_id, accepts_text=accepts_text, what="the arguments"
+    )
+
+
+def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[str, ...]) -> Body:
+    """What stands before one of `closings`.
+
+    A JSON value at `start` is passed as a whole, so that its strings may hold anything. What is no JSON ends at the
+    first closing; what is not closed, before the first of `stops`.
+    """
+    end, is_whole = scan_json(text, skip_space(text, start))
+    if is_whole:
+        after = skip_space(text, end)
+        for closing in closings:
+            if text.startswith(closing, after):
+                return Body(text[start:end], after + len(closing), is_closed=True)
+    end, marker = find_first(text, start, closings + stops)
+    is_closed = marker in closings
+    return Body(text[start:end], end + len(marker) if is_closed else end, is_closed)
+
+
+def scan_json(text: str, start: int) -> tuple[int, bool]:
+    """Where the brackets that open at `start` are closed again, brackets in strings aside, and whether they are; else
+    where that is found to be hopeless. Says nothing about the JSON between them."""
+    depth = 0
+    position = start
+    while token := _TOKEN.match(text, position):
+        first = token[0][0]
+        if first in "[{":
+            depth += 1
+        if not 0 < depth <= MAX_DEPTH:
+            break
+        position = token.end()
+        if first in "]}":
+            depth -= 1
+            if not depth:
+                return position, True
+    return position, False
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|[\s,:+\-.0-9Eaeflnrstu]++', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _as_call(
+    arguments: Any, *, text: str, name: str, call_id: str, accepts_text: bool, what: str
+) -> ToolCall | MalformedCall:
+    if accepts_text and isinstance(arguments, str):
+        try:
+            arguments = decode_json(arguments)
+        except JsonFault as fault:
+            return malformed(text, f"{what} must be a JSON object; the string holds no valid JSON: {fault}")
+    if not isinstance(arguments, dict):
+        return malformed(text, f"{what} must be a JSON object")
+    return ToolCall(name, cast(dict[str, Any], arguments), call_id)
+
+
+def _describe(error: json.JSONDecodeError) -> str:
+    if error.msg.startswith("Extra data"):
+        return "there is more behind the first value; write one call at a time"
+    if error.doc[error.pos : error.pos + 1] == "'":
+        return f"write keys and strings in double quotes, not single ones (character {error.pos})"
+    return str(error)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise JsonFault(f"the key {json.dumps(key)} is given twice")
+            seen.add(key)
+    return fields
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise JsonFault(f"{constant} is no JSON value")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise JsonFault(f"the number {digits[:40]} is too large")
+    return number
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [inner for outer in level for inner in _children(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(cast(dict[str, Any], value).values())
+    return cast(list[Any], value) if isinstance(value, list) else []
+
+
+def _is_encodable(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""The Kimi K2 format: a section of
+`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.json_calls import read_arguments, read_body
+from agent_loop.chat.parsers.sections import SectionMarks, walk_sections
+from agent_loop.chat.parsers.walking import Block, find_first, malformed
+from agent_loop.types import ParsedCompletion
+
+MARKS = SectionMarks(
+    section_open="<|tool_calls_section_begin|>",
+    section_close="<|tool_calls_section_end|>",
+    call_open="<|tool_call_begin|>",
+    call_close="<|tool_call_end|>",
+)
+ARGUMENTS = "<|tool_call_argument_begin|>"
+
+
+@ToolParser.register("kimi_k2")
+class KimiK2ToolParser(ToolParser):
+    """The id `functions.name:0` names the tool and is kept in the call, as the template wants it back."""
+
+    call_start = MARKS.section_open
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return walk_sections(text, marks=MARKS, read_call=_read_call)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return ARGUMENTS in chat_template
+
+
+def _read_call(text: str, start: int) -> Block:
+    end, marker = find_first(text, start, (ARGUMENTS, *MARKS.stops))
+    call_id = text[start:end].strip()
+    if marker != ARGUMENTS:
+        after = end + len(marker) if marker == MARKS.call_close else end
+        return Block((malformed(text[start:end], f"the call's id is not followed by {ARGUMENTS}"),), after)
+    body = read_body(text, end + len(marker), closings=(MARKS.call_close,), stops=MARKS.stops)
+    if not body.is_closed:
+        error = f"the call is not closed with {MARKS.call_close}"
+        return Block((malformed(call_id + body.text, error),), body.end)
+    return Block((read_arguments(body.text, name=_name_in(call_id), call_id=call_id),), body.end)
+
+
+def _name_in(call_id: str) -> str:
+    return re.sub(r":[0-9]+\Z", "", call_id.removeprefix("functions."))

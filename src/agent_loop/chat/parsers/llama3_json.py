@@ -1,0 +1,97 @@
+"""The Llama 3 format: bare `{"name": ..., "parameters": {...}}`, one or several, behind `<|python_tag|>` or not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, read_call, scan_json
+from agent_loop.chat.parsers.walking import THINK, Block, malformed, skip_space, walk
+from agent_loop.types import ParsedCompletion
+
+PYTHON_TAG = "<|python_tag|>"
+KEYS = ("parameters", "arguments")
+ENDS = ("<|eot_id|>", "<|eom_id|>")
+
+
+@ToolParser.register("llama3_json")
+class Llama3JsonToolParser(ToolParser):
+    """The format has no opening and no closing, so what is a call must be told from other JSON: an object with a string
+    `name` and `parameters` (or `arguments`). Such an object inside another one is none. What begins like a call and
+    cannot be read is malformed if it mentions parameters or opens the completion; else it is text."""
+
+    call_start = PYTHON_TAG
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return walk(text, readers={"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return '"parameters": ' in chat_template and "ipython" in chat_template
+
+
+def _read_object(text: str, start: int) -> Block:
+    begin = start - 1
+    end, is_whole = scan_json(text, begin)
+    body = text[begin:end]
+    if not is_whole:
+        return _read_broken(text, begin, reached=end)
+    try:
+        value = decode_json(body)
+    except JsonFault:
+        is_meant = _BEGINNING.match(body) and _PARAMETERS.search(body)
+        return _call_block(body, text=text, end=end) if is_meant else Block((), end, text=body)
+    fields = cast(dict[str, Any], value)
+    if not isinstance(fields.get("name"), str) or not fields.keys() & set(KEYS):
+        return Block((), end, text=body)
+    call = as_call(value, text=body, keys=KEYS, accepts_text=True)
+    return Block((call,), _behind_separator(text, end))
+
+
+def _read_broken(text: str, begin: int, *, reached: int) -> Block:
+    """An object whose brackets do not match. One that is meant as a call takes what follows with it up to the next
+    call that stands by itself, so that no part of it is read as a call."""
+    if not _BEGINNING.match(text, begin):
+        return Block((), reached, text=text[begin:reached])
+    end = _start_of(_ANY_CALL, text, reached)
+    opens_completion = skip_space(text, 0) == begin
+    if not opens_completion and not _PARAMETERS.search(text, begin, end):
+        return Block((), end, text=text[begin:end])
+    end = _start_of(_NEXT_CALL, text, reached)
+    return _call_block(text[begin:end], text=text, end=end)
+
+
+def _read_tagged(text: str, start: int) -> Block:
+    begin = skip_space(text, start)
+    if _BEGINNING.match(text, begin):
+        return Block((), begin)
+    end = _start_of(_NEXT_CALL, text, start)
+    error = f'{PYTHON_TAG} is not followed by a JSON object with "name" and "parameters"'
+    return Block((malformed(text[start:end], error),), end)
+
+
+def _call_block(body: str, *, text: str, end: int) -> Block:
+    call = read_call(body, keys=KEYS, accepts_text=True)
+    return Block((call,), _behind_separator(text, end))
+
+
+def _behind_separator(text: str, end: int) -> int:
+    """Where the walk goes on behind a call: a semicolon between calls is no content."""
+    separator = _SEPARATOR.match(text, end)
+    return separator.end() if separator else end
+
+
+def _start_of(pattern: re.Pattern[str], text: str, start: int) -> int:
+    found = pattern.search(text, start)
+    return found.start() if found else len(text)
+
+
+_STOPS = (PYTHON_TAG, THINK.opening, THINK.closing)
+_BEGINNING = re.compile(r"\{\s*+[\"'](?:name|type)[\"']\s*+:")
+_OR_STOP = "|" + "|".join(map(re.escape, _STOPS))
+_ANY_CALL = re.compile(_BEGINNING.pattern + _OR_STOP)
+_NEXT_CALL = re.compile(r"(?<=[;\n])[ \t]*+" + _BEGINNING.pattern + _OR_STOP)
+_PARAMETERS = re.compile(r"[\"'](?:parameters|arguments)[\"']\s*+:")
+_SEPARATOR = re.compile(r"\s*+;\s*+")

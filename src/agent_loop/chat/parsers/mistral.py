@@ -1,0 +1,65 @@
+"""The Mistral formats: `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`, and since 2025
+`[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`, the id optional."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, read_arguments, scan_json
+from agent_loop.chat.parsers.walking import THINK, Block, Thought, find_first, malformed, skip_space, walk
+from agent_loop.types import ParsedCompletion
+
+OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+THOUGHTS = (Thought("[THINK]", "[/THINK]"), THINK)
+
+
+@ToolParser.register("mistral")
+class MistralToolParser(ToolParser):
+    """Neither form has a closing: a call ends with its JSON. Broken JSON takes all text up to the next opening with
+    it. A list's calls are read one by one, so that one that cannot be read leaves the others whole."""
+
+    call_start = OPEN
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return walk(text, readers={OPEN: _read_calls}, thoughts=THOUGHTS)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        return OPEN in chat_template
+
+
+def _read_calls(text: str, start: int) -> Block:
+    begin = skip_space(text, start)
+    if header := _HEADER.match(text, begin):
+        body, end = _read_json(text, header.end(), opening="{")
+        return Block(
+            (read_arguments(body, name=header["name"], call_id=header["id"] or "", accepts_text=True),), end
+        )
+    body, end = _read_json(text, begin, opening="[")
+    try:
+        values = decode_json(body)
+    except JsonFault as fault:
+        return Block((malformed(body, f"the list of calls is not valid JSON: {fault}"),), end)
+    if not isinstance(values, list) or not values:
+        error = f"{OPEN} must be followed by a JSON list of calls, or by name{ARGUMENTS} and a JSON object"
+        return Block((malformed(body, error),), end)
+    calls = [
+        as_call(value, text=body, keys=("arguments",), accepts_text=True) for value in cast(list[Any], values)
+    ]
+    return Block(tuple(calls), end)
+
+
+def _read_json(text: str, start: int, *, opening: str) -> tuple[str, int]:
+    """The JSON at `start` and where it ends; without brackets that match, all text up to the next marker."""
+    begin = skip_space(text, start)
+    end, is_whole = scan_json(text, begin)
+    if not is_whole or text[begin] != opening:
+        end, _ = find_first(text, start, _STOPS)
+    return text[start:end], end
+
+
+_STOPS = (OPEN, *(mark for thought in THOUGHTS for mark in (thought.opening, thought.closing)))
+_HEADER = re.compile(r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?\[ARGS\]")

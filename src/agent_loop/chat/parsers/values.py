@@ -1,0 +1,83 @@
+"""The types of arguments in formats that write strings without quotes.
+
+With the tool's schema, a value is what the schema asks for: text that reads as one of the parameter's other types is
+of that type, all else is text, so that `123` stays text for a string. Without one, a value is what it reads as: JSON
+that is not a string is decoded, and all else is text. `True`, `False` and `None` count as JSON's words, since chat
+templates write them so. A value that fits no type of the schema stays text; holding it against the schema is the tool
+session's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
+
+PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mapping[str, Any]:
+    """The JSON schemas of a tool's parameters; none if the tool is unknown."""
+    for tool in tools:
+        function = _mapping(tool.get("function", tool))
+        if function.get("name") == name:
+            return _mapping(_mapping(function.get("parameters")).get("properties"))
+    return {}
+
+
+def read_value(text: str, *, schema: Any = None) -> Any:
+    """The value that a text stands for.
+
+    Args:
+        text: The value as the model wrote it.
+        schema: The parameter's JSON schema, where there is one.
+    """
+    types = _types(schema)
+    if types == frozenset({"string"}):
+        return text
+    try:
+        value = PYTHON_WORDS[text.strip()] if text.strip() in PYTHON_WORDS else decode_json(text)
+    except JsonFault:
+        return text
+    fits = bool(types & _types_of(value)) if types else not isinstance(value, str)
+    return value if fits else text
+
+
+def _types(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema allows; none means that it does not say."""
+    fields = _mapping(schema)
+    if "enum" in fields or "const" in fields:
+        values = cast(list[Any], fields.get("enum") or [fields.get("const")])
+        return frozenset(name for value in values for name in _types_of(value))
+    for key in ("anyOf", "oneOf"):
+        if key in fields:
+            options = [_types(option) for option in cast(list[Any], fields[key])]
+            if not all(options):
+                return frozenset()
+            return frozenset(name for option in options for name in option)
+    declared = fields.get("type", [])
+    return frozenset([declared] if isinstance(declared, str) else declared)
+
+
+def _types_of(value: Any) -> frozenset[str]:
+    match value:
+        case None:
+            names = ("null",)
+        case bool():
+            names = ("boolean",)
+        case int():
+            names = ("integer", "number")
+        case float():
+            names = ("integer", "number") if value.is_integer() else ("number",)
+        case str():
+            names = ("string",)
+        case list():
+            names = ("array",)
+        case _:
+            names = ("object",)
+    return frozenset(names)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}

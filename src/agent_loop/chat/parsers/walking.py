@@ -1,0 +1,122 @@
+"""Walking a completion once: reasoning set apart, calls read where they open, everything else kept as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+
+class Thought(NamedTuple):
+    """How a format marks reasoning."""
+
+    opening: str
+    closing: str
+    label: str = ""
+    """What stands right behind the opening and is no reasoning."""
+
+
+THINK = Thought("<think>", "</think>")
+
+
+class Block(NamedTuple):
+    """What a reader found behind an opening text."""
+
+    calls: tuple[ToolCall | MalformedCall, ...]
+    end: int
+    """Where the walk goes on."""
+    text: str = ""
+    """What of it was no call after all, for the content."""
+
+
+Reader: TypeAlias = Callable[[str, int], Block]
+"""Reads what an opening text opened: given the completion and the position right behind that text."""
+
+
+def walk(
+    text: str,
+    *,
+    readers: Mapping[str, Reader],
+    thoughts: tuple[Thought, ...] = (THINK,),
+    ignored: tuple[str, ...] = (),
+    ends: tuple[str, ...] = (),
+) -> ParsedCompletion:
+    """Reads a completion from left to right.
+
+    The first closing of reasoning that nothing opened, and that is not inside a call, ends reasoning that the
+    generation prompt opened: all before it is reasoning, calls included. Reasoning that is never closed goes on to
+    the end.
+
+    Args:
+        text: The completion.
+        readers: By the text that opens a call.
+        thoughts: What marks reasoning.
+        ignored: Texts of the format that say nothing by themselves and are left out of the content.
+        ends: Texts that end a turn; one at the end is left out.
+    """
+    text = _without_end(text, ends)
+    closing_of = {thought.opening: thought for thought in thoughts}
+    closings = {thought.closing for thought in thoughts}
+    markers = (*readers, *closing_of, *closings, *ignored)
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall | MalformedCall] = []
+    position = 0
+    while True:
+        start, marker = find_first(text, position, markers)
+        content.append(text[position:start])
+        position = start + len(marker)
+        if marker in readers:
+            block = readers[marker](text, position)
+            calls += block.calls
+            content.append(block.text)
+            position = block.end
+        elif marker in closing_of:
+            _, closing, label = closing_of[marker]
+            end, closed = find_first(text, position, (closing,))
+            reasoning.append(text[position:end].removeprefix(label).strip("\n"))
+            position = end + len(closed)
+        elif marker in closings and reasoning:
+            content.append(marker)
+        elif marker in closings:
+            reasoning.append(text[:start].strip("\n"))
+            content.clear()
+            calls.clear()
+        elif not marker:
+            break
+    return ParsedCompletion(
+        "".join(content).strip(), tuple(calls), "\n".join(reasoning) if reasoning else None
+    )
+
+
+def find_first(text: str, start: int, markers: tuple[str, ...]) -> tuple[int, str]:
+    """Where the first of some texts stands, and which; the end of the text and "" if there is none."""
+    found = _pattern(markers).search(text, start)
+    return (found.start(), found[0]) if found else (len(text), "")
+
+
+def skip_space(text: str, start: int) -> int:
+    """The position of the first character that is no white space."""
+    found = _NO_SPACE.search(text, start)
+    return found.start() if found else len(text)
+
+
+def malformed(text: str, error: str) -> MalformedCall:
+    """What is wrong with a call, as data."""
+    return MalformedCall(text=text.strip(), error=error)
+
+
+_NO_SPACE = re.compile(r"\S")
+
+
+@lru_cache(maxsize=256)
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
+
+
+def _without_end(text: str, ends: tuple[str, ...]) -> str:
+    stripped = text.rstrip()
+    return next((stripped.removesuffix(end) for end in ends if stripped.endswith(end)), text)

@@ -1,0 +1,91 @@
+"""Chat templates in small, each with one habit of a model family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agent_loop.chat.makeshift import makeshift_tokenizer
+from agent_loop.chat.template import ChatTemplate
+
+NEXT_ROLE_ENDS_THE_TURN = """\
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|observation|>{% endif -%}
+{{ '\\n' + m.content }}
+{%- else -%}
+<|{{ m.role }}|>{{ '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+{%- set unused = '<|user|><|system|>' -%}
+"""
+"""A turn has no close: the model stops at what opens the next one."""
+
+CALLS_END_OTHERWISE = """\
+{%- set ns = namespace(name=none) -%}
+{%- for m in messages -%}
+{%- if m.tool_calls -%}
+{%- set ns.name = m.tool_calls[0].function.name -%}
+<|start|>assistant to={{ ns.name }}<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- elif m.role == 'tool' -%}
+{{- raise_exception('a tool message without a call') if ns.name is none -}}
+<|start|>{{ ns.name }} to=assistant<|message|>{{ m.content | tojson }}<|end|>
+{%- elif m.role == 'assistant' and loop.last and not add_generation_prompt -%}
+<|start|>assistant<|message|>{{ m.content }}<|return|>
+{%- else -%}
+<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+"""A call ends with another token than an answer, a last answer with another than an earlier one; tools are named after
+the call before them."""
+
+NINE_LETTER_IDS = """\
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}[INST] {{ m.content | trim }} [/INST]
+{%- elif m.tool_calls -%}[TOOL_CALLS] [
+{%- for call in m.tool_calls -%}
+{{- raise_exception('ids have nine letters') if (call.id or '') | length != 9 -}}
+{{ call.function | tojson }}, "id": "{{ call.id }}"{{ '' if loop.last else ', ' }}
+{%- endfor -%}]</s>
+{%- elif m.role == 'tool' -%}
+{{- raise_exception('ids have nine letters') if (m.tool_call_id or '') | length != 9 -}}
+[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]
+{%- elif m.role == 'assistant' -%}{{ ' ' + m.content }}</s>
+{%- else -%}{{ raise_exception('no role ' + m.role) }}
+{%- endif -%}
+{%- endfor -%}
+"""
+"""Tool messages and calls need an id of nine letters; there is no system role and no generation prompt."""
+
+ARGUMENTS_ARE_TEXT = """\
+{%- if messages[0].role != 'system' %}<|system|>You are helpful.<|end|>
+{% endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != 'tool' -%}
+{{- raise_exception('a tool message without a call') -}}
+{%- endif -%}
+<|{{ m.role }}|>{{ m.content }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name + '(' + call.function.arguments + ')' }}{% endfor -%}
+<|end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|assistant|><think>
+{% endif -%}
+{%- set unused = '<|user|><|tool|>' -%}
+"""
+"""Arguments must be text, a system prompt is written if there is none, and the generation prompt opens reasoning."""
+
+
+def family(chat_template: str) -> ChatTemplate:
+    return ChatTemplate(makeshift_tokenizer(chat_template))
+
+
+def token(template: ChatTemplate, text: str) -> int:
+    [token_id] = template.encoder.encode(text)
+    return token_id
+
+
+def tool_message(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": content, **fields}

@@ -1,0 +1,217 @@
+"""How each format is written: what the parsers are held against."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent_loop.chat.parsers.deepseek_v3 import MARKS as DEEPSEEK
+from agent_loop.chat.parsers.deepseek_v3 import SEPARATOR
+from agent_loop.types import ToolCall
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format, seen from the writing side."""
+
+    name: str
+    render: Callable[[list[ToolCall]], str]
+    markers: tuple[str, ...]
+    """The texts that mean something in it."""
+    cut: str
+    """A call that is opened and not closed."""
+    reasoning: tuple[str, str] = ("<think>", "</think>")
+    has_ids: bool = False
+    writes_bare_text: bool = False
+    """Whether values lose their quotes, so that they cannot hold the markers."""
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def render_hermes(calls: list[ToolCall]) -> str:
+    return "\n".join(
+        f'<tool_call>\n{{"name": {dumps(call.name)}, "arguments": {dumps(call.arguments)}}}\n</tool_call>'
+        for call in calls
+    )
+
+
+def render_gpt_oss(calls: list[ToolCall]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>{dumps(call.arguments)}<|call|>"
+        for call in calls
+    )
+
+
+def render_qwen3_coder(calls: list[ToolCall]) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={call.name}>\n"
+        + "".join(
+            f"<parameter={key}>\n{bare(value)}\n</parameter>\n" for key, value in call.arguments.items()
+        )
+        + "</function>\n</tool_call>"
+        for call in calls
+    )
+
+
+def render_glm(calls: list[ToolCall]) -> str:
+    return "".join(
+        f"\n<tool_call>{call.name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{bare(value)}</arg_value>\n"
+            for key, value in call.arguments.items()
+        )
+        + "</tool_call>"
+        for call in calls
+    )
+
+
+def bare(value: Any) -> str:
+    return value if isinstance(value, str) else dumps(value)
+
+
+def render_llama3_json(calls: list[ToolCall]) -> str:
+    return "; ".join(
+        f'{{"name": {dumps(call.name)}, "parameters": {dumps(call.arguments)}}}' for call in calls
+    )
+
+
+def render_deepseek_v3(calls: list[ToolCall]) -> str:
+    blocks = "\n".join(
+        f"{DEEPSEEK.call_open}function{SEPARATOR}{call.name}\n```json\n{dumps(call.arguments)}\n```{DEEPSEEK.call_close}"
+        for call in calls
+    )
+    return f"{DEEPSEEK.section_open}{blocks}{DEEPSEEK.section_close}"
+
+
+def render_kimi_k2(calls: list[ToolCall]) -> str:
+    blocks = "".join(
+        f"<|tool_call_begin|>{call.id}<|tool_call_argument_begin|>{dumps(call.arguments)}<|tool_call_end|>"
+        for call in calls
+    )
+    return f"<|tool_calls_section_begin|>{blocks}<|tool_calls_section_end|>"
+
+
+def render_mistral(calls: list[ToolCall]) -> str:
+    return "[TOOL_CALLS]" + dumps(
+        [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls]
+    )
+
+
+def render_gemma(calls: list[ToolCall]) -> str:
+    return "".join(f"<|tool_call>call:{call.name}{in_gemma(call.arguments)}<tool_call|>" for call in calls)
+
+
+def in_gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{in_gemma(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(in_gemma(inner) for inner in value) + "]"
+    return dumps(value)
+
+
+FORMATS = (
+    Format(
+        "hermes",
+        render_hermes,
+        ("<tool_call>", "</tool_call>", '{"name":"a","arguments":{}}', "<think>", "</think>"),
+        cut='<tool_call>{"name": "add", "arguments": {"a": 1',
+    ),
+    Format(
+        "gpt-oss",
+        render_gpt_oss,
+        (
+            *(
+                "<|start|>",
+                "<|channel|>",
+                "<|message|>",
+                "<|constrain|>",
+                "<|end|>",
+                "<|call|>",
+                "<|return|>",
+            ),
+            *("assistant", "analysis", "commentary", "final", " to=functions.a", "to=", "{}"),
+        ),
+        cut='<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1',
+        reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    ),
+    Format(
+        "qwen3_coder",
+        render_qwen3_coder,
+        (
+            *("<tool_call>", "</tool_call>", "<function=a>", "</function>", "<function=", "\n"),
+            *("<parameter=a>", "<parameter=", "</parameter>", "<think>", "</think>"),
+        ),
+        cut="<tool_call>\n<function=add>\n<parameter=a>\n1",
+        writes_bare_text=True,
+    ),
+    Format(
+        "glm",
+        render_glm,
+        (
+            *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            *("<think>", "</think>", "<|user|>", "\n"),
+        ),
+        cut="<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1",
+        writes_bare_text=True,
+    ),
+    Format(
+        "llama3_json",
+        render_llama3_json,
+        (
+            *("<|python_tag|>", '{"name":', "{'name':", '"f"', '"parameters":', "{", "}", ";", "\n"),
+            *("<think>", "</think>", "<|eot_id|>", ","),
+        ),
+        cut='{"name": "add", "parameters": {"a": 1',
+    ),
+    Format(
+        "deepseek_v3",
+        render_deepseek_v3,
+        (*DEEPSEEK.stops, SEPARATOR, "function", "```json\n", "```", "{}"),
+        cut=f'{DEEPSEEK.section_open}{DEEPSEEK.call_open}function{SEPARATOR}add\n```json\n{{"a": 1',
+    ),
+    Format(
+        "kimi_k2",
+        render_kimi_k2,
+        (
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+            *(
+                "<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                "functions.a:0",
+                "{}",
+                "<think>",
+                "</think>",
+            ),
+        ),
+        cut='<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1',
+        has_ids=True,
+    ),
+    Format(
+        "mistral",
+        render_mistral,
+        (
+            *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "name", "[", "]", '[{"name":"a","arguments":{}}]', "{}"),
+            *("[THINK]", "[/THINK]", "<think>", "</think>"),
+        ),
+        cut='[TOOL_CALLS][{"name": "add", "arguments": {"a": 1',
+        reasoning=("[THINK]", "[/THINK]"),
+        has_ids=True,
+    ),
+    Format(
+        "gemma",
+        render_gemma,
+        (
+            *("<|tool_call>", "<tool_call|>", "call:a{", "}", '<|"|>', "[", "]", ",", "k:", "1"),
+            *("<start_function_call>", "<end_function_call>", "<escape>", "<|channel>", "<channel|>"),
+        ),
+        cut="<|tool_call>call:add{a:1",
+        reasoning=("<|channel>thought\n", "<channel|>"),
+        writes_bare_text=True,
+    ),
+)

@@ -1,0 +1,219 @@
+"""What holds for the parser of every format."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.chat.parsers import ToolParser, detect_format
+from agent_loop.errors import ConfigError
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from tests.chat.parsers.formats import FORMATS, Format
+
+every_format = pytest.mark.parametrize("written", FORMATS, ids=lambda written: written.name)
+
+ADD = ToolCall("add", {"a": 1, "b": -2.5})
+SAY = ToolCall("say.it_2", {"text": 'Line 1\n"Line" \\2 {x} 你好 🎉', "loud": True, "to": None})
+NEST = ToolCall("nest-3", {"list": [1, [2, "three"], {}], "map": {"k": {"l": [None, False]}}, "none": []})
+NOTHING = ToolCall("nothing", {})
+
+
+def parse(written: Format, text: str) -> ParsedCompletion:
+    return ToolParser.get(written.name).parse(text)
+
+
+def with_ids(calls: list[ToolCall], written: Format) -> list[ToolCall]:
+    if not written.has_ids:
+        return calls
+    return [
+        ToolCall(call.name, call.arguments, f"functions.{call.name}:{index}")
+        for index, call in enumerate(calls)
+    ]
+
+
+@every_format
+def test_what_is_written_is_read(written: Format) -> None:
+    calls = with_ids([ADD, SAY, NEST, NOTHING], written)
+    parsed = parse(written, written.render(calls))
+    assert list(parsed.calls) == calls
+    assert parsed.content == ""
+    assert parsed.reasoning is None
+
+
+@every_format
+def test_types_are_kept(written: Format) -> None:
+    [call] = parse(written, written.render(with_ids([ADD], written))).tool_calls
+    assert [type(value) for value in call.arguments.values()] == [int, float]
+
+
+@every_format
+def test_a_completion_without_calls_is_its_text(written: Format) -> None:
+    assert parse(written, "It is 7.") == ParsedCompletion("It is 7.")
+    assert parse(written, "") == ParsedCompletion("")
+
+
+@every_format
+def test_a_call_inside_reasoning_is_no_call(written: Format) -> None:
+    opening, closing = written.reasoning
+    [call] = with_ids([ADD], written)
+    inner = (
+        written.render([call]).removesuffix("<|call|>").replace("<|channel|>", "").replace("<|message|>", "")
+    )
+    parsed = parse(written, f"{opening}Or {inner}?{closing}{written.render([call])}")
+    assert parsed.calls == (call,)
+    assert parsed.reasoning == f"Or {inner}?"
+    assert parsed.content == ""
+
+
+@every_format
+def test_reasoning_that_is_cut_off_holds_no_call(written: Format) -> None:
+    opening, _ = written.reasoning
+    parsed = parse(written, f"{opening}I think")
+    assert parsed == ParsedCompletion("", (), "I think")
+
+
+@pytest.mark.parametrize(
+    "written", [written for written in FORMATS if written.name != "gpt-oss"], ids=lambda written: written.name
+)
+def test_reasoning_that_the_generation_prompt_opened_ends_at_its_closing(written: Format) -> None:
+    _, closing = written.reasoning
+    [call] = with_ids([ADD], written)
+    parsed = parse(written, f"Perhaps {written.render([call])}\n{closing}\nYes. {written.render([call])}")
+    assert parsed.calls == (call,)
+    assert parsed.reasoning == f"Perhaps {written.render([call])}"
+    assert parsed.content == "Yes."
+
+
+@every_format
+def test_a_call_that_is_cut_off_is_malformed(written: Format) -> None:
+    parsed = parse(written, f"{written.cut}")
+    [call] = parsed.calls
+    assert isinstance(call, MalformedCall)
+    assert parsed.content == ""
+
+
+@every_format
+def test_a_completion_that_was_stopped_where_a_call_opens_has_an_unfinished_call(written: Format) -> None:
+    start = ToolParser.get(written.name).call_start
+    if start is not None:
+        [call] = parse(written, f"Let me see. {start}").calls
+        assert isinstance(call, MalformedCall)
+
+
+@every_format
+def test_errors_are_sentences_for_the_model(written: Format) -> None:
+    [call] = parse(written, written.cut).malformed_calls
+    assert len(call.error.split()) > 3
+    assert "\n" not in call.error
+
+
+@every_format
+@given(data=st.data())
+def test_no_text_makes_a_parser_raise(written: Format, data: st.DataObject) -> None:
+    pieces = data.draw(
+        st.lists(st.sampled_from([*written.markers, '"', "\\", "{", "}", "'", " ", "x"]) | st.text())
+    )
+    assert isinstance(parse(written, "".join(pieces)), ParsedCompletion)
+
+
+@every_format
+@given(data=st.data())
+def test_random_arguments_survive(written: Format, data: st.DataObject) -> None:
+    names = st.from_regex(r"\A[a-z_]{1,8}\Z")
+    plain = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>|"))
+    text = (
+        plain.filter(lambda text: not reads_as_json(text))
+        if written.writes_bare_text
+        else plain | marked(written)
+    )
+    arguments = data.draw(
+        st.lists(st.dictionaries(names, json_values(text, keys=names)), min_size=1, max_size=3)
+    )
+    calls = with_ids([ToolCall(f"tool_{index}", fields) for index, fields in enumerate(arguments)], written)
+    assert list(parse(written, written.render(calls)).calls) == calls
+
+
+def json_values(text: st.SearchStrategy[str], *, keys: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    leaves = (
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+def marked(written: Format) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from([*written.markers, '"', "\\"]), max_size=4).map("".join)
+
+
+def reads_as_json(text: str) -> bool:
+    """Whether a bare text may be taken for another type, as happens to it without a schema."""
+    first = text.strip()[:1]
+    return first in '0123456789-[{tfnTFN"' or text.startswith("\n")
+
+
+@every_format
+@pytest.mark.parametrize(
+    "filler", ["", '"', "\\", "[", "{", '{"a":', "a ", '{"name": "f", "parameters": ', "'", "\n"]
+)
+def test_time_is_linear_in_the_text(written: Format, filler: str) -> None:
+    for unit in (*written.markers, written.cut):
+        short, long = (seconds_for(written, unit + filler, num_chars=num) for num in (25_000, 100_000))
+        assert long < 4 * short * 2.5 + 0.1, unit
+
+
+def seconds_for(written: Format, unit: str, *, num_chars: int) -> float:
+    """CPU time, the better of two runs."""
+    text = unit * (num_chars // len(unit))
+    times: list[float] = []
+    for _ in range(2):
+        start = time.process_time()
+        parse(written, text)
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+@every_format
+def test_a_megabyte_of_openings_takes_as_long_as_four_quarters(written: Format) -> None:
+    quarter, whole = (seconds_for(written, written.cut, num_chars=num) for num in (250_000, 1_000_000))
+    assert whole < 4 * quarter * 2.5 + 0.1
+
+
+@every_format
+@pytest.mark.parametrize("bracket", ["[", '{"a":', "{a:"])
+def test_deep_nesting_is_malformed_and_not_a_crash(written: Format, bracket: str) -> None:
+    closing = {"[": "]"}.get(bracket, "}")
+    for depth in (150, 100_000):
+        value = "[" + bracket * depth + ("1" if ":" in bracket else "") + closing * depth + "]"
+        marked = written.render(with_ids([ToolCall("f", {"a": 12345})], written)).replace("12345", value)
+        calls = parse(written, marked).calls
+        assert all(is_flat(call) for call in calls)
+
+
+def is_flat(call: ToolCall | MalformedCall) -> bool:
+    return isinstance(call, MalformedCall) or isinstance(call.arguments["a"], str)
+
+
+def test_formats_are_all_tested() -> None:
+    ours = {
+        name
+        for name, parser in ToolParser.registered().items()
+        if parser.__module__.startswith("agent_loop.")
+    }
+    assert {written.name for written in FORMATS} == ours
+
+
+def test_a_template_of_no_known_format_is_refused_with_the_list() -> None:
+    with pytest.raises(ConfigError, match=r"no known format.*deepseek_v3, gemma, glm, gpt-oss, hermes"):
+        detect_format("{{ messages }}")
+
+
+def test_a_template_of_several_formats_is_refused_with_their_names() -> None:
+    with pytest.raises(ConfigError, match="fits hermes, mistral"):
+        detect_format("<tool_call> [TOOL_CALLS]")

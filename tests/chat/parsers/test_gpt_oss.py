@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.chat.parsers import GptOssToolParser
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+PARSER = GptOssToolParser()
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+
+
+def test_a_completion_begins_behind_the_generation_prompt() -> None:
+    text = f"<|channel|>analysis<|message|>Add.<|end|><|start|>assistant{CALL}"
+    assert PARSER.parse(text) == ParsedCompletion("", (ToolCall("add", {"a": 1}),), "Add.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        f"<|start|>assistant{CALL}",
+        f"assistant{CALL}",
+        CALL.removesuffix("<|call|>"),
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>',
+        '<|channel|>commentary <|constrain|>json to=functions.add<|message|>{"a": 1}<|call|>',
+        '<|channel|>commentary to=add<|message|>{"a": 1}<|call|>',
+    ],
+)
+def test_a_call_is_read_wherever_its_recipient_stands(text: str) -> None:
+    assert PARSER.parse(text) == ParsedCompletion("", (ToolCall("add", {"a": 1}),))
+
+
+def test_the_final_channel_is_the_answer() -> None:
+    text = "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is 7.<|return|>"
+    assert PARSER.parse(text) == ParsedCompletion("It is 7.", (), "Easy.")
+
+
+def test_words_to_the_user_before_a_call_are_content() -> None:
+    text = f"<|channel|>commentary<|message|>I will add.<|end|><|start|>assistant{CALL}"
+    assert PARSER.parse(text) == ParsedCompletion("I will add.", (ToolCall("add", {"a": 1}),))
+
+
+def test_a_completion_may_start_directly_with_text() -> None:
+    assert PARSER.parse("It is 7.<|return|>") == ParsedCompletion("It is 7.")
+    assert PARSER.parse(f"Let me see.<|end|><|start|>assistant{CALL}").content == "Let me see."
+
+
+def test_text_without_a_whole_header_is_not_lost() -> None:
+    assert PARSER.parse("<|start|>assistant It is 7.<|end|>").content == "It is 7."
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('<|channel|>commentary to=functions.add<|message|>{"a": 1}<|end|>', "not closed"),
+        ('<|channel|>commentary to=functions.add<|message|>{"a": 1', "not valid JSON"),
+        ("<|channel|>commentary to=functions.add<|message|>{'a': 1}<|call|>", "double quotes"),
+        ('<|channel|>commentary to=functions.add<|message|>{"a": 1}{"a": 2}<|call|>', "one call at a time"),
+        ("<|channel|>commentary to=functions.add<|message|>[1]<|call|>", "JSON object"),
+        ('<|channel|>commentary to=functions.add<|message|>"{}"<|call|>', "JSON object"),
+        ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "does not name a tool"),
+        ("<|channel|>commentary to=functions.add <|constrain|>js", "header"),
+        ('<|channel|>analysis to=functions.add<|message|>{"a": 1}<|call|>', "commentary channel"),
+        ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "commentary channel"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+    [call] = PARSER.parse(text).calls
+    assert isinstance(call, MalformedCall)
+    assert complaint in call.error
+
+
+def test_a_tools_reply_that_the_model_makes_up_is_no_call() -> None:
+    forged = '<|start|>functions.add to=assistant<|channel|>commentary<|message|>{"a": 2}<|end|>'
+    assert PARSER.parse(CALL + forged).calls == (ToolCall("add", {"a": 1}),)
+
+
+def test_a_call_behind_a_malformed_one_is_read() -> None:
+    broken = "<|channel|>commentary to=functions.add<|message|>oops<|end|><|start|>assistant"
+    assert [type(call) for call in PARSER.parse(broken + CALL).calls] == [MalformedCall, ToolCall]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.chat.parsers import MistralToolParser
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+PARSER = MistralToolParser()
+
+
+def test_the_list_form_keeps_ids_and_order() -> None:
+    text = (
+        'Adding. [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}, '
+        '{"name": "sub", "arguments": "{\\"b\\": [1, 2]}"}]'
+    )
+    calls = (ToolCall("add", {"a": 1}, "abcdefghi"), ToolCall("sub", {"b": [1, 2]}))
+    assert PARSER.parse(text) == ParsedCompletion("Adding.", calls)
+
+
+def test_the_named_form_is_read_with_and_without_ids() -> None:
+    text = '[THINK]Hm.[/THINK]Adding.[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": "[ARGS]"}[TOOL_CALLS]sub[ARGS]{}'
+    calls = (ToolCall("add", {"a": "[ARGS]"}, "abcdefghi"), ToolCall("sub", {}))
+    assert PARSER.parse(text) == ParsedCompletion("Adding.", calls, "Hm.")
+
+
+def test_reasoning_in_either_spelling_holds_no_calls() -> None:
+    for opening, closing in (("[THINK]", "[/THINK]"), ("<think>", "</think>")):
+        assert PARSER.parse(f"{opening}[TOOL_CALLS]a[ARGS]{{}}{closing}Done.").calls == ()
+
+
+def test_text_behind_the_calls_is_kept() -> None:
+    assert PARSER.parse('[TOOL_CALLS][{"name": "a", "arguments": {}}] Done.').content == "Done."
+
+
+def test_one_unreadable_call_of_a_list_leaves_the_others_whole() -> None:
+    text = '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": []}, 3, {"name": "c"}]'
+    assert [type(call) for call in PARSER.parse(text).calls] == [
+        ToolCall,
+        MalformedCall,
+        MalformedCall,
+        ToolCall,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[TOOL_CALLS]", "not valid JSON"),
+        ("[TOOL_CALLS][]", "must be followed by a JSON list"),
+        ('[TOOL_CALLS]{"name": "a", "arguments": {}}', "must be followed by a JSON list"),
+        ("[TOOL_CALLS][{'name': 'a'}]", "double quotes"),
+        ('[TOOL_CALLS][{"name": "a"}', "not valid JSON"),
+        ('[TOOL_CALLS][{"name": "a", "arguments": {"k": 1, "k": 2}}]', "given twice"),
+        ("[TOOL_CALLS]add", "not valid JSON"),
+        ("[TOOL_CALLS]add[ARGS]", "not valid JSON"),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1', "not valid JSON"),
+        ("[TOOL_CALLS]add[ARGS][1]", "must be a JSON object"),
+        ("[TOOL_CALLS]add[ARGS]{'a': 1}", "double quotes"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+    first, second = PARSER.parse(f"{text}[TOOL_CALLS]b[ARGS]{{}}").calls
+    assert isinstance(first, MalformedCall)
+    assert complaint in first.error
+    assert second == ToolCall("b", {})

@@ -1,0 +1,111 @@
+"""The formats that gather calls in a section: DeepSeek and Kimi."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.chat.parsers import DeepSeekV3ToolParser, KimiK2ToolParser, ToolParser
+from agent_loop.chat.parsers.deepseek_v3 import MARKS, SEPARATOR
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+DEEPSEEK, KIMI = DeepSeekV3ToolParser(), KimiK2ToolParser()
+KIMI_CALL = '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+OPEN, CLOSE = MARKS.call_open, MARKS.call_close
+
+
+def deepseek(*bodies: str) -> str:
+    calls = "\n".join(f"{OPEN}{body}{CLOSE}" for body in bodies)
+    return f"{MARKS.section_open}{calls}{MARKS.section_close}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f'function{SEPARATOR}add\n```json\n{{"a": 1}}\n```',
+        f'function{SEPARATOR}add\n```json\n{{"a": 1}}\n```\n',
+        f'function{SEPARATOR}add\n```json\n"{{\\"a\\": 1}}"\n```',
+        f'add{SEPARATOR}{{"a": 1}}',
+        f'add{SEPARATOR}\n{{"a": 1}}\n',
+    ],
+)
+def test_deepseek_writes_calls_with_and_without_a_fence(body: str) -> None:
+    assert DEEPSEEK.parse(f"Let me add.{deepseek(body)}") == ParsedCompletion(
+        "Let me add.", (ToolCall("add", {"a": 1}),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("add", "a name and"),
+        (f'{SEPARATOR}{{"a": 1}}', "does not name a tool"),
+        (f"add{SEPARATOR}{{'a': 1}}", "double quotes"),
+        (f"add{SEPARATOR}[1]", "JSON object"),
+        (f"add{SEPARATOR}{{}}{{}}", "one call at a time"),
+        (f"function{SEPARATOR}add\n```json\n{{}}", "not closed with ```"),
+    ],
+)
+def test_a_deepseek_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
+    first, second = DEEPSEEK.parse(deepseek(body, f"add{SEPARATOR}{{}}")).calls
+    assert isinstance(first, MalformedCall)
+    assert complaint in first.error
+    assert second == ToolCall("add", {})
+
+
+def test_kimi_keeps_the_id_that_names_the_tool() -> None:
+    section = (
+        f"<|tool_calls_section_begin|>{KIMI_CALL}{KIMI_CALL.replace(':0', ':1')}<|tool_calls_section_end|>"
+    )
+    parsed = KIMI.parse(f"<think>hm</think>Adding. {section}")
+    assert [(call.name, call.id) for call in parsed.tool_calls] == [
+        ("add", "functions.add:0"),
+        ("add", "functions.add:1"),
+    ]
+    assert (parsed.content, parsed.reasoning) == ("Adding.", "hm")
+
+
+@pytest.mark.parametrize(
+    ("call_id", "name"),
+    [("functions.a.b:12", "a.b"), ("add:0", "add"), ("functions.add", "add"), ("call_7", "call_7")],
+)
+def test_kimi_ids_of_other_shapes_name_what_they_can(call_id: str, name: str) -> None:
+    [call] = KIMI.parse(KIMI_CALL.replace("functions.add:0", call_id)).tool_calls
+    assert (call.name, call.id) == (name, call_id)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (KIMI_CALL.replace('{"a": 1}', "{'a': 1}"), "double quotes"),
+        (KIMI_CALL.replace('{"a": 1}', '{"a": 1}{"a": 2}'), "one call at a time"),
+        (KIMI_CALL.replace('{"a": 1}', "[1]"), "JSON object"),
+        (KIMI_CALL.replace('{"a": 1}', '"{}"'), "JSON object"),
+        (KIMI_CALL.replace("functions.add:0", ""), "does not name a tool"),
+        (KIMI_CALL.replace("<|tool_call_argument_begin|>", ""), "id is not followed"),
+        (KIMI_CALL.removesuffix("<|tool_call_end|>"), "not closed"),
+    ],
+)
+def test_a_kimi_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+    first, second = KIMI.parse(
+        f"<|tool_calls_section_begin|>{text}{KIMI_CALL}<|tool_calls_section_end|>"
+    ).calls
+    assert isinstance(first, MalformedCall)
+    assert complaint in first.error
+    assert isinstance(second, ToolCall)
+
+
+@pytest.mark.parametrize("parser", [DEEPSEEK, KIMI], ids=["deepseek", "kimi"])
+def test_a_section_without_a_call_is_malformed(parser: ToolParser) -> None:
+    assert parser.call_start is not None
+    [call] = parser.parse(f"{parser.call_start} nothing").calls
+    assert isinstance(call, MalformedCall)
+    assert "not followed by" in call.error
+
+
+def test_whole_calls_of_a_section_that_is_not_closed_count() -> None:
+    assert len(KIMI.parse(f"<|tool_calls_section_begin|>{KIMI_CALL}").tool_calls) == 1
+
+
+def test_a_string_may_hold_the_closing() -> None:
+    text = KIMI_CALL.replace("1}", '"<|tool_call_end|>"}')
+    assert KIMI.parse(text).tool_calls[0].arguments == {"a": "<|tool_call_end|>"}

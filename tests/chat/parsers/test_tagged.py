@@ -1,0 +1,161 @@
+"""The formats that write values as bare text: Qwen3-Coder and GLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent_loop.chat.parsers import GlmToolParser, Qwen3CoderToolParser
+from agent_loop.types import MalformedCall, ToolCall
+
+QWEN, GLM = Qwen3CoderToolParser(), GlmToolParser()
+
+
+def schema(**properties: Any) -> list[dict[str, Any]]:
+    parameters = {"type": "object", "properties": properties}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def in_qwen(**values: str) -> str:
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{tags}</function>\n</tool_call>"
+
+
+def in_glm(**values: str) -> str:
+    tags = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()
+    )
+    return f"<tool_call>f\n{tags}</tool_call>"
+
+
+TYPED = [
+    ("123", {"type": "string"}, "123"),
+    ("true", {"type": "string"}, "true"),
+    ('{"a": 1}', {"type": "string"}, '{"a": 1}'),
+    ("123", {"enum": ["123", "124"]}, "123"),
+    ("123", {"type": "integer"}, 123),
+    ("3.0", {"type": "integer"}, 3.0),
+    ("3", {"type": "number"}, 3),
+    ("True", {"type": "boolean"}, True),
+    ("None", {"type": ["string", "null"]}, None),
+    ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+    ("no", {"anyOf": [{"type": "string"}, {"type": "null"}]}, "no"),
+    ("5", {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/x"}]}, 5),
+    ("[1, 2]", {"type": "array"}, [1, 2]),
+    ('{"a": [1]}', {"type": "object"}, {"a": [1]}),
+    ("abc", {"type": "integer"}, "abc"),
+    ("[1, 2", {"type": "array"}, "[1, 2"),
+    ("5", {}, 5),
+]
+UNTYPED = [
+    ("123", 123),
+    ("-1.5e3", -1500.0),
+    ("true", True),
+    ("False", False),
+    ("None", None),
+    ("[1, 2, 3]", [1, 2, 3]),
+    ('{"a": {"b": [1]}}', {"a": {"b": [1]}}),
+    ('"quoted"', '"quoted"'),
+    ("plain text", "plain text"),
+    ("", ""),
+    ("NaN", "NaN"),
+    ("01", "01"),
+    ("[1, 2", "[1, 2"),
+    ("9" * 5000, "9" * 5000),
+    ("a\n\nb\n", "a\n\nb\n"),
+    ("  if x < 1:\n    <b>y</b> </think>", "  if x < 1:\n    <b>y</b> </think>"),
+]
+
+
+@pytest.mark.parametrize(("text", "parameter", "value"), TYPED)
+def test_the_schema_decides_the_type(text: str, parameter: dict[str, Any], value: Any) -> None:
+    tools = schema(x=parameter)
+    for parsed in (QWEN.parse(in_qwen(x=text), tools=tools), GLM.parse(in_glm(x=text), tools=tools)):
+        [call] = parsed.tool_calls
+        assert call == ToolCall("f", {"x": value})
+        assert type(call.arguments["x"]) is type(value)
+
+
+@pytest.mark.parametrize(("text", "value"), UNTYPED)
+def test_without_a_schema_a_value_is_what_it_reads_as(text: str, value: Any) -> None:
+    for parsed in (QWEN.parse(in_qwen(x=text)), GLM.parse(in_glm(x=text))):
+        assert parsed.calls == (ToolCall("f", {"x": value}),)
+
+
+def test_schemas_that_are_no_schemas_are_passed_over() -> None:
+    for tools in (
+        [{}],
+        [{"function": None}],
+        [{"function": {"name": "f", "parameters": None}}],
+        schema(x=None),
+    ):
+        assert QWEN.parse(in_qwen(x="1"), tools=tools).tool_calls[0].arguments == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>",
+        "<tool_call>\n<function=f>\n<parameter=x>\n1</parameter>\n</function>\n</tool_call>",
+    ],
+)
+def test_line_breaks_around_values_are_optional(text: str) -> None:
+    assert QWEN.parse(text).calls == (ToolCall("f", {"x": 1}),)
+
+
+def test_glm_may_leave_out_line_breaks_and_end_with_the_next_role() -> None:
+    text = "<think></think>Sure.<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call><|observation|>"
+    parsed = GLM.parse(text)
+    assert parsed.calls == (ToolCall("f", {"x": 1}),)
+    assert parsed.content == "Sure."
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("<tool_call></tool_call>", "not followed by <function=name>"),
+        ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "not followed by <function=name>"),
+        ("<tool_call><function=></function></tool_call>", "not followed by <function=name>"),
+        ("<tool_call><function=f><parameter=x>1</function></tool_call>", "'x' is not closed"),
+        (
+            "<tool_call><function=f><parameter=x>1<parameter=y>2</parameter></function></tool_call>",
+            "'x' is not",
+        ),
+        (
+            "<tool_call><function=f><parameter=x>1</parameter></tool_call>",
+            "neither another one nor </function>",
+        ),
+        ("<tool_call><function=f><parameter=x>1</parameter>oops</function></tool_call>", "neither another"),
+        ("<tool_call><function=f></function><function=g></function></tool_call>", "neither another one nor"),
+        (f"<tool_call><function=f>{'<parameter=x>1</parameter>' * 2}</function></tool_call>", "given twice"),
+        ("<tool_call><function=f><parameter=x>1</parameter></function>", "not closed with </tool_call>"),
+        ("<function=f><parameter=x>1</parameter></function></tool_call>", "not inside <tool_call>"),
+    ],
+)
+def test_a_qwen_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+    first, second = QWEN.parse(f"{text} {in_qwen(x='1')}").calls
+    assert isinstance(first, MalformedCall)
+    assert complaint in first.error
+    assert second == ToolCall("f", {"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("<tool_call></tool_call>", "name of a tool"),
+        ("<tool_call>f\n<arg_key>x</arg_key>\n</tool_call>", "neither another one"),
+        ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1\n</tool_call>", "'x' is not closed"),
+        (
+            "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1<arg_key>y</arg_key></tool_call>",
+            "'x' is not closed",
+        ),
+        ("<tool_call>f g</tool_call>", "neither another one"),
+        ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>", "not closed with </tool_call>"),
+    ],
+)
+def test_a_glm_call_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+    first, second = GLM.parse(f"{text} {in_glm(x='1')}").calls
+    assert isinstance(first, MalformedCall)
+    assert complaint in first.error
+    assert second == ToolCall("f", {"x": 1})

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from agent_loop.chat.encoding import MASK_CLOSE, MASK_OPEN, ControlledEncoder
+
+CONTROLS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "<tool_call>", "</tool_call>"]
+TEXTS = [
+    "the quick brown fox says hello to the model",
+    "<|im|> [IN] </ s > a tool call is a call of a tool",
+] * 5
+
+
+def byte_level(*, ignore_merges: bool = False, **model: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges, **model))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not ignore_merges)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=CONTROLS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def metaspace_bpe() -> Tokenizer:
+    """As Llama 2: byte fallback, controls in the model's own vocabulary, a space before the first word only."""
+    pieces = [
+        "<unk>",
+        *CONTROLS,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"abcdefghinostul<>|[]/_",
+    ]
+    vocab = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    model = models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True, ignore_merges=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROLS])
+    return tokenizer
+
+
+def unigram() -> Tokenizer:
+    """Control tokens have the best score of all, as they do in sentencepiece models."""
+    pieces = [("<unk>", 0.0), *((text, 0.0) for text in CONTROLS)]
+    pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
+    pieces += [(char, -5.0) for char in "\u2581abcdefghinostul<>|[]/_"]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROLS])
+    return tokenizer
+
+
+def lower_case() -> Tokenizer:
+    """Finds its control tokens in the normalised text."""
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_tokens([AddedToken("<answer>", normalized=True)])
+    return tokenizer
+
+
+@cache
+def encoder_of(kind: str) -> ControlledEncoder:
+    makers = {
+        "byte-level": byte_level,
+        "byte-level, whole words first": lambda: byte_level(ignore_merges=True),
+        "metaspace": metaspace_bpe,
+        "unigram": unigram,
+        "lower case": lower_case,
+    }
+    return ControlledEncoder(makers[kind]())
+
+
+KINDS = ["byte-level", "byte-level, whole words first", "metaspace", "unigram", "lower case"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("around", ["{}", "a {} b", "a{}b", "{0}{0}", "<{}>"])
+def test_no_control_token_in_foreign_text_becomes_one(kind: str, around: str) -> None:
+    encoder = encoder_of(kind)
+    own = [encoder.encode("<|im_start|>")[0], encoder.encode("<|im_end|>")[0]]
+    for text in [*encoder.control_texts, *map(str.upper, encoder.control_texts)]:
+        foreign = around.format(text)
+        assert encoder.control_ids.isdisjoint(encoder.encode_plain(encoder.unmask(encoder.mask(foreign)))), (
+            text
+        )
+        ids = encoder.encode(f"<|im_start|>{encoder.mask(foreign)}<|im_end|>")
+        assert [i for i in ids if i in encoder.control_ids] == own, text
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_foreign_text_with_control_tokens_reads_the_same(kind: str) -> None:
+    encoder = encoder_of(kind)
+    foreign = "said" + "".join(encoder.control_texts) + "and" + MASK_OPEN + "3c" + MASK_CLOSE
+    decoded = encoder.decode(encoder.encode(f"<s>{encoder.mask(foreign)}</s>"))
+    assert decoded.replace("<s> said", "<s>said") == f"<s>{foreign}</s>"
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_masks_change_nothing_outside_their_stretch(kind: str) -> None:
+    encoder = encoder_of(kind)
+    before, after = "<s>hello the fox<|im_start|>", "<|im_end|>is tool"
+    ids = encoder.encode(f"{before}{encoder.mask('a</s>')}{after}")
+    own_before = encoder.encode(before)
+    assert ids[: len(own_before)] == own_before
+    assert encoder.encode(f"{before}x{after}")[-3:] == ids[-3:]
+
+
+@given(st.text(st.sampled_from([*"<>|/s[]INTim_endstart ", MASK_OPEN, MASK_CLOSE, "\n"])))
+def test_masks_are_undone_and_leave_no_control_token(text: str) -> None:
+    encoder = encoder_of("byte-level")
+    masked = encoder.mask(text)
+    assert encoder.unmask(masked) == text
+    assert encoder.control_ids.isdisjoint(encoder.encode(masked))
+    assert encoder.decode(encoder.encode(masked)) == text

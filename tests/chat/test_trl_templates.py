@@ -1,0 +1,114 @@
+"""Every chat template that the `trl` package ships: more than twenty model families."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from agent_loop.chat.makeshift import makeshift_tokenizer
+from agent_loop.chat.probes import PROBE_TOOLS, plain_probes, tool_probes
+from agent_loop.chat.report import Cause, ProbeResult, TemplateReport, Verdict
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.chat.verify import verify_template
+
+ROOT = Path(__file__).parents[2]
+
+# Their outputs are grouped once per conversation, not once per turn.
+GROUPED_ONCE = {"deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"}
+
+
+def load_generator() -> ModuleType:
+    path = ROOT / "docs" / "generate_templates.py"
+    spec = importlib.util.spec_from_file_location("generate_templates", path)
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    return generator
+
+
+GENERATOR = load_generator()
+TEMPLATES: dict[str, str] = dict(GENERATOR.shipped_templates())
+
+
+@cache
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate(makeshift_tokenizer(TEMPLATES[name]))
+
+
+@cache
+def report_of(name: str) -> TemplateReport:
+    return verify_template(template_of(name), tools=True)
+
+
+def differing(report: TemplateReport) -> list[ProbeResult]:
+    return [result for result in report.results if result.verdict is Verdict.DIFFERS]
+
+
+def test_the_package_ships_many_templates() -> None:
+    assert len(TEMPLATES) > 60
+
+
+def test_the_page_of_templates_is_what_the_generator_writes() -> None:
+    assert GENERATOR.TARGET.read_text(encoding="utf-8") == GENERATOR.render()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_template_gets_a_verdict_with_a_named_cause(name: str) -> None:
+    report = report_of(name)
+    assert report.without_tools is not Verdict.UNSUPPORTED
+    for result in report.results:
+        assert (result.verdict is Verdict.DIFFERS) == (result.cause is not None)
+        assert (result.verdict is Verdict.UNSUPPORTED) == bool(result.error)
+        assert result.cause not in {Cause.OTHER, Cause.MERGED_TOKENS}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_follows_the_turn_is_what_the_template_writes(name: str) -> None:
+    inexact = {result.name for result in differing(report_of(name)) if not result.is_bridge_exact}
+    assert inexact == ({"second tool turn"} if name in GROUPED_ONCE else set())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_that_only_appends_is_bridged_token_for_token(name: str) -> None:
+    template, report = template_of(name), report_of(name)
+    for result in differing(report):
+        is_asked_too_much = result.has_tools and Cause.IGNORED_TOOLS in report.causes
+        if not is_asked_too_much and result.cause is not Cause.DROPPED_CALL:
+            assert result.position is not None
+            assert not only_appends(template, result), result
+
+
+def only_appends(template: ChatTemplate, result: ProbeResult) -> bool:
+    """Whether the render of prompt and turn, up to where the model stops, is how the full render begins."""
+    probe = next(p for p in [*plain_probes("x"), *tool_probes("x")] if p.name == result.name)
+    written: list[dict[str, Any]] = [template.replies.written(m) for m in [*probe.opening, probe.said]]
+    text = template.renderer.text
+    before = text(written[:-1], tools=probe.tools)
+    ended = text(written, tools=probe.tools, add_generation_prompt=False)
+    full = text([*written, *probe.replies], tools=probe.tools)
+    return ended.startswith(before) and full.startswith(ended.rstrip())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5", "lfm2_2_5"])
+def test_reasoning_that_a_template_strips_is_kept_and_named(name: str) -> None:
+    stripped = [r for r in report_of(name).results if r.cause is Cause.STRIPPED_REASONING]
+    assert "thinking" in {result.name for result in stripped}
+    for result in stripped:
+        assert result.is_bridge_exact
+        assert result.num_kept_tokens > 0
+
+
+@pytest.mark.parametrize("name", [n for n in TEMPLATES if report_of(n).with_tools is not Verdict.UNSUPPORTED])
+def test_tools_that_are_announced_can_be_answered(name: str) -> None:
+    template = template_of(name)
+    messages = [{"role": "user", "content": "hi"}]
+    assert len(template.open(messages, tools=PROBE_TOOLS)) >= len(template.open(messages))
+    replies = [{"role": "tool", "content": text, "name": "get_weather"} for text in ("21 °C", "22 °C")]
+    text = template.decode(template.bridge(replies))
+    assert text.index("21 °C") < text.index("22 °C")

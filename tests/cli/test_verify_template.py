@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from agent_loop.cli import app
+from tests.helpers import HERMES_TEMPLATE, small_tokenizer
+
+NO_TOOLS = "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + HERMES_TEMPLATE
+
+
+def verify(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["verify-template", *map(str, arguments)], env={"COLUMNS": "140"})
+
+
+@pytest.fixture
+def template_file(tmp_path: Path) -> Path:
+    path = tmp_path / "own.jinja"
+    path.write_text(NO_TOOLS, encoding="utf-8")
+    return path
+
+
+def test_a_model_folder_is_reported_probe_by_probe(tmp_path: Path) -> None:
+    small_tokenizer().save_pretrained(tmp_path)
+    result = verify(tmp_path)
+    assert result.exit_code == 0, result.output
+    for shown in ("parallel tools", "exact", "without tools: exact", "with tools: exact"):
+        assert shown in result.output
+
+
+def test_a_template_file_alone_can_be_tried(template_file: Path) -> None:
+    result = verify(template_file)
+    assert result.exit_code == 1
+    assert "no tools, please" in result.output
+    assert verify(template_file, "--no-tools").exit_code == 0
+
+
+def test_a_template_file_can_be_tried_with_a_tokenizer(tmp_path: Path, template_file: Path) -> None:
+    small_tokenizer().save_pretrained(tmp_path / "model")
+    result = verify(tmp_path / "model", "--chat-template", template_file, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.output)
+    assert (report["without_tools"], report["with_tools"]) == ("exact", "unsupported")
+    assert {"name", "verdict", "cause", "position"} <= set(report["probes"][0])
+
+
+def test_a_template_that_writes_nothing_is_unsupported(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jinja"
+    path.write_text("{{ messages[0].content }}", encoding="utf-8")
+    assert verify(path).exit_code == 1
+    assert json.loads(verify(path, "--json").output)["verdict"] == "unsupported"
+
+
+def test_help_has_examples() -> None:
+    assert "agent-loop verify-template Qwen/Qwen3-4B" in verify("--help").output
