@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.ledger import TokenLedger
-from agent_loop.types import AgentLoopOutput, Origin, Segment, TokenOutput, VersionSpan
+from agent_loop.types import AgentLoopOutput, Origin, Segment, TokenOutput, VersionSpan, placed_attachments
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=2000)
 
@@ -135,3 +136,16 @@ def test_only_model_segments_carry_a_weight_version() -> None:
         Segment(ids, Origin.TOOL, weight_version=1)
     with pytest.raises(EpisodeError, match="weight version"):
         Segment(ids, Origin.MODEL)
+
+
+def test_attachments_are_counted_from_their_segment_in_the_record_and_from_the_start_in_the_context() -> None:
+    image = Attachment("image", 1, 2, 9, {}, b"")
+    ledger = TokenLedger()
+    ledger.append([1, 9, 9], origin=Origin.PROMPT, attachments=[image])
+    ledger.append_completion(TokenOutput([5, 6], None, "stop"))
+    fork = ledger.fork()
+    fork.append([7, 9, 9, 8], origin=Origin.TOOL, attachments=[image])
+    assert [a.start for a in ledger.attachments] == [1]
+    assert [a.start for a in fork.attachments] == [1, 6]
+    assert [[a.start for a in segment.attachments] for segment in fork.segments()] == [[1], [], [1]]
+    assert [a.start for a in placed_attachments(fork.segments())] == [1, 6]

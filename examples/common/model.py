@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from examples.common.tokenizer import end_id, pad_id
+
 MAX_POSITIONS = 512
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
     """A Qwen3 model with two layers of width 64 and random weights."""
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    end, pad = end_id(tokenizer), pad_id(tokenizer)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from statistics import fmean
 from typing import Any
 
 import jinja2
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from agent_loop.training.evaluation import summarise
@@ -20,7 +23,10 @@ from agent_loop.types import Origin, Trajectory
 from examples.common.curves import DARK, LIGHT, HeldOut, Panel, draw_curves
 
 NUM_COMPARED = 10
+"""Rows of the table of answers."""
 NUM_SHOWN = 3
+"""Prompts whose trajectories are shown in full."""
+MAX_ANSWER_CHARACTERS = 40
 PANELS = (
     Panel(SUCCESS_SHARE, "Success", is_share=True),
     Panel(REWARD_MEAN, "Mean reward"),
@@ -53,10 +59,6 @@ class ReportInput:
     """Of a row."""
     decode: Callable[[Sequence[int]], str]
     """Token ids to text, control tokens written out."""
-
-    @property
-    def held_out(self) -> HeldOut:
-        return HeldOut(before=self.success_share(self.before), after=self.success_share(self.after))
 
     def success_share(self, trajectories: Sequence[Trajectory]) -> float:
         return summarise(trajectories, success_threshold=self.success_threshold).success_share
@@ -107,10 +109,11 @@ class KeyFigure:
 
 def write_report(report: ReportInput, *, folder: Path) -> Path:
     """Writes `curves.png` and `report.html`, and returns the path of the latter."""
-    curves = draw_curves(report.metrics, panels=PANELS, held_out=report.held_out, theme=LIGHT)
-    curves_dark = draw_curves(report.metrics, panels=PANELS, held_out=report.held_out, theme=DARK)
+    held_out = HeldOut(before=report.success_share(report.before), after=report.success_share(report.after))
+    curves = draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=LIGHT)
+    curves_dark = draw_curves(report.metrics, panels=PANELS, held_out=held_out, theme=DARK)
     (folder / "curves.png").write_bytes(curves)
-    comparisons = _compare(report, count=NUM_COMPARED)
+    comparisons = _compare(report)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -123,9 +126,9 @@ def write_report(report: ReportInput, *, folder: Path) -> Path:
         figures=key_figures(report),
         curves_light=base64.b64encode(curves).decode(),
         curves_dark=base64.b64encode(curves_dark).decode(),
-        curves_alt=f"Success on training prompts over {len(report.metrics)} steps. {report.verdict.sentence}",
-        comparisons=comparisons,
-        trajectories=comparisons[:NUM_SHOWN],
+        curves_alt=f"Success on training prompts over {len(report.metrics)} steps: {report.verdict.sentence}.",
+        comparisons=comparisons[:NUM_COMPARED],
+        trajectories=[line for line in comparisons if not line.before.is_right][:NUM_SHOWN],
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -134,18 +137,20 @@ def write_report(report: ReportInput, *, folder: Path) -> Path:
 
 def print_comparison(report: ReportInput, *, console: Console) -> None:
     """The table of answers and the key figures, on the terminal."""
-    answers = Table("prompt", "right", "before", "after", title="Answers to held-out prompts")
-    for line in _compare(report, count=NUM_COMPARED):
-        answers.add_row(line.question, line.right_answer, _marked(line.before), _marked(line.after))
+    answers = Table("prompt", "right", "before", "after", title="The first held-out prompts", box=SIMPLE_HEAD)
+    for line in _compare(report)[:NUM_COMPARED]:
+        answers.add_row(
+            escape(line.question), escape(line.right_answer), _marked(line.before), _marked(line.after)
+        )
     console.print(answers)
-    figures = Table("", "before", "after")
+    figures = Table("", "before", "after", title="All held-out prompts", box=SIMPLE_HEAD)
     for figure in key_figures(report):
         figures.add_row(figure.name, figure.before, figure.after)
     console.print(figures)
 
 
 def key_figures(report: ReportInput) -> list[KeyFigure]:
-    """Success, tool calls and sampled tokens, on all held-out prompts."""
+    """Success, tool calls and sampled tokens, over all trajectories."""
 
     def both(name: str, measure: Callable[[Sequence[Trajectory]], str]) -> KeyFigure:
         return KeyFigure(name, before=measure(report.before), after=measure(report.after))
@@ -157,8 +162,8 @@ def key_figures(report: ReportInput) -> list[KeyFigure]:
     ]
 
 
-def _compare(report: ReportInput, *, count: int) -> list[Comparison]:
-    pairs = list(zip(report.before, report.after, strict=True))[:count]
+def _compare(report: ReportInput) -> list[Comparison]:
+    """The first sample of every row."""
     return [
         Comparison(
             question=str(before.row["raw_prompt"][-1]["content"]),
@@ -166,7 +171,8 @@ def _compare(report: ReportInput, *, count: int) -> list[Comparison]:
             before=_attempt(before, report),
             after=_attempt(after, report),
         )
-        for before, after in pairs
+        for before, after in zip(report.before, report.after, strict=True)
+        if before.rollout == 0
     ]
 
 
@@ -175,8 +181,8 @@ def _attempt(trajectory: Trajectory, report: ReportInput) -> AttemptView:
     num_calls = output.metrics.num_tool_calls
     return AttemptView(
         is_right=report.is_success(trajectory),
-        answer=output.answer,
-        calls=f"after {num_calls} tool call{'' if num_calls == 1 else 's'}",
+        answer=textwrap.shorten(output.answer, MAX_ANSWER_CHARACTERS, placeholder=" ...") or "(nothing)",
+        calls=f"{num_calls} call{'' if num_calls == 1 else 's'}",
         stop_reason=str(output.stop_reason).replace("_", " "),
         num_model_tokens=_num_model_tokens(trajectory),
         tokens=list(_tokens(trajectory, decode=report.decode)),
@@ -200,4 +206,4 @@ def _num_model_tokens(trajectory: Trajectory) -> int:
 
 def _marked(attempt: AttemptView) -> str:
     colour, mark = ("green", "✓") if attempt.is_right else ("red", "✗")
-    return f"[{colour}]{mark}[/] {attempt.answer or '(no answer)'} [dim]{attempt.calls}[/]"
+    return f"[{colour}]{mark}[/] {escape(attempt.answer)}"

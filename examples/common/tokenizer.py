@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -61,6 +61,16 @@ def render(
 ) -> str:
     """The conversation as text, by the tokenizer's chat template."""
     return str(tokenizer.apply_chat_template(list(messages), tools=list(tools), tokenize=False))
+
+
+def end_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token that ends a turn."""
+    return cast(int, tokenizer.eos_token_id)
+
+
+def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The token that fills unused places."""
+    return cast(int, tokenizer.pad_token_id)
 
 
 def _texts_between_markers(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from agent_loop.types import Message
-from examples.common.tokenizer import render
+from examples.common.tokenizer import end_id, render
 
 IGNORED = -100
 """Label of tokens that carry no loss."""
@@ -68,7 +68,7 @@ def encode(
         labels = [IGNORED] * len(ids)
         for start in range(len(opening), len(ids)):
             if ids[start - len(opening) : start] == opening:
-                stop = ids.index(tokenizer.eos_token_id, start) + 1
+                stop = ids.index(end_id(tokenizer), start) + 1
                 labels[start:stop] = ids[start:stop]
         yield Example(ids, labels)
 

@@ -113,6 +113,7 @@ class Episode:
         self._tool_schemas = tool_schemas
         self._interaction = interaction
         self._ledger = TokenLedger()
+        self._last_calls: Sequence[ToolCall] = ()
         self._incidents: list[Incident] = []
         self._tool_rewards: list[float] = []
         self._turn_scores: list[float] = []
@@ -203,7 +204,10 @@ class Episode:
         try:
             sampled = await run_abortable(
                 self._server_manager.generate(
-                    self.request_id, prompt_ids=self._ledger.context, sampling_params=params
+                    self.request_id,
+                    prompt_ids=self._ledger.context,
+                    sampling_params=params,
+                    attachments=self._ledger.attachments,
                 ),
                 abort=lambda: self._server_manager.abort(self.request_id),
                 keep_partial=self._record_turn,
@@ -232,7 +236,9 @@ class Episode:
         if not self.may_go_on():
             raise EpisodeStopped(self.stop_reason or StopReason.FAILED)
         self._messages += messages
-        ids = self._template.bridge(messages, last_token_id=self._ledger.last_token_id)
+        ids, attachments = self._template.bridge_encoded(
+            messages, last_token_id=self._ledger.last_token_id, calls=self._last_calls
+        )
         left = self.num_tokens_left
         if len(ids) >= left:
             self.stop(StopReason.RESPONSE_LENGTH)
@@ -242,7 +248,8 @@ class Episode:
             )
             return False
         is_tool_reply = any(message["role"] == "tool" for message in messages)
-        self._ledger.append(ids, origin=Origin.TOOL if is_tool_reply else Origin.INTERACTION)
+        origin = Origin.TOOL if is_tool_reply else Origin.INTERACTION
+        self._ledger.append(ids, origin=origin, attachments=attachments)
         self.user_turns += 1
         return True
 
@@ -336,6 +343,7 @@ class Episode:
             stop_reason=stop_reason,
             reward_score=reward_score,
             messages=self._messages,
+            tool_schemas=self._tool_schemas,
             metrics=replace(self._metrics, total=self._now),
             tool_rewards=self._tool_rewards,
             turn_scores=self._turn_scores,
@@ -364,6 +372,7 @@ class Episode:
             interaction=None if self._interaction is None else self._interaction.fresh(),
         )
         branch._ledger = self._ledger.fork()
+        branch._last_calls = self._last_calls
         branch.assistant_turns, branch.user_turns = self.assistant_turns, self.user_turns
         return branch
 
@@ -410,7 +419,8 @@ class Episode:
     def _open(self) -> None:
         if len(self._ledger):  # a branch has its prompt already
             return
-        ids = self._template.open(self._messages, tools=self._tool_schemas)
+        encoded = self._template.open_encoded(self._messages, tools=self._tool_schemas)
+        ids = encoded.token_ids
         limit, side = self.limits.prompt_length, self.limits.truncate_prompt
         if len(ids) > limit:
             detail = f"the prompt has {len(ids)} tokens, over prompt_length {limit}"
@@ -419,8 +429,8 @@ class Episode:
                 self.stop(StopReason.PROMPT_LENGTH)
                 return
             self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; cut on the {side}")
-            ids = ids[-limit:] if side == "left" else ids[:limit]
-        self._ledger.append(ids, origin=Origin.PROMPT)
+            encoded = encoded.last(limit) if side == "left" else encoded.first(limit)
+        self._ledger.append(encoded.token_ids, origin=Origin.PROMPT, attachments=encoded.attachments)
 
     def _refuse_if_over(self) -> None:
         if self._clock is None:
@@ -443,10 +453,11 @@ class Episode:
     def _record_turn(self, sampled: TokenOutput) -> Completion:
         self._ledger.append_completion(sampled)
         self._add_metrics(num_preempted=sampled.num_preempted)
-        parsed = self._template.parse(sampled.token_ids)
+        parsed = self._template.parse(sampled.token_ids, tools=self._tool_schemas)
         is_cut = sampled.stop_reason != "stop"
         self.assistant_turns += 1
         self._messages.append(parsed.as_message())
+        self._last_calls = parsed.tool_calls
         if is_cut:
             self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
         return Completion(sampled.token_ids, parsed, is_cut)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.types import (
     FloatArray,
@@ -32,6 +34,7 @@ class TokenLedger:
         self._buffer: IntArray = np.empty(INITIAL_CAPACITY, np.int32)
         self._shared: tuple[Segment, ...] = ()
         self._runs: list[_Run] = []
+        self._attachments: tuple[Attachment, ...] = ()
         self._num_tokens = 0
         self._num_prompt_tokens = 0
 
@@ -52,11 +55,21 @@ class TokenLedger:
         return self._view(0, self._num_tokens)
 
     @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """Everything attached so far, counted from the first token of `context`."""
+        return self._attachments
+
+    @property
     def last_token_id(self) -> int | None:
         return int(self._buffer[self._num_tokens - 1]) if self._num_tokens else None
 
-    def append(self, token_ids: TokenIds, *, origin: Origin) -> None:
+    def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
         """Adds tokens that no model sampled here.
+
+        Args:
+            token_ids: The tokens.
+            origin: Who wrote them.
+            attachments: What is attached to them, counted from the first of them.
 
         Raises:
             EpisodeError: A prompt after something else, or tokens that claim to be the model's.
@@ -67,7 +80,8 @@ class TokenLedger:
             if self.num_response_tokens:
                 raise EpisodeError("the prompt comes first; later tokens are tool or interaction tokens")
             self._num_prompt_tokens += len(token_ids)
-        self._extend(as_token_ids(token_ids), origin, None, None)
+        self._attachments += tuple(attachment.moved(self._num_tokens) for attachment in attachments)
+        self._extend(as_token_ids(token_ids), origin, None, None, tuple(attachments))
 
     def append_completion(self, completion: TokenOutput) -> None:
         """Adds what a server sampled: one run per weight version. An empty completion adds nothing."""
@@ -87,6 +101,7 @@ class TokenLedger:
         fork = TokenLedger()
         fork._buffer = self._buffer.copy()
         fork._shared = self._shared
+        fork._attachments = self._attachments
         fork._num_tokens = self._num_tokens
         fork._num_prompt_tokens = self._num_prompt_tokens
         return fork
@@ -98,12 +113,21 @@ class TokenLedger:
         start = sum(map(len, segments))
         for run in self._runs:
             end = start + run.num_tokens
-            segments.append(Segment(self._view(start, end), run.origin, run.log_probs, run.weight_version))
+            segments.append(
+                Segment(
+                    self._view(start, end), run.origin, run.log_probs, run.weight_version, run.attachments
+                )
+            )
             start = end
         return tuple(segments)
 
     def _extend(
-        self, ids: IntArray, origin: Origin, log_probs: FloatArray | None, weight_version: int | None
+        self,
+        ids: IntArray,
+        origin: Origin,
+        log_probs: FloatArray | None,
+        weight_version: int | None,
+        attachments: tuple[Attachment, ...] = (),
     ) -> None:
         if not len(ids):
             return
@@ -114,7 +138,7 @@ class TokenLedger:
             self._buffer = grown
         self._buffer[self._num_tokens : needed] = ids
         self._num_tokens = needed
-        self._runs.append(_Run(len(ids), origin, log_probs, weight_version))
+        self._runs.append(_Run(len(ids), origin, log_probs, weight_version, attachments))
 
     def _view(self, start: int, end: int) -> IntArray:
         view = self._buffer[start:end]
@@ -127,3 +151,4 @@ class _Run(NamedTuple):
     origin: Origin
     log_probs: FloatArray | None
     weight_version: int | None
+    attachments: tuple[Attachment, ...]

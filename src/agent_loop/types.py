@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError, SamplingParamsError, did_you_mean
 
 IntArray: TypeAlias = NDArray[np.int32]
@@ -240,6 +241,8 @@ class Segment:
     """Shape [num_tokens]; model segments only, None where the server gives none."""
     weight_version: int | None = None
     """Model segments only."""
+    attachments: tuple[Attachment, ...] = ()
+    """In the order of their tokens, which do not overlap; never the model's."""
 
     def __post_init__(self) -> None:
         if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
@@ -249,6 +252,8 @@ class Segment:
                 f"{self.origin} segment with weight version {self.weight_version}: "
                 "model segments, and only those, carry one"
             )
+        if self.attachments:
+            _check_attachments(self)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -277,6 +282,8 @@ class AgentLoopOutput:
     stop_reason: StopReason
     reward_score: float | None
     """The loop's or the tools' own reward; None leaves it to the reward function."""
+    tool_schemas: tuple[Mapping[str, Any], ...]
+    """The OpenAI function schemas that the model was shown."""
     messages: tuple[Message, ...]
     """The conversation as it was read, for people and reward functions; tokens are the truth."""
     metrics: AgentLoopMetrics
@@ -303,6 +310,7 @@ class AgentLoopOutput:
         stop_reason: StopReason = StopReason.ANSWERED,
         reward_score: float | None = None,
         messages: Iterable[Message] = (),
+        tool_schemas: Iterable[Mapping[str, Any]] = (),
         metrics: AgentLoopMetrics | None = None,
         tool_rewards: Iterable[float] = (),
         turn_scores: Iterable[float] = (),
@@ -332,6 +340,7 @@ class AgentLoopOutput:
             "stop_reason": stop_reason,
             "reward_score": reward_score,
             "messages": tuple(messages),
+            "tool_schemas": tuple(tool_schemas),
             "metrics": metrics or AgentLoopMetrics(),
             "tool_rewards": tuple(tool_rewards),
             "turn_scores": tuple(turn_scores),
@@ -376,6 +385,11 @@ class AgentLoopOutput:
         return _concatenate(zeros, np.float32)
 
     @cached_property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """All of them, counted from the first token of the prompt."""
+        return placed_attachments(self.segments)
+
+    @cached_property
     def weight_versions(self) -> IntArray:
         """Shape [response_tokens]: the version that sampled each token, -1 where the mask is 0."""
         return self._per_response_token(
@@ -414,6 +428,35 @@ def count_turns(segments: Iterable[Segment]) -> int:
     return sum(
         1 for _ in groupby(segments, key=lambda s: (s.origin is Origin.PROMPT, s.origin is Origin.MODEL))
     )
+
+
+def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:
+    """The attachments of all segments, counted from the first token of the first."""
+    segments = tuple(segments)
+    starts = accumulate(map(len, segments), initial=0)
+    return tuple(a.moved(start) for start, s in zip(starts, segments, strict=False) for a in s.attachments)
+
+
+def _check_attachments(segment: Segment) -> None:
+    """Raises: EpisodeError: A run is not where the tokens are."""
+    end = 0
+    for attachment in segment.attachments:
+        kind, run = attachment.kind, segment.token_ids[attachment.start : attachment.end]
+        if segment.origin is Origin.MODEL:
+            raise EpisodeError(
+                f"a model segment with an {kind}: models write tokens; attach it to a prompt or a reply"
+            )
+        if attachment.start < end or attachment.end > len(segment):
+            raise EpisodeError(
+                f"an {kind} at tokens {attachment.start} to {attachment.end} of a segment with {len(segment)} tokens, "
+                f"of which {end} are taken; give attachments in order, each with a run of its own"
+            )
+        if attachment.placeholder_id not in run:
+            raise EpisodeError(
+                f"an {kind} at tokens {attachment.start} to {attachment.end} that hold no placeholder "
+                f"{attachment.placeholder_id}; let the chat template write both"
+            )
+        end = attachment.end
 
 
 def _concatenate(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

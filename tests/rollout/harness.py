@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
 from agent_loop.episode import EpisodeLimits
 from agent_loop.interactions.base import BaseInteraction
@@ -92,6 +93,7 @@ class Stage:
         agent: str = "tool_agent",
         reward: Any = None,
         max_concurrent: int | None = None,
+        template: ChatTemplate | None = None,
         **limits: Any,
     ) -> None:
         multi_turn = multi_turn or MultiTurnConfig()
@@ -106,7 +108,7 @@ class Stage:
         }
         context = LoopContext(
             server_manager=self.server_manager,
-            template=hermes_template(),
+            template=template or hermes_template(),
             limits=EpisodeLimits(**{**defaults, **limits}),
             multi_turn=multi_turn,
             tools={tool.name: tool for tool in tools},

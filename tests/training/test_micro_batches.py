@@ -31,7 +31,7 @@ def test_every_token_is_in_exactly_one_micro_batch(batch: RolloutBatch, max_toke
         whole = batch[part.rows_B]
         for mine, theirs in (
             (part.input_ids_BW, whole["input_ids"]),
-            (part.position_ids_BW, whole["position_ids"]),
+            (part.position_ids, whole["position_ids"]),
         ):
             attended = part.attention_mask_BW.bool()
             assert torch.equal(mine[attended], theirs[whole["attention_mask"].bool()])

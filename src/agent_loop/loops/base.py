@@ -104,7 +104,7 @@ class AgentLoopBase(ABC):
     async def apply_chat_template(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Token ids of a first prompt, for loops that work on token ids."""
+        """Token ids of a first prompt without images, for loops that work on token ids."""
         return self.template.open(messages, tools=tools).tolist()
 
     def _interaction_session(self, interaction_kwargs: Mapping[str, Any] | None) -> InteractionSession | None:

@@ -74,7 +74,9 @@ class ToolAgentLoop(AgentLoopBase):
         calls = completion.parsed.tool_calls
         self._invalid_turns = 0 if calls else self._invalid_turns + 1
         if not calls:
-            episode.note(IncidentKind.INVALID_TURN, f"nothing but malformed calls, {self._invalid_turns} in a row")
+            episode.note(
+                IncidentKind.INVALID_TURN, f"nothing but malformed calls, {self._invalid_turns} in a row"
+            )
         results = iter(
             await episode.call_tools(calls, max_parallel=self.context.multi_turn.max_parallel_calls)
         )
@@ -86,7 +88,7 @@ class ToolAgentLoop(AgentLoopBase):
                 replies.append(self._reply(f"Error: {call.error}", episode))
             else:
                 result = next(results)
-                replies.append(self._reply(_text_of(result.response, call), episode, call=call))
+                replies.append(self._answer(result.response, episode, call=call))
                 is_finished = is_finished or result.response.ends_episode
         if is_finished:
             return self._end(episode, StopReason.TOOL_FINISHED, replies)
@@ -111,6 +113,24 @@ class ToolAgentLoop(AgentLoopBase):
         episode.stop(reason)
         return AgentState.TERMINATED
 
+    def _answer(self, response: ToolResponse, episode: Episode, *, call: ToolCall) -> Message:
+        """A tool's answer; images and videos come before its text."""
+        reply = self._reply(response.text or "", episode, call=call)
+        media = [("image", image) for image in response.image or ()]
+        media += [("video", video) for video in response.video or ()]
+        for kind, _ in media:
+            if kind not in self.template.media_kinds:
+                known = " and ".join(["text", *sorted(self.template.media_kinds)])
+                raise ToolBug(
+                    f"tool {call.name!r} answered with {'an image' if kind == 'image' else 'a video'}; "
+                    f"only {known} reaches this model"
+                )
+        if media:
+            parts: list[Message] = [{"type": kind, kind: source} for kind, source in media]
+            text = [{"type": "text", "text": reply["content"]}] if reply["content"] else []
+            reply["content"] = parts + text
+        return reply
+
     def _reply(self, text: str, episode: Episode, *, call: ToolCall | None = None) -> Message:
         config = self.context.multi_turn
         kept, was_truncated = truncate_tokens(
@@ -129,12 +149,6 @@ class ToolAgentLoop(AgentLoopBase):
         if call is not None:
             reply |= {"name": call.name, **({"tool_call_id": call.id} if call.id else {})}
         return reply
-
-
-def _text_of(response: ToolResponse, call: ToolCall) -> str:
-    if response.image or response.video:
-        raise ToolBug(f"tool {call.name!r} answered with an image or a video; only text reaches this model")
-    return response.text or ""
 
 
 def _described(call: ToolCall | MalformedCall) -> str:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import NonTensorStack, TensorDict
 
+from agent_loop.attachments import position_ids
 from agent_loop.errors import DataError
 from agent_loop.types import FloatArray, IntArray, Origin, Segment, Trajectory
 
@@ -28,6 +29,7 @@ TENSOR_COLUMNS = (
     "input_ids",
     "attention_mask",
     "position_ids",
+    "multi_modal_position_ids",
     "rollout_log_probs",
     "weight_versions",
     "reward",
@@ -59,12 +61,14 @@ def assemble(
         int64: `prompts` [B, P] padded left, `responses` [B, R] padded right, `response_mask` [B, R] (1 = the model
         said it; a segment that several branches share has it in the first scored one only), `input_ids`,
         `attention_mask`, `position_ids` [B, W], `group`, `rollout`, `branch` (-1 where the loop returned a single
-        output), `num_turns` [B].
+        output), `num_turns` [B]; where a trajectory has images with positions of their own, also
+        `multi_modal_position_ids` [B, 3, W] in time, height and width.
         int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
         and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
         one. bool: `is_scored` [B]. Objects: `stop_reason`, `trajectory_id`, and one column for each name that any
         trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that is taken already
-        gets the prefix `reward_extra.` or `extra_fields.`.
+        gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has some: for each
+        row a tuple of them, counted from its first token.
 
     Raises:
         DataError: A prompt or a response is longer than the width given.
@@ -84,6 +88,10 @@ def assemble(
         flat, pad_token_id=pad_token_id, prompt_width=prompt_width, response_width=response_width
     )
     columns |= _row_columns(trajectories)
+    if any(a.positions is not None for t in trajectories for a in t.output.attachments):
+        columns["multi_modal_position_ids"] = _positions_in_3d(
+            trajectories, first_B=prompt_width - flat.prompt_lengths_B, width=prompt_width + response_width
+        )
     batch = TensorDict(
         {name: _as_tensor(array) for name, array in columns.items()}, batch_size=[len(trajectories)]
     )
@@ -193,6 +201,21 @@ def _token_columns(
     return columns
 
 
+def _positions_in_3d(
+    trajectories: Sequence[Trajectory], *, first_B: IndexArray, width: int
+) -> NDArray[np.int64]:
+    """Shape [B, 3, W]; 0 before the prompt, the last token's behind the response."""
+    positions = np.zeros((len(trajectories), 3, width), np.int64)
+    for row, (trajectory, first) in enumerate(zip(trajectories, first_B.tolist(), strict=True)):
+        output = trajectory.output
+        num_tokens = sum(map(len, output.segments))
+        if num_tokens:
+            own = position_ids(num_tokens, output.attachments)
+            positions[row, :, first : first + num_tokens] = own
+            positions[row, :, first + num_tokens :] = own[:, -1:]
+    return positions
+
+
 def _row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     return {
         "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
@@ -209,6 +232,8 @@ def _object_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
         "stop_reason": [t.output.stop_reason.value for t in trajectories],
         "trajectory_id": [t.trajectory_id for t in trajectories],
     }
+    if any(t.output.attachments for t in trajectories):
+        columns["attachments"] = [t.output.attachments for t in trajectories]
     sources: dict[str, list[Mapping[str, Any]]] = {
         "reward_extra": [t.reward_extra for t in trajectories],
         "extra_fields": [t.output.extra_fields for t in trajectories],

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agent_loop.types import Segment, Trajectory
+from agent_loop.chat.multimodal import describe_source, split_media
+from agent_loop.types import Message, Segment, Trajectory
 
 
 def to_record(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as plain JSON values: who, what happened, what it was worth, and every token.
 
-    `segments` holds, in order, `origin`, `token_ids`, and for the model's `log_probs` and `weight_version`.
+    `segments` holds, in order, `origin`, `token_ids`, for the model's `log_probs` and `weight_version`, and for those
+    with images `attachments`: of each `kind`, `start`, `num_tokens` and the shapes of its features, not the pixels.
     """
     output = trajectory.output
     return {
@@ -27,7 +29,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "tool_rewards": list(output.tool_rewards),
         "turn_scores": list(output.turn_scores),
         "num_turns": output.num_turns,
-        "messages": list(output.messages),
+        "messages": [_without_pixels(message) for message in output.messages],
         "incidents": [
             {"kind": str(incident.kind), "detail": incident.detail, "assistant_turn": incident.assistant_turn}
             for incident in output.incidents
@@ -52,4 +54,29 @@ def _segment(segment: Segment) -> dict[str, Any]:
     if segment.weight_version is not None:
         record["weight_version"] = segment.weight_version
         record["log_probs"] = None if segment.log_probs is None else segment.log_probs.tolist()
+    if segment.attachments:
+        record["attachments"] = [
+            {
+                "kind": attachment.kind,
+                "start": attachment.start,
+                "num_tokens": attachment.num_tokens,
+                "features": {name: list(array.shape) for name, array in attachment.features.items()},
+            }
+            for attachment in segment.attachments
+        ]
     return record
+
+
+def _without_pixels(message: Message) -> Message:
+    """The message with its images described instead of held."""
+    [bare], media = split_media([message])
+    if not media:
+        return message
+    sources = iter(media)
+    described = [
+        {**part, part["type"]: describe_source(next(sources).source)}
+        if part.get("type") in ("image", "video")
+        else part
+        for part in bare["content"]
+    ]
+    return {**message, "content": described}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from agent_loop.attachments import Attachment
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
@@ -58,7 +59,12 @@ class AsyncServerBase(ABC):
 
     @abstractmethod
     async def generate(
-        self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         """Samples one completion.
 
@@ -67,12 +73,13 @@ class AsyncServerBase(ABC):
             sampling_params: How to sample. `max_tokens` None means as many as fit.
             request_id: The session: later turns of a conversation come with the same id, and a server may keep
                 what it computed for the earlier ones. At most one call per session runs at a time.
+            attachments: Everything attached to the context, counted from its first token, in order.
 
         Returns:
             The sampled tokens, stop token included, with log-probs as `TokenOutput.log_probs` defines them.
 
         Raises:
-            ServerError: The engine failed, or refuses the request.
+            ServerError: The engine failed, or refuses the request: it may take no attachments, or not these.
         """
 
     @abstractmethod

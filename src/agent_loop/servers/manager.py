@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from agent_loop.attachments import Attachment
 from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
@@ -38,6 +39,7 @@ class AsyncLLMServerManager:
         *,
         prompt_ids: TokenIds,
         sampling_params: Mapping[str, Any] | SamplingParams,
+        attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         """Samples one completion.
 
@@ -45,6 +47,7 @@ class AsyncLLMServerManager:
             request_id: The session. Later turns with the same id go to the same server, which still has its prefix.
             prompt_ids: The whole context so far, shape [num_tokens].
             sampling_params: See `SamplingParams`.
+            attachments: Everything attached to the context, counted from its first token, in order.
 
         Raises:
             SamplingParamsError: A parameter is unknown or out of range.
@@ -54,7 +57,10 @@ class AsyncLLMServerManager:
         ids = as_token_ids(prompt_ids)
         self._sessions.add(request_id)
         with self._balancer.lease(request_id) as index:
-            return await self._servers[index].generate(ids, params, request_id)
+            server = self._servers[index]
+            if not attachments:  # (a server that knows of none need not take the argument)
+                return await server.generate(ids, params, request_id)
+            return await server.generate(ids, params, request_id, attachments=attachments)
 
     async def abort(self, request_id: str) -> None:
         """Ends the running completion of a session early; its `generate` returns the tokens so far."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from agent_loop.attachments import Attachment
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, ServerError
 from agent_loop.loading import load_object
@@ -27,6 +28,7 @@ class ScriptedRequest:
     request_id: str
     turn: int
     """How many completions this session had before."""
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,16 @@ class ScriptedServer(AsyncServerBase):
         return len(self._aborts)
 
     async def generate(
-        self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         self._refuse_if_unable(request_id)
         turn = self._turns.get(request_id, 0)
-        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn)
+        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
         self.requests.append(request)
         reply = self._reply_to(request)
         self._turns[request_id] = turn + 1

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import RolloutError
@@ -21,7 +22,7 @@ from agent_loop.training.advantages import grpo_advantages, has_signal
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.interrupt import Interrupt
-from agent_loop.training.metrics import MetricsWriter, rollout_metrics
+from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
 from agent_loop.training.progress import Progress
 from agent_loop.training.run_folder import config_values
 from agent_loop.training.timing import StepClock
@@ -155,6 +156,8 @@ class TrainingLoop:
             weight_version=self._completed,
         )
         metrics |= timing_metrics(trajectories)
+        if isinstance(self._manager.template, ChatTemplate):
+            metrics |= drift_metrics(trajectories, template=self._manager.template)
 
         # 4. Learn. This is what completes the step; Ctrl-C waits for it.
         with self._clock.phase("update"):

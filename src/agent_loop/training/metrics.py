@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from agent_loop.chat.drift import find_drift
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import DataError
 from agent_loop.types import AgentLoopOutput, IncidentKind, Trajectory
 
@@ -38,6 +40,10 @@ MALFORMED_CALL_SHARE = "rollout/malformed_call_share"
 """Of all calls that were written."""
 INVALID_TURN_SHARE = "rollout/invalid_turn_share"
 """Of all assistant turns; in an invalid one there is nothing but malformed calls."""
+TEMPLATE_EXACT_SHARE = "rollout/template_exact_share"
+"""Of a sample of trajectories: those whose tokens a full render of their messages would give again."""
+TEMPLATE_DRIFT = "rollout/template_drift/"
+"""Prefix: the same for those that it would not, by cause."""
 STALENESS_MAX = "rollout/staleness/max"
 """Steps between the oldest weights that sampled a token and those that the step began with."""
 STOP_REASON = "rollout/stop_reason/"
@@ -68,6 +74,8 @@ TOKENS_PER_SECOND = "perf/model_tokens_per_s"
 """Sampled tokens per second of rollout."""
 VALIDATION = "val/"
 """Prefix: what evaluation measured."""
+MAX_DRIFT_SAMPLE = 16
+"""Comparing costs a render and an encoding of the whole conversation each."""
 
 
 def rollout_metrics(
@@ -110,6 +118,21 @@ def _call_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
         MALFORMED_CALL_SHARE: malformed / max(num_calls, 1),
         INVALID_TURN_SHARE: kinds[IncidentKind.INVALID_TURN] / max(num_turns, 1),
     }
+
+
+def drift_metrics(trajectories: Sequence[Trajectory], *, template: ChatTemplate) -> dict[str, float]:
+    """How many of a sample of trajectories their template would render again; empty if none can be compared."""
+    comparable = [
+        t.output
+        for t in trajectories
+        if t.rollout == 0 and t.output.messages and not any(s.attachments for s in t.output.segments)
+    ]
+    causes = [find_drift(output, template=template) for output in comparable[:MAX_DRIFT_SAMPLE]]
+    if not causes:
+        return {}
+    counts = Counter(causes)
+    shares = {f"{TEMPLATE_DRIFT}{cause}": n / len(causes) for cause, n in counts.items() if cause is not None}
+    return {TEMPLATE_EXACT_SHARE: counts[None] / len(causes), **shares}
 
 
 class MetricsWriter:

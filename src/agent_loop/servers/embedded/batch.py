@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
@@ -15,9 +15,11 @@ from torch import Tensor
 from agent_loop.servers.embedded.attention import DecodeGroup, PrefillChunk, SlotAttention
 from agent_loop.servers.embedded.cache import KVCache
 from agent_loop.servers.embedded.slots import Slot
+from agent_loop.servers.embedded.vision import ImageRows, PromptImages
 
 SHORTEST_BUCKET = 256
 """Decoding rows of up to this length are computed together; above it, rows of like length."""
+NO_IMAGES: Mapping[int, PromptImages] = {}
 GATHER_COST = 2
 """Reading slots by index copies them first, which about doubles the time of attention."""
 
@@ -29,7 +31,7 @@ class StepBatch:
     token_ids: Tensor
     """Shape [1, tokens]."""
     position_ids: Tensor
-    """Shape [1, tokens]."""
+    """Shape [1, tokens]; [3, 1, tokens] where a slot's positions are in three dimensions."""
     attention: SlotAttention
     sampled_slots: tuple[Slot, ...]
     """Those whose next token follows from this step, in the order of their logits."""
@@ -37,6 +39,7 @@ class StepBatch:
     """The tokens whose logits are needed, [sampled_slots]; None for all."""
     advances: tuple[tuple[Slot, int], ...]
     """How many tokens the step adds to each slot's cache."""
+    image_rows: tuple[ImageRows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,21 @@ class _GroupPlan:
         return self.length * (self.span if self.is_range else GATHER_COST * len(self.slots))
 
 
-def pack_step(busy: Sequence[Slot], *, cache: KVCache, chunk_tokens: int) -> StepBatch:
-    """Takes every slot with one token to compute, and of the others, in the order given, as much as fits."""
+def pack_step(
+    busy: Sequence[Slot],
+    *,
+    cache: KVCache,
+    chunk_tokens: int,
+    images: Mapping[int, PromptImages] = NO_IMAGES,
+) -> StepBatch:
+    """Takes every slot with one token to compute, and of the others, in the order given, as much as fits.
+
+    Args:
+        busy: The slots of running requests.
+        cache: Of all slots.
+        chunk_tokens: So many tokens of prompts at most.
+        images: By the slot's index, of prompts that have some.
+    """
     decoding = [slot for slot in busy if slot.num_tokens - slot.num_cached == 1]
     plans = _plan_groups(decoding)
     rows = [slot for plan in plans for slot in plan.slots]
@@ -92,12 +108,42 @@ def pack_step(busy: Sequence[Slot], *, cache: KVCache, chunk_tokens: int) -> Ste
     )
     return StepBatch(
         token_ids=_to(device, array=token_ids.astype(np.int64)).unsqueeze(0),
-        position_ids=_to(device, array=positions).unsqueeze(0),
+        position_ids=_to(device, array=_placed(positions, advances, images)).unsqueeze(-2),
         attention=attention,
         sampled_slots=tuple(slot for (slot, _), sampled in zip(advances, is_sampled, strict=True) if sampled),
         logit_rows=None if len(logit_rows) == len(token_ids) else _to(device, array=logit_rows),
         advances=tuple(advances),
+        image_rows=_image_rows(advances, images) if images else (),
     )
+
+
+def _placed(
+    positions: NDArray[np.int64], advances: Sequence[tuple[Slot, int]], images: Mapping[int, PromptImages]
+) -> NDArray[np.int64]:
+    """Positions as the model counts them: [tokens], or [3, tokens] where images have some of their own."""
+    if not any(prompt.positions is not None for prompt in images.values()):
+        return positions
+    placed = np.tile(positions, (3, 1))
+    row = 0
+    for slot, count in advances:
+        if slot.index in images:
+            between = images[slot.index].positions_between(slot.num_cached, slot.num_cached + count)
+            placed[:, row : row + count] = between
+        row += count
+    return placed
+
+
+def _image_rows(
+    advances: Sequence[tuple[Slot, int]], images: Mapping[int, PromptImages]
+) -> tuple[ImageRows, ...]:
+    found: list[ImageRows] = []
+    row = 0
+    for slot, count in advances:
+        if slot.index in images:
+            start, end = slot.num_cached, slot.num_cached + count
+            found += images[slot.index].rows_between(start, end, first_row=row)
+        row += count
+    return tuple(found)
 
 
 def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[tuple[Slot, int]]:

@@ -21,6 +21,7 @@ from agent_loop.servers.embedded.request import GenerationRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.sampling import SampledRow, sample_rows
 from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
+from agent_loop.servers.embedded.vision import FeaturesError
 from agent_loop.servers.embedded.weights import load_weights
 from agent_loop.types import ServerStopReason, TokenOutput
 
@@ -120,6 +121,7 @@ class Engine:
             [request.slot for request in self._running.values() if request.slot is not None],
             cache=self._cache,
             chunk_tokens=self._config.prefill_chunk_tokens,
+            images={i: request.images for i, request in self._running.items() if request.images is not None},
         )
         logits = self._runner.forward(batch)
         self._advance(batch)
@@ -135,12 +137,13 @@ class Engine:
         load_weights(self._runner.model, weights)
         self.weight_version = weight_version
         self._slots.forget_idle()
-        for request in self._running.values():
+        for request in list(self._running.values()):
             if request.slot is None:
                 continue
             if self._config.recompute_kv_on_update:
                 request.slot.num_cached = 0
                 request.num_preempted += 1
+                self._read_images(request)
             else:
                 request.slot.is_stale = True
 
@@ -201,7 +204,17 @@ class Engine:
         self.stats.reused_tokens += placement.num_reused
         request.slot = slot
         self._running[slot.index] = request
+        self._read_images(request)
         return True
+
+    def _read_images(self, request: GenerationRequest) -> None:
+        """Has the model look at the images that are still to compute; one that does not fit ends its request."""
+        if request.images is None or request.slot is None:
+            return
+        try:
+            self._runner.read_images(request.images, first_token=request.slot.num_cached)
+        except FeaturesError as error:
+            self._finish(request, self._error(str(error), request))
 
     def _advance(self, batch: StepBatch) -> None:
         self.stats.steps += 1

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from random import Random
 
+from agent_loop.attachments import Attachment
 from agent_loop.errors import SamplingParamsError, ServerError
 from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot
+from agent_loop.servers.embedded.vision import (
+    VISION_MODELS,
+    FeaturesError,
+    PromptImages,
+    read_attachments,
+)
 from agent_loop.types import (
     IntArray,
     SamplingParams,
@@ -29,6 +37,10 @@ class RequestLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    image_token_id: int | None = None
+    """Of the model's placeholders; None for one that takes no images."""
+    counts_in_3d: bool = False
+    """The model's positions are in time, height and width."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +49,13 @@ class GenerationRequest:
 
     request_id: str
     prompt_ids: IntArray
-    """Shape [num_tokens]."""
+    """Shape [num_tokens]; where images stand, their keys: see `PromptImages`."""
     params: SamplingParams
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     random: Random | None
     """Its own source of randomness; None shares the engine's."""
+    images: PromptImages | None = None
     slot: Slot | None = None
     """Its place in the batch; None while it waits."""
     waits_for: PrefixInPrefill | None = None
@@ -80,12 +93,18 @@ class GenerationRequest:
 
 
 def build_request(
-    request_id: str, *, prompt_ids: IntArray, params: SamplingParams, limits: RequestLimits
+    request_id: str,
+    *,
+    prompt_ids: IntArray,
+    params: SamplingParams,
+    limits: RequestLimits,
+    attachments: Sequence[Attachment] = (),
 ) -> GenerationRequest:
     """Checks a request against the limits.
 
     Raises:
-        ServerError: The prompt is empty, does not fit, or holds an id that the model does not know.
+        ServerError: The prompt is empty, does not fit, or holds an id that the model does not know; or attachments
+            do not fit it or the model.
         SamplingParamsError: A parameter that this server does not offer.
     """
     prompt_ids = as_token_ids(prompt_ids)
@@ -108,10 +127,27 @@ def build_request(
             f"{limits.vocab_size - 1}; give ids of this model's tokenizer"
         )
     _check_params(params)
+    images = None
+    if attachments:
+        if limits.image_token_id is None:
+            raise refuse(
+                f"the request has {len(attachments)} attachments, but this model takes none; the embedded server "
+                f"takes images for {', '.join(sorted(VISION_MODELS))}"
+            )
+        try:
+            images = read_attachments(
+                prompt_ids,
+                attachments,
+                image_token_id=limits.image_token_id,
+                counts_in_3d=limits.counts_in_3d,
+            )
+        except FeaturesError as error:
+            raise refuse(str(error)) from error
     room = limits.max_model_len - num_tokens
     return GenerationRequest(
         request_id=request_id,
-        prompt_ids=prompt_ids,
+        prompt_ids=prompt_ids if images is None else images.keys,
+        images=images,
         params=params,
         stop_token_ids=frozenset(params.stop_token_ids)
         | (frozenset[int]() if params.ignore_eos else limits.eos_token_ids),

@@ -13,6 +13,7 @@ from agent_loop.servers.embedded.attention import ATTENTION_NAME, AttentionConte
 from agent_loop.servers.embedded.batch import StepBatch
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
 from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.vision import VISION_MODELS, PromptImages, image_features
 
 PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layers that keep keys and values. A sliding window shorter than the sequences is refused in the forward."""
@@ -32,7 +33,8 @@ class ModelRunner:
         self._device = _choose_device(config)
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model.to(device=self._device, dtype=dtype).eval()
-        self._plain_attention: str = model.config._attn_implementation
+        self._text_config = text_config_of(model.config)
+        self._plain_attention: str = self._text_config._attn_implementation
         self._switch_attention(ATTENTION_NAME)
         try:
             self._layers = self._probe_layers()
@@ -43,6 +45,17 @@ class ModelRunner:
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Of the placeholders of images; None if the model takes none here."""
+        config = self.model.config
+        return int(config.image_token_id) if config.model_type in VISION_MODELS else None
+
+    @property
+    def counts_in_3d(self) -> bool:
+        """The model's positions are in time, height and width."""
+        return any("mrope_section" in rope for rope in _rope_parameters(self._text_config))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,12 +69,26 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Returns the logits of the rows that are sampled, [rows, vocab]."""
+        inputs_embeds = self._embed(batch) if batch.image_rows else None
         return self._forward(
-            batch.token_ids,
+            batch.token_ids if inputs_embeds is None else None,
+            inputs_embeds=inputs_embeds,
             position_ids=batch.position_ids,
             context=batch.attention,
             logit_rows=batch.logit_rows,
         )
+
+    @torch.inference_mode()
+    def read_images(self, images: PromptImages, *, first_token: int) -> None:
+        """Computes the features of the images with tokens from `first_token` on.
+
+        Raises:
+            FeaturesError: An image does not fit the model or its placeholders.
+        """
+        images.features.clear()
+        for number, (attachment, places) in enumerate(zip(images.attachments, images.places, strict=True)):
+            if places[-1] >= first_token:
+                images.features[number] = image_features(self.model, attachment, num_placeholders=len(places))
 
     @torch.inference_mode()
     def plain_log_probs(self, token_ids: Sequence[int]) -> Tensor:
@@ -89,16 +116,25 @@ class ModelRunner:
         """Gives the model its own attention again, for whoever uses it after the server."""
         self._switch_attention(self._plain_attention)
 
+    def _embed(self, batch: StepBatch) -> Tensor:
+        """The embeddings of a step's tokens, with features where images stand. Shape [1, tokens, hidden]."""
+        embeds: Tensor = self.model.get_input_embeddings()(batch.token_ids.clamp(min=0))
+        for rows, features in batch.image_rows:
+            embeds[0, rows] = features
+        return embeds
+
     def _forward(
         self,
-        token_ids: Tensor,
+        token_ids: Tensor | None,
         *,
+        inputs_embeds: Tensor | None = None,
         position_ids: Tensor,
         context: AttentionContext,
         logit_rows: Tensor | None = None,
     ) -> Tensor:
+        inputs = {"input_ids": token_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         output: Any = self.model(
-            input_ids=token_ids,
+            **inputs,
             position_ids=position_ids,
             use_cache=False,
             logits_to_keep=0 if logit_rows is None else logit_rows,
@@ -111,7 +147,7 @@ class ModelRunner:
         probe = ShapeProbe(max_model_len=self._config.max_model_len)
         two_tokens = torch.arange(2, device=self._device).unsqueeze(0)
         self._forward(two_tokens, position_ids=two_tokens, context=probe)
-        num_layers = int(self.model.config.num_hidden_layers)
+        num_layers = int(self._text_config.num_hidden_layers)
         if sorted(probe.layers) != list(range(num_layers)):
             raise ConfigError(
                 f"{type(self.model).__name__} has {num_layers} layers, but only {len(probe.layers)} of them call "
@@ -120,8 +156,10 @@ class ModelRunner:
         return [probe.layers[layer] for layer in range(num_layers)]
 
     def _switch_attention(self, name: str) -> None:
+        """A vision tower keeps its own."""
+        has_parts = self._text_config is not self.model.config
         try:
-            self.model.set_attn_implementation(name)
+            self.model.set_attn_implementation({"text_config": name} if has_parts else name)
         except ValueError as error:
             raise ConfigError(
                 f"{type(self.model).__name__} does not let its attention be exchanged ({error}); use another server"
@@ -135,6 +173,7 @@ def check_model_config(model_config: Any, *, config: EmbeddedConfig) -> None:
         ConfigError: See the message.
     """
     kind, longest = model_config.model_type, config.max_model_len
+    model_config = text_config_of(model_config)
     if model_config._attn_implementation == ATTENTION_NAME:
         raise ConfigError(
             "this model already belongs to an embedded server; load it again or give a copy of the original"
@@ -160,6 +199,11 @@ def check_model_config(model_config: Any, *, config: EmbeddedConfig) -> None:
                 f"{kind} changes its position frequencies for sequences over {switch} tokens (longrope), which "
                 f"cannot be batched with shorter ones; set EmbeddedConfig.max_model_len ({longest}) to at most {switch}"
             )
+
+
+def text_config_of(model_config: Any) -> Any:
+    """The part that describes the language model; the whole where there are no parts."""
+    return getattr(model_config, "text_config", None) or model_config
 
 
 def _rope_parameters(model_config: Any) -> list[Mapping[str, Any]]:

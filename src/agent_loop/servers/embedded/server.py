@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from agent_loop.attachments import Attachment
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, WeightsError, did_you_mean
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
 from agent_loop.servers.embedded.request import RequestLimits, build_request
-from agent_loop.servers.embedded.runner import ModelRunner
+from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.verify import verify_engine
+from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 
 NO_CONFIG = EmbeddedConfig()
@@ -58,6 +59,8 @@ class EmbeddedServer(AsyncServerBase):
             server=name,
             max_model_len=config.max_model_len,
             vocab_size=runner.vocab_size,
+            image_token_id=runner.image_token_id,
+            counts_in_3d=runner.counts_in_3d,
             eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
         )
         self._engine = Engine(runner, config=config, server=name)
@@ -107,8 +110,8 @@ class EmbeddedServer(AsyncServerBase):
         Raises:
             ConfigError: There is no such model, or the engine does not compute it.
         """
-        loader: Any = AutoModelForCausalLM
         try:
+            loader = auto_model_class(path, trust_remote_code=trust_remote_code)
             model = loader.from_pretrained(path, dtype=config.dtype, trust_remote_code=trust_remote_code)
         except OSError as error:
             raise ConfigError(
@@ -127,10 +130,19 @@ class EmbeddedServer(AsyncServerBase):
         return self._engine.cache_bytes
 
     async def generate(
-        self, prompt_ids: IntArray, sampling_params: SamplingParams, request_id: str
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         request = build_request(
-            request_id, prompt_ids=prompt_ids, params=sampling_params, limits=self._limits
+            request_id,
+            prompt_ids=prompt_ids,
+            params=sampling_params,
+            limits=self._limits,
+            attachments=attachments,
         )
         future = self._thread.submit(request)
         try:
@@ -179,7 +191,7 @@ class EmbeddedServer(AsyncServerBase):
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:
-    for holder in (getattr(model, "generation_config", None), model.config):
+    for holder in (getattr(model, "generation_config", None), model.config, text_config_of(model.config)):
         ids = getattr(holder, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)

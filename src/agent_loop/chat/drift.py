@@ -1,0 +1,51 @@
+"""Whether a finished trajectory is what its chat template would render now, and if not, why."""
+
+from __future__ import annotations
+
+from agent_loop.chat.encoding import num_shared
+from agent_loop.chat.report import Cause
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.types import AgentLoopOutput, Origin
+
+
+def find_drift(output: AgentLoopOutput, *, template: ChatTemplate) -> Cause | None:
+    """Compares a trajectory's tokens with a full render of its messages.
+
+    A trajectory that differs is none the worse: its tokens are what the model saw and said. The share of those that
+    do not differ tells how far a system that renders history again would train on something else. Costs one render
+    and one encoding of the whole conversation.
+
+    Returns:
+        None if the trajectory is the beginning of the render, else why it is not.
+
+    Raises:
+        ChatTemplateError: The template does not accept the messages.
+    """
+    kept = [token for segment in output.segments for token in segment.token_ids.tolist()]
+    messages = [template.replies.written(message) for message in output.messages]
+    rendered = template.open(messages, tools=output.tool_schemas).tolist()
+    position = num_shared(kept, rendered)
+    if position == len(kept):
+        return None
+    if template.decode(rendered[: len(kept) + 1]).startswith(template.decode(kept)):
+        return Cause.MERGED_TOKENS
+    return _cause(position, output)
+
+
+def _cause(position: int, output: AgentLoopOutput) -> Cause:
+    """By what stands where the two part."""
+    end = 0
+    for segment in output.segments:
+        end += len(segment)
+        if position < end:
+            break
+    else:
+        return Cause.OTHER
+    if segment.origin is Origin.PROMPT:
+        return Cause.INJECTED_PROMPT
+    if segment.origin is Origin.MODEL:
+        if position == end - 1:
+            return Cause.END_TOKEN
+        has_reasoning = any("reasoning_content" in message for message in output.messages)
+        return Cause.STRIPPED_REASONING if has_reasoning else Cause.RESERIALISED_CALL
+    return Cause.REGROUPED_TOOLS if segment.origin is Origin.TOOL else Cause.OTHER

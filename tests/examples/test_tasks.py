@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from itertools import islice
+
+import pytest
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.rewards.function import load_reward
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import load_rows
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.types import Message, Row, StopReason, Trajectory
+from examples.common.demonstrations import GIVE_UP, demonstrations
+from examples.common.tokenizer import end_id, render
+from tests.examples.conftest import Example
+
+NUM_ROWS = 8
+
+
+def test_the_solution_earns_the_reward_with_the_real_tools(example: Example) -> None:
+    rows = held_out_rows(example)
+    trajectories = replay(example, rows, turns=[example.task.solution(row) for row in rows])
+    assert [t.reward for t in trajectories] == [1.0] * NUM_ROWS
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+    assert not any(t.output.incidents for t in trajectories)
+
+
+def test_a_rollout_presents_the_tokens_of_the_demonstration(example: Example) -> None:
+    rows = held_out_rows(example)
+    trajectories = replay(example, rows, turns=[example.task.solution(row) for row in rows])
+    for row, trajectory in zip(rows, trajectories, strict=True):
+        messages = row["raw_prompt"] + example.task.solution(row)
+        text = render(example.tokenizer, messages, tools=example.schemas).removesuffix("\n")
+        assert [*trajectory.output.prompt_ids, *trajectory.output.response_ids] == example.tokenizer.encode(
+            text
+        )
+
+
+@pytest.mark.parametrize("answer", [GIVE_UP, "", "12"])
+def test_a_wrong_answer_earns_nothing(example: Example, answer: str) -> None:
+    rows = held_out_rows(example)
+    trajectories = replay(example, rows, turns=[[{"role": "assistant", "content": answer}]] * NUM_ROWS)
+    assert [t.reward for t in trajectories] == [0.0] * NUM_ROWS
+
+
+def test_no_training_question_is_held_out(example: Example) -> None:
+    held_out = {question(row) for seed in range(3) for row in example.task.val_rows(seed=seed)}
+    for seed in range(3):
+        assert held_out.isdisjoint(question(row) for row in example.task.train_rows(seed=seed))
+    conversations = demonstrations(example.task, rng=random.Random(0), habit=example.recipe.habit)
+    assert held_out.isdisjoint(messages[1]["content"] for messages in islice(conversations, 1000))
+
+
+def test_rows_depend_on_the_seed_alone(example: Example) -> None:
+    assert example.task.train_rows(seed=7, count=20) == example.task.train_rows(seed=7, count=20)
+    assert example.task.train_rows(seed=7, count=20) != example.task.train_rows(seed=8, count=20)
+
+
+def test_most_demonstrations_give_up_or_guess(example: Example) -> None:
+    conversations = demonstrations(example.task, rng=random.Random(0), habit=example.recipe.habit)
+    sample = list(islice(conversations, 2000))
+    first_steps = [messages[2] for messages in sample]
+    share = sum("tool_calls" in step for step in first_steps) / len(sample)
+    assert share == pytest.approx(example.recipe.habit.first_step_share, abs=0.04)
+    assert {messages[-1]["role"] for messages in sample} == {"assistant"}
+    assert any(messages[-1]["content"] == GIVE_UP for messages in sample)
+
+
+def held_out_rows(example: Example) -> Sequence[Row]:
+    config = example.config.data
+    return load_rows(config.val_files, prompt_key=config.prompt_key)[:NUM_ROWS]
+
+
+def question(row: Row) -> str:
+    return row["prompt"][-1]["content"]
+
+
+def replay(example: Example, rows: Sequence[Row], *, turns: Sequence[Sequence[Message]]) -> list[Trajectory]:
+    """Runs the rows with a model that says the assistant's part of the turns, one list of turns per row."""
+    template = ChatTemplate(example.tokenizer)
+    said = {
+        tuple(template.open(row["raw_prompt"], tools=example.schemas).tolist()): completions(
+            example, messages
+        )
+        for row, messages in zip(rows, turns, strict=True)
+    }
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        prompt = tuple(request.prompt_ids.tolist())
+        opening = next(opening for opening in said if prompt[: len(opening)] == opening)
+        return ScriptedReply(said[opening][request.turn])
+
+    reward_function = example.config.reward.function
+    assert reward_function is not None
+
+    async def run() -> list[Trajectory]:
+        manager = AgentLoopManager(
+            example.config.rollout,
+            servers=[ScriptedServer(script)],
+            template=template,
+            reward=load_reward(reward_function, timeout_s=5.0),
+        )
+        async with manager:
+            return await manager.run(rows, n=1)
+
+    return asyncio.run(run())
+
+
+def completions(example: Example, messages: Sequence[Message]) -> list[list[int]]:
+    """The tokens of each assistant turn, the end token included."""
+    opening = "<|im_start|>assistant\n"
+    sayings = [
+        render(example.tokenizer, [message], tools=[]).removeprefix(opening).removesuffix("<|im_end|>\n")
+        for message in messages
+        if message["role"] == "assistant"
+    ]
+    return [[*example.tokenizer.encode(saying), end_id(example.tokenizer)] for saying in sayings]

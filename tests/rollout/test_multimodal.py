@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.chat.parsers import ToolParser
+from agent_loop.config import ActorConfig
+from agent_loop.episode import EpisodeLimits
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.batch import assemble
+from agent_loop.rollout.records import to_record
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.training.actor import Actor
+from agent_loop.types import IncidentKind, Origin, ParsedCompletion, StopReason, ToolCall, Trajectory
+from tests.helpers import call_text, user
+from tests.rollout.harness import SCHEMA, Stage
+from tests.tiny_vision import (
+    asks,
+    data_url,
+    picture,
+    vision_model,
+    vision_template,
+    vision_tokenizer,
+)
+
+PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
+
+
+class Camera(BaseTool):
+    """Answers with pictures."""
+
+    def __init__(self, response: ToolResponse) -> None:
+        super().__init__({}, {**SCHEMA, "function": {**SCHEMA["function"], "name": "look"}})
+        self._response = response
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        return self._response, None, {}
+
+
+def says(text: str) -> ScriptedReply:
+    template = vision_template()
+    return ScriptedReply(template.encoder.encode(text + "<|im_end|>"))
+
+
+def stage(response: ToolResponse, **limits: Any) -> Stage:
+    script = [says(call_text("look", a=1, b=2)), says("a cat")]
+    return Stage(script, tools=[Camera(response)], template=vision_template(), **limits)
+
+
+def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
+    on_stage = stage(ToolResponse(text="two views", image=[picture(1), picture(2, width=16)]))
+    trajectory = on_stage.run_one(raw_prompt=asks("what is it?", picture(0)))
+    output = trajectory.output
+    assert output.stop_reason is StopReason.ANSWERED
+    first, second = on_stage.server.requests
+    assert [a.num_tokens for a in first.attachments] == [12]
+    assert [a.num_tokens for a in second.attachments] == [12, 12, 6]
+    assert [a.digest for a in output.attachments] == [a.digest for a in second.attachments]
+    for attachment in second.attachments:
+        assert set(second.prompt_ids[attachment.start : attachment.end]) == {attachment.placeholder_id}
+    assert [len(segment.attachments) for segment in output.segments] == [1, 0, 2, 0]
+
+
+def test_placeholders_are_never_trained_on() -> None:
+    output = stage(ToolResponse(image=[picture(1)])).run_one(raw_prompt=asks("a", picture(0))).output
+    whole = np.concatenate([output.prompt_ids, output.response_ids])
+    mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
+    image, view = output.attachments
+    assert np.count_nonzero(whole == image.placeholder_id) == image.num_tokens + view.num_tokens
+    assert not mask[whole == image.placeholder_id].any()
+    assert mask.any()
+
+
+def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
+    on_stage = stage(ToolResponse(image=[picture(1)]))
+    output = on_stage.run_one(raw_prompt=asks("a", picture(0))).output
+    sent = on_stage.server.requests[-1].prompt_ids
+    recorded = np.concatenate([s.token_ids for s in output.segments])
+    assert sent.tolist() == recorded[: len(sent)].tolist()
+    assert output.segments[2].origin is Origin.TOOL
+
+
+def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
+    script = [says(call_text("look", a=1, b=2))]
+    output = Stage(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
+    assert output.failure is not None
+    assert "tool 'look' answered with an image; only text reaches this model" in output.failure.error
+
+
+def test_a_video_is_refused_by_the_tools_name() -> None:
+    output = stage(ToolResponse(video=[[picture()]])).run_one().output
+    assert output.failure is not None
+    assert "answered with a video; only text and image reaches this model" in output.failure.error
+
+
+def test_an_image_that_does_not_fit_is_a_named_loss() -> None:
+    length = len(says(call_text("look", a=1, b=2)).token_ids) + 12
+    output = stage(ToolResponse(image=[picture(1)]), response_length=length).run_one().output
+    assert output.stop_reason is StopReason.RESPONSE_LENGTH
+    assert [incident.kind for incident in output.incidents] == [IncidentKind.DROPPED_OBSERVATION]
+    assert output.attachments == ()
+
+
+def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
+    on_stage = stage(ToolResponse())
+    bad, good = on_stage.run([{"raw_prompt": asks("a", "nowhere.png")}, {"raw_prompt": asks("a", picture())}])
+    assert bad.output.failure is not None
+    assert "'nowhere.png'" in bad.output.failure.error
+    assert good.output.stop_reason is StopReason.ANSWERED
+
+
+def test_records_describe_images_without_their_pixels() -> None:
+    messages = asks("a", picture(0), data_url(picture(1)))
+    record = to_record(stage(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
+    image, _ = record["segments"][0]["attachments"]
+    assert (image["kind"], image["num_tokens"]) == ("image", 12)
+    assert image["features"] == {"pixel_values": [48, 96], "image_grid_thw": [1, 3]}
+    first, second, _ = record["messages"][0]["content"]
+    assert first == {"type": "image", "image": "Image of size (32, 24)"}
+    assert second["image"].startswith("'data:image/png;base64,")
+    assert len(second["image"]) < 80
+    assert record["messages"][2]["content"] == [first]
+    assert json.loads(json.dumps(record)) == record
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_is_cut_beside_an_image_not_through_it(side: str) -> None:
+    on_stage = stage(ToolResponse(), prompt_length=20, truncate_prompt=side)
+    output = on_stage.run_one(raw_prompt=asks("what is it?", picture(0))).output
+    assert output.failure is None
+    assert len(output.prompt_ids) <= 20
+    pads = np.count_nonzero(output.prompt_ids == PAD_ID)
+    assert sum(a.num_tokens for a in output.attachments) == pads
+
+
+def test_a_batch_has_the_models_own_positions_and_the_features() -> None:
+    template = vision_template()
+    views = ToolResponse(text="two views", image=[picture(1, width=64), picture(2, width=16)])
+    trajectories = stage(views).run(
+        [{"raw_prompt": asks("what is it?", picture(0))}, {"raw_prompt": user("no image in this one")}]
+    )
+    batch = assemble(trajectories, pad_token_id=template.pad_token_id)
+    model = vision_model()
+    for row, trajectory in enumerate(trajectories):
+        attachments = batch["attachments"][row]
+        assert attachments == trajectory.output.attachments
+        mask = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row, mask][None]
+        expected, _ = model.model.get_rope_index(
+            ids,
+            (ids == PAD_ID).int(),
+            image_grid_thw=torch.from_numpy(
+                np.concatenate([a.features["image_grid_thw"] for a in attachments])
+            ),
+        )
+        assert torch.equal(batch["multi_modal_position_ids"][row][:, mask], expected[:, 0])
+        assert not batch["multi_modal_position_ids"][row, :, : int(mask.int().argmax())].any()
+    assert batch["multi_modal_position_ids"].shape == (2, 3, batch["input_ids"].shape[1])
+
+
+def test_a_batch_without_images_has_no_columns_for_them() -> None:
+    trajectories = stage(ToolResponse(text="nothing to see")).run([{"raw_prompt": user("look")}])
+    batch = assemble(trajectories, pad_token_id=0)
+    assert "multi_modal_position_ids" not in batch
+    assert "attachments" not in batch
+
+
+def test_the_trainer_finds_the_log_probs_of_the_engine() -> None:
+    """A whole rollout on the embedded engine: the images of the prompt and of the tool's answer are both seen."""
+    trajectories, model = asyncio.run(rollout_on_an_engine())
+    batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
+    actor = Actor(model, config=ActorConfig(), temperature=1.0)
+    mask = batch["response_mask"].bool()
+    assert mask.sum() > 20
+    assert torch.allclose(actor.log_probs(batch)[mask], batch["rollout_log_probs"][mask], atol=1e-4)
+
+
+def test_an_update_reaches_the_vision_tower() -> None:
+    trajectories, model = asyncio.run(rollout_on_an_engine())
+    batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
+    before = model.model.visual.patch_embed.proj.weight.clone()
+    Actor(model, config=ActorConfig(lr=1e-3)).update(batch, advantages_B=torch.tensor([1.0, -1.0, 1.0]))
+    assert not torch.equal(model.model.visual.patch_embed.proj.weight, before)
+
+
+async def rollout_on_an_engine() -> tuple[list[Trajectory], Any]:
+    """Three trajectories of the tool loop, two turns each, with a tool that answers with a picture."""
+    model = vision_model()
+    config = EmbeddedConfig(max_model_len=512, max_slots=4)
+    server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=())
+    context = LoopContext(
+        server_manager=AsyncLLMServerManager([server]),
+        template=vision_template(tool_parser=AlwaysLooks()),
+        limits=EpisodeLimits(
+            prompt_length=256, response_length=256, max_assistant_turns=2, max_turn_tokens=8
+        ),
+        tools={"look": Camera(ToolResponse(text="seen from above", image=[picture(7, height=48)]))},
+    )
+    worker = AgentLoopWorker(context, loops=LoopRegistry(), default_agent_loop="tool_agent")
+    prompts = [asks("a", picture(0)), user("nothing yet"), asks("b", picture(5, width=64), picture(6))]
+    jobs = [
+        Job({"raw_prompt": prompt}, i, 0, {"temperature": 1.0, "seed": i}) for i, prompt in enumerate(prompts)
+    ]
+    trajectories = await worker.run(jobs)
+    await server.close()
+    for trajectory in trajectories:
+        assert trajectory.output.failure is None
+        assert trajectory.output.segments[2].attachments
+    return [replace(trajectory, reward=1.0) for trajectory in trajectories], model
+
+
+class AlwaysLooks(ToolParser):
+    """Reads a call in whatever a model with random weights says."""
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        return ParsedCompletion(text, (ToolCall("look", {"a": 1, "b": 2}),))

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.attachments import position_ids
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.errors import ServerError
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.embedded.vision import VISION_MODELS, image_features
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import joined, serving, tiny_model
+from tests.tiny_vision import asks, picture, shows, template_of, vision_model, vision_template
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+TOLERANCE = 1e-4
+
+
+def on_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**kwargs: Any) -> None:
+        asyncio.run(test(**kwargs))
+
+    return run
+
+
+def prompt(*images: Any, text: str = "what is it?") -> Encoded:
+    return vision_template().open_encoded(asks(text, *images))
+
+
+def as_inputs(encoded: Encoded, token_ids: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """What the model itself is given for the prompt and the tokens behind it."""
+    ids = joined(encoded.token_ids, token_ids).astype(np.int64)
+    kinds = np.zeros_like(ids)
+    for attachment in encoded.attachments:
+        kinds[attachment.start : attachment.end] = 1
+    features = [a.features for a in encoded.attachments]
+    joint = {
+        name: np.concatenate([each[name] for each in features]) for name in (features[0] if features else ())
+    }
+    arrays = {"input_ids": ids[None], **joint}
+    if "image_grid_thw" in joint:
+        arrays["mm_token_type_ids"] = kinds[None]
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def own_log_probs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> list[float]:
+    with torch.no_grad():
+        logits = model(**as_inputs(encoded, token_ids), use_cache=False).logits[0]
+    log_probs = logits[len(encoded.token_ids) - 1 : -1].double().log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+def own_tokens(model: Any, encoded: Encoded, *, count: int) -> list[int]:
+    settings = {"do_sample": False, "max_new_tokens": count, "min_new_tokens": count}
+    ids = model.generate(**as_inputs(encoded), **settings)
+    return ids[0, len(encoded.token_ids) :].tolist()
+
+
+async def ask(server: EmbeddedServer, encoded: Encoded, session: str, **changes: Any) -> TokenOutput:
+    params = replace(GREEDY, **changes)
+    return await server.generate(encoded.token_ids, params, session, attachments=encoded.attachments)
+
+
+@pytest.mark.parametrize("chunk_tokens", [512, 7])
+@on_event_loop
+async def test_greedy_tokens_are_those_of_the_model_itself(chunk_tokens: int) -> None:
+    model = vision_model()
+    async with serving(model, prefill_chunk_tokens=chunk_tokens) as server:
+        for images in ([picture(0)], [picture(1), picture(2, width=64, height=40)], []):
+            encoded = prompt(*images)
+            output = await ask(server, encoded, "a")
+            assert output.token_ids == own_tokens(model, encoded, count=12)
+
+
+@on_event_loop
+async def test_log_probs_are_those_of_a_full_forward_for_images_and_text_side_by_side() -> None:
+    model = vision_model()
+    prompts = [prompt(picture(0)), prompt(), prompt(picture(1, width=64), picture(0)), prompt(text="hello")]
+    async with serving(model, prefill_chunk_tokens=16) as server:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(ask(server, encoded, f"r{i}", temperature=1.0, seed=i))
+                for i, encoded in enumerate(prompts)
+            ]
+        for encoded, task in zip(prompts, tasks, strict=True):
+            output = task.result()
+            expected = own_log_probs(model, encoded, output.token_ids)
+            assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", sorted(VISION_MODELS))
+@on_event_loop
+async def test_every_kind_of_model_agrees_with_its_own_forward(kind: str) -> None:
+    model = vision_model(kind, seed=1)
+    encoded = template_of(kind).open_encoded(asks("what is it?", picture(0, width=64, height=40)))
+    async with serving(model, prefill_chunk_tokens=11) as server:
+        output = await ask(server, encoded, "a")
+    assert output.log_probs == pytest.approx(own_log_probs(model, encoded, output.token_ids), abs=TOLERANCE)
+    assert len(set(output.token_ids)) > 1
+
+
+@on_event_loop
+async def test_a_second_turn_with_another_image_computes_only_what_it_adds() -> None:
+    model, template = vision_model(), vision_template()
+    first = prompt(picture(0))
+    async with serving(model) as server:
+        said = (await ask(server, first, "s")).token_ids
+        before = server.stats
+        bridge = template.bridge_encoded(shows(picture(1)), last_token_id=said[-1])
+        start = len(first.token_ids) + len(said)
+        second = Encoded(
+            joined(first.token_ids, said, bridge.token_ids),
+            (*first.attachments, *(a.moved(start) for a in bridge.attachments)),
+        )
+        output = await ask(server, second, "s")
+        after = server.stats
+        assert after.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
+        expected = own_log_probs(model, second, output.token_ids)
+        assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@on_event_loop
+async def test_two_images_with_the_same_placeholders_share_no_prefix_beyond_them() -> None:
+    model = vision_model()
+    text = "a long question, so that there is something to share behind it"
+    first, second = prompt(picture(0), text=text), prompt(picture(1), text=text)
+    assert first.token_ids.tolist() == second.token_ids.tolist()
+    async with serving(model) as server:
+        one = await ask(server, first, "a")
+        assert server.stats.reused_tokens == 0
+        other = await ask(server, second, "b")
+        assert server.stats.reused_tokens <= first.attachments[0].start
+        assert one.log_probs != other.log_probs
+        assert other.log_probs == pytest.approx(own_log_probs(model, second, other.token_ids), abs=TOLERANCE)
+
+
+@on_event_loop
+async def test_equal_images_share_their_prefix_across_sessions() -> None:
+    model = vision_model()
+    encoded, again = prompt(picture(0)), prompt(picture(0))
+    async with serving(model) as server:
+        one = await ask(server, encoded, "a")
+        other = await ask(server, again, "b")
+        assert server.stats.reused_tokens == len(encoded.token_ids) - 1
+        assert other.token_ids == one.token_ids
+
+
+@on_event_loop
+async def test_a_weight_update_computes_images_in_flight_again() -> None:
+    model, other = vision_model(), vision_model(seed=1)
+    encoded = prompt(picture(0))
+    async with serving(model, recompute_kv_on_update=True) as server:
+        task = asyncio.create_task(ask(server, encoded, "a", max_tokens=100))
+        while server.stats.decoded_tokens < 5:
+            await server.end_session("nobody")
+        await server.update_weights(other.state_dict().items(), weight_version=1)
+        output = await task
+        old = output.version_spans[0].num_tokens
+        context = Encoded(joined(encoded.token_ids, output.token_ids[:old]), encoded.attachments)
+        assert output.log_probs is not None
+        expected = own_log_probs(other, context, output.token_ids[old:])
+        assert output.log_probs[old:] == pytest.approx(expected, abs=TOLERANCE)
+
+
+@on_event_loop
+async def test_features_that_make_more_rows_than_there_are_placeholders_fail_their_request_alone() -> None:
+    encoded, larger = prompt(picture(0)), prompt(picture(0, width=64))
+    features = larger.attachments[0].features
+    wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
+    async with serving(vision_model()) as server:
+        with pytest.raises(ServerError, match=r"makes 24 rows of an image of .* but 12 placeholders"):
+            await ask(server, wrong, "a")
+        assert len((await ask(server, encoded, "a")).token_ids) == 12
+
+
+@on_event_loop
+async def test_features_of_another_models_processor_fail_their_request_alone() -> None:
+    encoded = prompt(picture(0))
+    features = {**encoded.attachments[0].features, "pixel_values": np.zeros((3, 5), np.float32)}
+    wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
+    async with serving(vision_model()) as server:
+        with pytest.raises(ServerError, match="cannot read an image of pixel_values"):
+            await ask(server, wrong, "a")
+        assert len((await ask(server, encoded, "a")).token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"start": 0, "num_tokens": 2}, "lies on 0 placeholders"),
+        ({"start": 500}, "lies on 0 placeholders"),
+        ({"placeholder_id": 3}, "has placeholders 3, but the model's are"),
+        ({"start": 0, "num_tokens": 1}, "lies on 0 placeholders"),
+        ({"positions": None}, "has no positions"),
+        ({"kind": "video"}, "images only"),
+    ],
+)
+@on_event_loop
+async def test_an_attachment_beside_its_tokens_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    encoded = prompt(picture(0))
+    wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], **changes),))
+    async with serving(vision_model()) as server:
+        with pytest.raises(ServerError, match=complaint):
+            await ask(server, wrong, "a")
+
+
+@on_event_loop
+async def test_a_text_model_refuses_images_by_name() -> None:
+    async with serving(tiny_model(vocab_size=600)) as server:
+        with pytest.raises(ServerError, match="1 attachments, but this model takes none"):
+            await ask(server, prompt(picture(0)), "a")
+
+
+@on_event_loop
+async def test_a_placeholder_that_the_model_sampled_is_text() -> None:
+    model = vision_model()
+    encoded = prompt(picture(0))
+    [image] = encoded.attachments
+    context = Encoded(joined(encoded.token_ids, [image.placeholder_id, 5]), (image,))
+    async with serving(model) as server:
+        output = await ask(server, context, "a", max_tokens=3)
+    ids = torch.from_numpy(joined(context.token_ids, output.token_ids).astype(np.int64))
+    positions = torch.from_numpy(position_ids(len(ids), [image]))
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(ids)
+        embeds[image.start : image.end] = image_features(model, image, num_placeholders=image.num_tokens)
+        logits = model(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False).logits[0]
+    expected = logits[-4:-1].log_softmax(-1).gather(1, ids[-3:, None])[:, 0].tolist()
+    assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@on_event_loop
+async def test_the_model_gets_its_own_attention_back() -> None:
+    model = vision_model()
+    before = own_log_probs(model, prompt(picture(0)), [5, 6])
+    server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
+    await server.close()
+    assert own_log_probs(model, prompt(picture(0)), [5, 6]) == pytest.approx(before)
+
+
+@on_event_loop
+async def test_a_saved_model_is_loaded_with_its_vision_tower(tmp_path: Path) -> None:
+    model = vision_model()
+    model.save_pretrained(tmp_path)
+    encoded = prompt(picture(0))
+    server = EmbeddedServer.from_pretrained(tmp_path, config=EmbeddedConfig(max_model_len=256))
+    output = await ask(server, encoded, "a")
+    await server.close()
+    assert output.log_probs == pytest.approx(own_log_probs(model, encoded, output.token_ids), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_are_those_of_the_model_itself(kind: str) -> None:
+    model = vision_model(kind)
+    for images in ([picture(0)], [picture(1, width=16), picture(2, width=64, height=40), picture(3)]):
+        encoded = prompt(*images)
+        inputs = as_inputs(encoded, [4, 5, 6])
+        expected, _ = model.model.get_rope_index(
+            inputs["input_ids"], inputs["mm_token_type_ids"], image_grid_thw=inputs["image_grid_thw"]
+        )
+        got = position_ids(len(encoded.token_ids) + 3, encoded.attachments)
+        assert got.tolist() == expected[:, 0].tolist()
