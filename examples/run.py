@@ -63,7 +63,7 @@ class Recipe:
 RECIPES = {
     "two_hop_lookup": Recipe(warm_start_steps=700, habit=Habit(first_step_share=0.33), least_after=0.93),
     "calculator": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
-    "chain": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.35), least_after=0.90),
+    "chain": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
 }
 
 

@@ -36,7 +36,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def train_rows(seed: int = 0, count: int = 2560) -> list[dict[str, Any]]:
+def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
     """Rows about triples of numbers that are not held out."""
     return _rows(random.Random(seed), count=count, held_out=False)
 

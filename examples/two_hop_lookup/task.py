@@ -13,20 +13,22 @@ from agent_loop.types import AgentLoopOutput, Message, ToolCall
 SYSTEM = "Find the shelf."
 QUESTION = "Which shelf holds the part of order {}?"
 ANSWER = "Shelf {}."
+ORDERS = range(1000, 10_000)
+"""So many that a model cannot learn them by heart and must copy what it reads."""
 ORDERS_PER_ROW = 8
 
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
     """Rows about orders that are not held out, each with relations of its own."""
     rng = random.Random(seed)
-    orders = [number for number in range(100, 1000) if not _is_held_out(number)]
+    orders = [number for number in ORDERS if not _is_held_out(number)]
     return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
     """Rows about held-out orders: no training row asks about any of them."""
     rng = random.Random(seed)
-    orders = [number for number in range(100, 1000) if _is_held_out(number)]
+    orders = [number for number in ORDERS if _is_held_out(number)]
     return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
 
 
@@ -102,8 +104,8 @@ def _is_held_out(order: int) -> bool:
 
 
 def _row(rng: random.Random, *, asked_order: int) -> dict[str, Any]:
-    others = [number for number in range(100, 1000) if number != asked_order]
-    orders = [asked_order, *rng.sample(others, ORDERS_PER_ROW - 1)]
+    others = (number for number in rng.sample(ORDERS, ORDERS_PER_ROW) if number != asked_order)
+    orders = [asked_order, *others][:ORDERS_PER_ROW]
     parts = rng.sample(range(100, 1000), ORDERS_PER_ROW)
     shelves = [rng.randrange(10, 100) for _ in parts]
     part_of_order = {str(order): part for order, part in zip(orders, parts, strict=True)}
