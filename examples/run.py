@@ -33,7 +33,8 @@ from agent_loop.training.evaluation import summarise
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
-from agent_loop.types import Row, Trajectory
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 from examples.common.demonstrations import Habit, Task, demonstrations
 from examples.common.model import make_model
 from examples.common.report import ReportInput, Verdict, print_comparison, write_report

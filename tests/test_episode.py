@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.episode import Episode, EpisodeLimits, EpisodeStopped
+from agent_loop.episode import Episode, EpisodeStopped
 from agent_loop.errors import EpisodeError
+from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import AgentLoopOutput, Origin, StopReason
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Origin, StopReason
 from tests.helpers import encoded, hermes_template, says, user
 
 

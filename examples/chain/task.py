@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_loop.tools.function import function_tool
-from agent_loop.types import AgentLoopOutput, Message, ToolCall
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Message, ToolCall
 
 SYSTEM = "Use the calculator."
 QUESTION = "What is {} * {} + {}?"

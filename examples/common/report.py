@@ -19,7 +19,8 @@ from rich.table import Table
 
 from agent_loop.training.evaluation import summarise
 from agent_loop.training.metrics import REWARD_MEAN, SUCCESS_SHARE, TOOL_CALLS_MEAN
-from agent_loop.types import Origin, Trajectory
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Origin
 from examples.common.curves import DARK, LIGHT, HeldOut, Panel, draw_curves
 
 NUM_COMPARED = 10

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from agent_loop.errors import ToolError
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.types import AgentLoopOutput, Message, ToolCall
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Message, ToolCall
 
 SYSTEM = "Find the shelf."
 QUESTION = "Which shelf holds the part of order {}?"

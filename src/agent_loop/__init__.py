@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from agent_loop.servers.scripted import ScriptedServer
     from agent_loop.tools.base import BaseTool, ToolResponse
     from agent_loop.tools.function import function_tool
-    from agent_loop.types import AgentLoopOutput, AgentState, Segment, StopReason, TokenOutput
+    from agent_loop.trajectory import AgentLoopOutput, Segment
+    from agent_loop.types import AgentState, StopReason, TokenOutput
 
 __version__ = "0.1.0"
 
@@ -56,7 +57,7 @@ __all__ = [
 _MODULE_OF = {
     "AgentLoopBase": "loops.base",
     "AgentLoopManager": "rollout.manager",
-    "AgentLoopOutput": "types",
+    "AgentLoopOutput": "trajectory",
     "AgentLoopWorker": "rollout.worker",
     "AgentState": "types",
     "AsyncLLMServerManager": "servers.manager",
@@ -66,7 +67,7 @@ _MODULE_OF = {
     "ChatTemplate": "chat.template",
     "Episode": "episode",
     "ScriptedServer": "servers.scripted",
-    "Segment": "types",
+    "Segment": "trajectory",
     "SingleTurnAgentLoop": "loops.single_turn",
     "StopReason": "types",
     "TokenOutput": "types",

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from agent_loop.concurrency import run_in_thread, run_shielded
 from agent_loop.errors import EpisodeError
-from agent_loop.types import Incident, IncidentKind
+from agent_loop.trajectory import Incident, IncidentKind
 
 ResultT = TypeVar("ResultT")
 

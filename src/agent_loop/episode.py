@@ -14,14 +14,11 @@ from agent_loop.concurrency import run_abortable, run_together
 from agent_loop.errors import AgentLoopError, EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.ledger import TokenLedger
+from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.session import ToolResult, ToolSession
+from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Failure, Incident, IncidentKind
 from agent_loop.types import (
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    Failure,
-    Incident,
-    IncidentKind,
     IntArray,
     MalformedCall,
     Message,
@@ -43,24 +40,6 @@ class EpisodeStopped(AgentLoopError):
     def __init__(self, reason: StopReason) -> None:
         super().__init__(f"the episode is over: {reason}")
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """What ends an episode. None is no limit."""
-
-    prompt_length: int
-    """Tokens of the first prompt."""
-    response_length: int
-    """Tokens after the first prompt."""
-    truncate_prompt: str = "no"
-    """`left` or `right`: cut the beginning or the end of a longer prompt, instead of ending the episode."""
-    max_assistant_turns: int | None = None
-    max_user_turns: int | None = None
-    max_turn_tokens: int | None = None
-    """Tokens of one assistant turn."""
-    deadline_s: float | None = None
-    """Seconds from opening."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +174,13 @@ class Episode:
             ServerError: The server failed.
         """
         self._refuse_if_over()
-        if _reached(self.assistant_turns, self.limits.max_assistant_turns):
-            raise self._stopped(StopReason.MAX_ASSISTANT_TURNS)
-        if self.num_tokens_left <= 0:
-            raise self._stopped(StopReason.RESPONSE_LENGTH)
-        params = self._limited(SamplingParams.parse(sampling_params), stop_token_ids)
+        used = self._ledger.num_response_tokens
+        forbidden = self.limits.forbids_turn(assistant_turns=self.assistant_turns, num_tokens=used)
+        if forbidden is not None:
+            raise self._stopped(forbidden)
+        params = self.limits.applied(
+            SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
+        )
         started = self._now
         try:
             sampled = await run_abortable(
@@ -400,18 +381,17 @@ class Episode:
     @property
     def is_last_turn(self) -> bool:
         """Whether nothing that the next assistant turn asks for could be answered: a turn limit stands behind it."""
-        return _reached(self.assistant_turns + 1, self.limits.max_assistant_turns) or _reached(
-            self.user_turns, self.limits.max_user_turns
-        )
+        return self.limits.is_last_turn(assistant_turns=self.assistant_turns, user_turns=self.user_turns)
 
     def may_go_on(self) -> bool:
         """Whether a reply and another assistant turn are allowed; if not, the episode is over with the reason."""
-        if _reached(self.assistant_turns, self.limits.max_assistant_turns):
-            self.stop(StopReason.MAX_ASSISTANT_TURNS)
-        elif _reached(self.user_turns, self.limits.max_user_turns):
-            self.stop(StopReason.MAX_USER_TURNS)
-        elif self.num_tokens_left <= 0:
-            self.stop(StopReason.RESPONSE_LENGTH)
+        forbidden = self.limits.forbids_reply(
+            assistant_turns=self.assistant_turns,
+            user_turns=self.user_turns,
+            num_tokens=self._ledger.num_response_tokens,
+        )
+        if forbidden is not None:
+            self.stop(forbidden)
         return self.stop_reason is None
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -441,14 +421,6 @@ class Episode:
     def _stopped(self, reason: StopReason) -> EpisodeStopped:
         self.stop(reason)
         return EpisodeStopped(reason)
-
-    def _limited(self, params: SamplingParams, stop_token_ids: Sequence[int]) -> SamplingParams:
-        limits = (params.max_tokens, self.limits.max_turn_tokens, self.num_tokens_left)
-        return replace(
-            params,
-            max_tokens=min(limit for limit in limits if limit is not None),
-            stop_token_ids=(*params.stop_token_ids, *stop_token_ids),
-        )
 
     def _record_turn(self, sampled: TokenOutput) -> Completion:
         self._ledger.append_completion(sampled)
@@ -495,7 +467,3 @@ class _Clock:
     @property
     def seconds(self) -> float:
         return self._loop.time() - self._started
-
-
-def _reached(count: int, limit: int | None) -> bool:
-    return limit is not None and count >= limit

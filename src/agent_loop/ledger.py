@@ -9,16 +9,8 @@ import numpy as np
 
 from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
-from agent_loop.types import (
-    FloatArray,
-    IntArray,
-    Origin,
-    Segment,
-    TokenIds,
-    TokenOutput,
-    VersionSpan,
-    as_token_ids,
-)
+from agent_loop.trajectory import Segment
+from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, TokenOutput, VersionSpan, as_token_ids
 
 INITIAL_CAPACITY = 1024
 

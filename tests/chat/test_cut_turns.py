@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply
-from agent_loop.types import AgentLoopOutput, MalformedCall, Message, Origin, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import MalformedCall, Message, Origin
 from tests.helpers import call_text, encoded, says
 from tests.rollout.harness import Adder, Stage
 

@@ -10,7 +10,8 @@ from agent_loop.attachments import Attachment, position_ids
 from agent_loop.chat.multimodal import Encoded, MediaProcessor, Medium, load_image
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, DataError, EpisodeError
-from agent_loop.types import Origin, Segment, as_token_ids
+from agent_loop.trajectory import Segment
+from agent_loop.types import Origin, as_token_ids
 from tests.helpers import hermes_template, user
 from tests.tiny_vision import (
     asks,

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from agent_loop.training.metrics import REWARD_MEAN, SUCCESS_SHARE, TOOL_CALLS_MEAN
-from agent_loop.types import AgentLoopOutput, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from examples.common.report import ReportInput, Verdict, print_comparison, write_report
 
 QUESTION = "Which <b>shelf</b> [bold]?"

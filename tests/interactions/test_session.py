@@ -8,7 +8,8 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply, InteractionSession, InteractionSessionConfig
 from agent_loop.testing import run_virtual
-from agent_loop.types import IncidentKind, Message
+from agent_loop.trajectory import IncidentKind
+from agent_loop.types import Message
 
 CONFIG = InteractionSessionConfig(timeout_s=60, close_timeout_s=10)
 MESSAGES: list[Message] = [{"role": "assistant", "content": "4"}]

@@ -10,7 +10,8 @@ from agent_loop.config import MultiTurnConfig
 from agent_loop.errors import ToolError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.servers.scripted import ScriptedReply
-from agent_loop.types import IncidentKind, Message, Origin, StopReason, Trajectory
+from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.types import Message, Origin, StopReason
 from tests.helpers import call_text, calls, encoded, hermes_template, roles, says
 from tests.rollout.harness import Adder, Stage
 

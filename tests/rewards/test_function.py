@@ -9,7 +9,7 @@ import pytest
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.rewards.function import RewardFunction, Score, load_reward
 from agent_loop.testing import run_virtual
-from agent_loop.types import AgentLoopOutput
+from agent_loop.trajectory import AgentLoopOutput
 
 OUTPUT = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
 ROW = {"answer": "4"}

@@ -8,8 +8,8 @@ from typing import Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
-from agent_loop.episode import EpisodeLimits
 from agent_loop.interactions.base import BaseInteraction
+from agent_loop.limits import EpisodeLimits
 from agent_loop.loops import ToolAgentLoop
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
@@ -18,7 +18,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import Script, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.types import Trajectory
+from agent_loop.trajectory import Trajectory
 from tests.helpers import hermes_template, user
 
 assert ToolAgentLoop

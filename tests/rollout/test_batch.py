@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import assemble, timing_metrics
-from agent_loop.types import (
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    Origin,
-    Segment,
-    StopReason,
-    Trajectory,
-    as_token_ids,
-)
+from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, StopReason, as_token_ids
 
 PAD = 99
 

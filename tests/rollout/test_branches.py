@@ -10,7 +10,8 @@ from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from agent_loop.types import AgentLoopOutput, Origin, StopReason, ToolCall, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import Origin, StopReason, ToolCall
 from tests.helpers import calls, encoded, says, user
 from tests.rollout.harness import Adder, Stage
 

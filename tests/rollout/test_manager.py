@@ -14,7 +14,8 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.types import AgentLoopOutput, StopReason, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import StopReason
 from tests.helpers import hermes_template, says, user
 
 

@@ -13,7 +13,7 @@ import torch
 
 from agent_loop.chat.parsers import ToolParser
 from agent_loop.config import ActorConfig
-from agent_loop.episode import EpisodeLimits
+from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.batch import assemble
@@ -24,7 +24,8 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.actor import Actor
-from agent_loop.types import IncidentKind, Origin, ParsedCompletion, StopReason, ToolCall, Trajectory
+from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.types import Origin, ParsedCompletion, StopReason, ToolCall
 from tests.helpers import call_text, user
 from tests.rollout.harness import SCHEMA, Stage
 from tests.tiny_vision import (

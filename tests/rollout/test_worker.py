@@ -16,7 +16,8 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
-from agent_loop.types import AgentLoopOutput, StopReason, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import StopReason
 from tests.helpers import calls, encoded, says, user
 from tests.rollout.harness import Adder, Stage
 

@@ -10,7 +10,8 @@ from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.function import function_tool
 from agent_loop.tools.session import ToolResult, ToolSession, ToolSessionConfig
-from agent_loop.types import IncidentKind, ToolCall
+from agent_loop.trajectory import IncidentKind
+from agent_loop.types import ToolCall
 
 CONFIG = ToolSessionConfig(timeout_s=60, close_timeout_s=10)
 

@@ -13,7 +13,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from agent_loop.types import AgentLoopOutput, Origin, Row, Segment, Trajectory, as_token_ids
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, Row, as_token_ids
 
 VOCABULARY = 24
 PAD = 0

@@ -17,7 +17,8 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import grpo_advantages
-from agent_loop.types import AgentLoopOutput, Origin, Segment, Trajectory, as_token_ids
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, REWARDED, sample_trajectories, tiny_policy
 
 

@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 
 from agent_loop.training.evaluation import pass_at_k, summarise
-from agent_loop.types import AgentLoopOutput, Incident, IncidentKind, StopReason, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Trajectory
+from agent_loop.types import StopReason
 
 
 def trajectory(group: int, rollout: int, reward: float | None, **facts: object) -> Trajectory:

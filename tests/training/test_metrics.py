@@ -9,17 +9,15 @@ import pytest
 
 from agent_loop.errors import DataError
 from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics, rollout_metrics
-from agent_loop.types import (
+from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,
     Incident,
     IncidentKind,
-    Origin,
     Segment,
-    StopReason,
     Trajectory,
-    as_token_ids,
 )
+from agent_loop.types import Origin, StopReason, as_token_ids
 
 
 def test_each_step_is_one_line_on_disk_at_once(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from agent_loop.chat.encoding import num_shared
 from agent_loop.chat.report import Cause
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.types import AgentLoopOutput, Origin
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Origin
 
 
 def find_drift(output: AgentLoopOutput, *, template: ChatTemplate) -> Cause | None:

@@ -13,14 +13,7 @@ from agent_loop.chat.multimodal import Encoded, MediaProcessor, Medium, load_med
 from agent_loop.chat.parsers import ToolParser, detect_format
 from agent_loop.chat.rendering import SENTINEL, Renderer
 from agent_loop.errors import ChatTemplateError, ConfigError
-from agent_loop.types import (
-    IntArray,
-    Message,
-    ParsedCompletion,
-    TokenIds,
-    ToolCall,
-    as_token_ids,
-)
+from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, ToolCall, as_token_ids
 
 
 class ChatTemplate:

@@ -24,7 +24,7 @@ from agent_loop.cli.arguments import (
 )
 from agent_loop.cli.running import run_rows
 from agent_loop.rollout.records import write_records
-from agent_loop.types import Trajectory
+from agent_loop.trajectory import Trajectory
 
 
 def rollout_command(

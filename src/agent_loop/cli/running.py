@@ -16,7 +16,8 @@ from rich.progress import (
 )
 
 from agent_loop.config import Config
-from agent_loop.types import Row, Trajectory
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 
 
 async def run_rows(

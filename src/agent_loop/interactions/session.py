@@ -18,7 +18,8 @@ from agent_loop.boundary import (
 )
 from agent_loop.errors import EpisodeError, InteractionBug
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.types import Incident, Message
+from agent_loop.trajectory import Incident
+from agent_loop.types import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ from typing import Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
-from agent_loop.episode import Episode, EpisodeLimits
+from agent_loop.episode import Episode
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
+from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
-from agent_loop.types import AgentLoopOutput, Message
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.types import AgentLoopOutput
+from agent_loop.trajectory import AgentLoopOutput
 
 
 @register("single_turn_agent")

@@ -11,15 +11,8 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.truncation import truncate_tokens
-from agent_loop.types import (
-    AgentLoopOutput,
-    AgentState,
-    IncidentKind,
-    MalformedCall,
-    Message,
-    StopReason,
-    ToolCall,
-)
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind
+from agent_loop.types import AgentState, MalformedCall, Message, StopReason, ToolCall
 
 
 @register("tool_agent")

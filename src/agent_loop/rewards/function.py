@@ -18,7 +18,8 @@ from agent_loop.boundary import (
 )
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.loading import load_object
-from agent_loop.types import AgentLoopOutput, Row
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Row
 
 FUNCTION_KEY = "reward.function"
 REWARD_NAMES = ("reward", "score")

@@ -17,7 +17,8 @@ from tensordict import NonTensorStack, TensorDict
 
 from agent_loop.attachments import position_ids
 from agent_loop.errors import DataError
-from agent_loop.types import FloatArray, IntArray, Origin, Segment, Trajectory
+from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.types import FloatArray, IntArray, Origin
 
 RolloutBatch: TypeAlias = TensorDict
 """What `assemble` returns; its docstring lists the columns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from agent_loop.errors import RolloutError
-from agent_loop.types import Failure, Trajectory
+from agent_loop.trajectory import Failure, Trajectory
 
 MAX_TRACEBACK_LINES = 25
 """What fits on a screen."""

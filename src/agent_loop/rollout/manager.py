@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.config import Config, RolloutConfig
-from agent_loop.episode import EpisodeLimits
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.registry import load_interactions
+from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, load_reward
@@ -22,7 +22,8 @@ from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.registry import load_tools
-from agent_loop.types import Row, Trajectory
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.chat.multimodal import describe_source, split_media
-from agent_loop.types import Message, Segment, Trajectory
+from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.types import Message
 
 
 def to_record(trajectory: Trajectory) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
-from agent_loop.types import AgentLoopOutput, Failure, Row, StopReason, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
+from agent_loop.types import Row, StopReason
 
 DEADLINE_GRACE_S = 15.0
 """A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""

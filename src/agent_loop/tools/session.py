@@ -21,7 +21,8 @@ from agent_loop.boundary import (
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, did_you_mean
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.schema import check_arguments
-from agent_loop.types import Incident, IncidentKind, ToolCall
+from agent_loop.trajectory import Incident, IncidentKind
+from agent_loop.types import ToolCall
 
 KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 

@@ -15,7 +15,8 @@ from agent_loop.training.metrics import (
     UNSCORED_SHARE,
     VALIDATION,
 )
-from agent_loop.types import Row, Trajectory
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 
 
 @dataclass(frozen=True, slots=True)

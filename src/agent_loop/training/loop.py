@@ -26,7 +26,8 @@ from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_me
 from agent_loop.training.progress import Progress
 from agent_loop.training.run_folder import config_values
 from agent_loop.training.timing import StepClock
-from agent_loop.types import Row, Trajectory
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 
 
 class RolloutTemplate(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 from agent_loop.chat.drift import find_drift
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import DataError
-from agent_loop.types import AgentLoopOutput, IncidentKind, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 
 STEP = "step"
 """Completed steps; the key of a line."""

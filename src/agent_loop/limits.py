@@ -1,0 +1,60 @@
+"""What ends an episode. Pure: counts in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from agent_loop.types import SamplingParams, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """The limits of an episode. None is no limit."""
+
+    prompt_length: int
+    """Tokens of the first prompt."""
+    response_length: int
+    """Tokens after the first prompt."""
+    truncate_prompt: str = "no"
+    """`left` or `right`: cut the beginning or the end of a longer prompt, instead of ending the episode."""
+    max_assistant_turns: int | None = None
+    max_user_turns: int | None = None
+    max_turn_tokens: int | None = None
+    """Tokens of one assistant turn."""
+    deadline_s: float | None = None
+    """Seconds from opening."""
+
+    def forbids_turn(self, *, assistant_turns: int, num_tokens: int) -> StopReason | None:
+        """Why there can be no further assistant turn after so many turns and response tokens; None if there can."""
+        if _is_reached(assistant_turns, self.max_assistant_turns):
+            return StopReason.MAX_ASSISTANT_TURNS
+        return StopReason.RESPONSE_LENGTH if num_tokens >= self.response_length else None
+
+    def forbids_reply(self, *, assistant_turns: int, user_turns: int, num_tokens: int) -> StopReason | None:
+        """Why there can be no reply with a further assistant turn behind it; None if there can."""
+        forbidden = self.forbids_turn(assistant_turns=assistant_turns, num_tokens=num_tokens)
+        if forbidden is not StopReason.MAX_ASSISTANT_TURNS and _is_reached(user_turns, self.max_user_turns):
+            return StopReason.MAX_USER_TURNS
+        return forbidden
+
+    def is_last_turn(self, *, assistant_turns: int, user_turns: int) -> bool:
+        """Whether a turn limit stands behind the next assistant turn, so that nothing it asks for could be answered."""
+        return _is_reached(assistant_turns + 1, self.max_assistant_turns) or _is_reached(
+            user_turns, self.max_user_turns
+        )
+
+    def applied(
+        self, params: SamplingParams, *, num_tokens: int, stop_token_ids: Sequence[int] = ()
+    ) -> SamplingParams:
+        """The parameters of a turn after so many response tokens: `max_tokens` lowered, stop tokens added."""
+        limits = (params.max_tokens, self.max_turn_tokens, self.response_length - num_tokens)
+        return replace(
+            params,
+            max_tokens=min(limit for limit in limits if limit is not None),
+            stop_token_ids=(*params.stop_token_ids, *stop_token_ids),
+        )
+
+
+def _is_reached(count: int, limit: int | None) -> bool:
+    return limit is not None and count >= limit

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.limits import EpisodeLimits
+from agent_loop.types import SamplingParams, StopReason
+
+
+def limits(**values: int) -> EpisodeLimits:
+    return EpisodeLimits(**{"prompt_length": 10, "response_length": 100, **values})
+
+
+@pytest.mark.parametrize(
+    ("assistant_turns", "num_tokens", "forbidden"),
+    [
+        (0, 0, None),
+        (2, 99, None),
+        (2, 100, StopReason.RESPONSE_LENGTH),
+        (3, 0, StopReason.MAX_ASSISTANT_TURNS),
+        (3, 100, StopReason.MAX_ASSISTANT_TURNS),
+    ],
+)
+def test_a_turn_needs_room_in_turns_and_tokens(
+    assistant_turns: int, num_tokens: int, forbidden: StopReason | None
+) -> None:
+    assert (
+        limits(max_assistant_turns=3).forbids_turn(assistant_turns=assistant_turns, num_tokens=num_tokens)
+        is forbidden
+    )
+
+
+def test_a_reply_needs_a_turn_behind_it() -> None:
+    both = limits(max_assistant_turns=3, max_user_turns=2)
+    assert both.forbids_reply(assistant_turns=2, user_turns=1, num_tokens=5) is None
+    assert both.forbids_reply(assistant_turns=2, user_turns=2, num_tokens=5) is StopReason.MAX_USER_TURNS
+    assert both.forbids_reply(assistant_turns=3, user_turns=2, num_tokens=5) is StopReason.MAX_ASSISTANT_TURNS
+    assert both.forbids_reply(assistant_turns=1, user_turns=1, num_tokens=100) is StopReason.RESPONSE_LENGTH
+
+
+def test_the_last_turn_is_the_one_that_nothing_could_answer() -> None:
+    assert limits(max_assistant_turns=3).is_last_turn(assistant_turns=2, user_turns=0)
+    assert not limits(max_assistant_turns=3).is_last_turn(assistant_turns=1, user_turns=0)
+    assert limits(max_user_turns=1).is_last_turn(assistant_turns=1, user_turns=1)
+    assert not limits().is_last_turn(assistant_turns=1000, user_turns=1000)
+
+
+@pytest.mark.parametrize(
+    ("asked", "per_turn", "used", "allowed"),
+    [(None, None, 0, 100), (7, None, 0, 7), (7, 5, 0, 5), (7, 5, 98, 2)],
+)
+def test_a_turn_gets_the_least_of_what_is_asked_allowed_and_left(
+    asked: int | None, per_turn: int | None, used: int, allowed: int
+) -> None:
+    applied = EpisodeLimits(10, 100, max_turn_tokens=per_turn).applied(
+        SamplingParams(max_tokens=asked, stop_token_ids=(1,)), num_tokens=used, stop_token_ids=[2]
+    )
+    assert applied.max_tokens == allowed
+    assert applied.stop_token_ids == (1, 2)
