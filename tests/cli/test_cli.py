@@ -75,6 +75,16 @@ def test_rollout_writes_trajectories_complete_to_the_token(command: Command) -> 
         assert record["reward"] == len(said["token_ids"]) % 2
 
 
+def test_a_rollout_that_is_stopped_keeps_what_is_finished(command: Command) -> None:
+    result = command("rollout", "config.yaml", "reward.function=task.py:breaks", "--out", "sampled.jsonl")
+    assert result.exit_code == 2
+    assert "ZeroDivisionError" in result.err
+    records = [json.loads(line) for line in Path("sampled.jsonl").read_text().splitlines()]
+    assert records
+    assert all(record["failure"]["error"].startswith("RewardError") for record in records)
+    assert f"the {len(records)} finished trajectories are in sampled.jsonl" in result.out
+
+
 def test_eval_shows_pass_at_k_and_a_row_each(command: Command) -> None:
     result = command("eval", "config.yaml", "-n", "4", "--max-rows", "2")
     assert result.exit_code == 0, result.err

@@ -20,9 +20,10 @@ from agent_loop.cli.arguments import (
     read_config,
     read_rows,
 )
-from agent_loop.cli.running import run_rows
+from agent_loop.cli.running import by_id, run_rows
 from agent_loop.rollout.records import write_records
 from agent_loop.training.evaluation import Evaluation, RowResult, summarise
+from agent_loop.trajectory import Trajectory
 
 MAX_PROMPT_CHARACTERS = 60
 
@@ -54,9 +55,14 @@ def eval_command(
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
     console = Console()
-    trajectories = asyncio.run(run_rows(settings, rows=rows, n=n, validate=True, console=console))
-    if out is not None:
-        write_records(out, trajectories)
+    finished: list[Trajectory] = []
+    try:
+        trajectories = asyncio.run(
+            run_rows(settings, rows=rows, n=n, validate=True, console=console, finished=finished)
+        )
+    finally:
+        if out is not None:
+            write_records(out, sorted(finished, key=by_id))
     evaluation = summarise(trajectories, success_threshold=settings.reward.success_threshold)
     if table_rows:
         console.print(_row_table(evaluation, max_rows=table_rows))

@@ -22,7 +22,8 @@ from agent_loop.cli.arguments import (
     read_config,
     read_rows,
 )
-from agent_loop.cli.running import run_rows
+from agent_loop.cli.running import by_id, run_rows
+from agent_loop.errors import RolloutError
 from agent_loop.rollout.records import write_records
 from agent_loop.trajectory import Trajectory
 
@@ -52,7 +53,15 @@ def rollout_command(
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
     console = Console()
-    trajectories = asyncio.run(run_rows(settings, rows=rows, n=n, validate=False, console=console))
+    finished: list[Trajectory] = []
+    try:
+        trajectories = asyncio.run(
+            run_rows(settings, rows=rows, n=n, validate=False, console=console, finished=finished)
+        )
+    except (KeyboardInterrupt, RolloutError):
+        write_records(out, sorted(finished, key=by_id))
+        console.print(f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False)
+        raise
     write_records(out, trajectories)
     console.print(_summary(trajectories))
     console.print(f"{len(trajectories)} trajectories in {out}", markup=False)

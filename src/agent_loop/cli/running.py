@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -21,9 +20,19 @@ from agent_loop.types import Row
 
 
 async def run_rows(
-    config: Config, *, rows: Sequence[Row], n: int | None, validate: bool, console: Console
+    config: Config,
+    *,
+    rows: Sequence[Row],
+    n: int | None,
+    validate: bool,
+    console: Console,
+    finished: list[Trajectory],
 ) -> list[Trajectory]:
-    """Starts the servers of the configuration, runs the rows and closes the servers again."""
+    """Starts the servers of the configuration, runs the rows and closes the servers again.
+
+    Args:
+        finished: Gets each trajectory as it ends, so that they are there even if the run is stopped.
+    """
     from agent_loop.rollout.manager import AgentLoopManager  # late: keeps `--help` quick
 
     num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
@@ -33,7 +42,13 @@ async def run_rows(
         with Progress(*columns, *times, console=console) as progress:
             task = progress.add_task("trajectories", total=len(rows) * num_samples)
 
-            def on_trajectory(_: Any) -> None:
+            def on_trajectory(trajectory: Trajectory) -> None:
+                finished.append(trajectory)
                 progress.advance(task)
 
             return await manager.run(rows, n=n, validate=validate, on_trajectory=on_trajectory)
+
+
+def by_id(trajectory: Trajectory) -> tuple[int, int, int]:
+    """The order of the rows and of their samples."""
+    return trajectory.group, trajectory.rollout, trajectory.branch or 0

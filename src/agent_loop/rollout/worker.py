@@ -94,10 +94,10 @@ class AgentLoopWorker:
             async with places:
                 trajectories = await self._run_job(job)
             for trajectory in trajectories:
-                if budget is not None:
-                    budget.count(trajectory)
                 if on_trajectory is not None:
                     on_trajectory(trajectory)
+                if budget is not None:
+                    budget.count(trajectory)
             return trajectories
 
         return [
