@@ -22,8 +22,8 @@ class DeadlineExpired(Exception):
     """The time limit given to `run_bounded` passed."""
 
 
-async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float) -> ResultT:
-    """Awaits the function's result for at most `timeout_s`.
+async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float | None) -> ResultT:
+    """Awaits the function's result for at most `timeout_s`; None sets no limit.
 
     Raises:
         DeadlineExpired: This time limit passed. A TimeoutError of the function's own is raised as it is.
@@ -35,7 +35,7 @@ async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: 
             return await function()
     except TimeoutError as error:
         if scope.expired():
-            raise DeadlineExpired(f"took longer than {timeout_s:g} s") from error
+            raise DeadlineExpired(f"took longer than {timeout_s or 0:g} s") from error
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -17,6 +17,7 @@ from agent_loop.errors import ConfigError, did_you_mean
 Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+WeightTransfer: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
@@ -129,6 +130,15 @@ class RolloutConfig(Section):
     engine_kwargs: dict[str, Any] = {}
     """Options of the engine itself, by its own names."""
     num_servers: Positive = 1
+    server_urls: list[str] = []
+    """Servers of this engine that run already, as in `http://host:8000`; none are started then."""
+    start_timeout_s: PositiveSeconds = 600.0
+    """How long an engine may take to come up."""
+    request_timeout_s: PositiveSeconds | None = 1800.0
+    """A completion that takes longer fails; None leaves it to `trajectory_timeout_s`."""
+    weight_transfer: WeightTransfer = "auto"
+    """How new weights reach an engine in another process: `auto` is `cuda_ipc` for weights on a GPU and
+    `shared_memory` otherwise, or `disk` for a server that runs already; `broadcast` is torch.distributed."""
     n: Positive = 1
     """Trajectories per prompt: the size of a group."""
     temperature: Annotated[float, Field(ge=0)] = 1.0

@@ -51,7 +51,7 @@ class RewardError(AgentLoopError):
 
 
 class ServerError(AgentLoopError):
-    """An LLM server failed a request."""
+    """An LLM server refused or failed a request; `__cause__` is what the engine raised, if it raised."""
 
     def __init__(self, message: str, *, server: str = "", request_id: str = "") -> None:
         where = " ".join(
@@ -60,6 +60,18 @@ class ServerError(AgentLoopError):
         super().__init__(f"{where}: {message}" if where else message)
         self.server = server
         self.request_id = request_id
+
+
+class ServerDied(ServerError):
+    """The engine's process ended, or it cannot be reached any more: this server answers nothing from here on."""
+
+
+class ServerTimeout(ServerError):
+    """The server did not come up, or did not answer, within its time limit."""
+
+
+class BadServerReply(ServerError):
+    """The engine answered something that is no completion of what it was asked."""
 
 
 class RolloutError(AgentLoopError):

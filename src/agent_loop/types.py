@@ -137,6 +137,60 @@ class TokenOutput:
         if self.version_spans and sum(s.num_tokens for s in self.version_spans) != len(self.token_ids):
             raise ValueError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
 
+    @classmethod
+    def from_chunks(cls, chunks: Sequence[TokenChunk]) -> TokenOutput:
+        """Joins a streamed completion. One whose last chunk has no stop reason was broken off: it is `aborted`."""
+        spans: list[VersionSpan] = []
+        for chunk in chunks:
+            num_tokens = len(chunk.token_ids)
+            if spans and spans[-1].weight_version == chunk.weight_version:
+                num_tokens += spans.pop().num_tokens
+            if num_tokens:
+                spans.append(VersionSpan(chunk.weight_version, num_tokens))
+        has_log_probs = all(chunk.log_probs is not None for chunk in chunks)
+        last = chunks[-1] if chunks else TokenChunk([], [])
+        return cls(
+            token_ids=[token for chunk in chunks for token in chunk.token_ids],
+            log_probs=[p for chunk in chunks for p in chunk.log_probs or ()] if has_log_probs else None,
+            stop_reason=last.stop_reason or "aborted",
+            weight_version=spans[-1].weight_version if spans else last.weight_version,
+            num_preempted=sum(chunk.num_preempted for chunk in chunks),
+            version_spans=tuple(spans) if len(spans) > 1 else (),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The next part of a completion, as a server streams it: see `TokenOutput` for the fields."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    weight_version: int = 0
+    stop_reason: ServerStopReason | None = None
+    """Set on the last part."""
+    num_preempted: int = 0
+    """Since the part before."""
+
+    @classmethod
+    def whole(cls, output: TokenOutput) -> list[TokenChunk]:
+        """A complete completion as a stream: one part per weight version."""
+        spans = output.version_spans or (VersionSpan(output.weight_version, len(output.token_ids)),)
+        chunks: list[TokenChunk] = []
+        start = 0
+        for span in spans:
+            end, is_last = start + span.num_tokens, len(chunks) + 1 == len(spans)
+            chunks.append(
+                cls(
+                    token_ids=output.token_ids[start:end],
+                    log_probs=None if output.log_probs is None else output.log_probs[start:end],
+                    weight_version=span.weight_version,
+                    stop_reason=output.stop_reason if is_last else None,
+                    num_preempted=output.num_preempted if is_last else 0,
+                )
+            )
+            start = end
+        return chunks
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

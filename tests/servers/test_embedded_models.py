@@ -21,6 +21,7 @@ from transformers import (
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
+from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import SamplingParams
 from tests.servers.tiny_embedded import GREEDY, SIZES, build, random_prompt, serving, tiny_model
@@ -145,7 +146,7 @@ def test_a_configuration_names_a_server_by_its_keys(tmp_path: Path) -> None:
 
     def create(**engine_kwargs: Any) -> EmbeddedServer:
         return EmbeddedServer.create(
-            name="embedded-3", model=model, max_model_len=64, seed=3, engine_kwargs=engine_kwargs
+            ServerSpec("embedded-3", model=model, max_model_len=64, seed=3, engine_kwargs=engine_kwargs)
         )
 
     async def main() -> None:

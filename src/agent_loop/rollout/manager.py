@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
+from agent_loop.chat.verify import require_template
 from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
@@ -56,7 +57,7 @@ class AgentLoopManager:
     ) -> None:
         self.config = config
         self.template = template
-        self.server_manager = AsyncLLMServerManager(servers)
+        self.server_manager = AsyncLLMServerManager(servers, request_timeout_s=config.request_timeout_s)
         multi_turn = config.multi_turn
         context = LoopContext(
             server_manager=self.server_manager,
@@ -88,6 +89,7 @@ class AgentLoopManager:
 
         Raises:
             ConfigError: Something named does not exist or does not fit.
+            ChatTemplateError: The model's chat template cannot write the conversations of this run.
         """
         template = load_chat_template(
             config.model.tokenizer_path or config.model.path,
@@ -95,6 +97,8 @@ class AgentLoopManager:
             chat_template_path=config.model.chat_template_path,
             trust_remote_code=config.model.trust_remote_code,
         )
+        multi_turn = config.rollout.multi_turn
+        require_template(template, tools=bool(multi_turn.tools or multi_turn.tool_config_path))
         reward = None
         if config.reward.function is not None:
             reward = load_reward(config.reward.function, timeout_s=config.reward.timeout_s)
@@ -188,11 +192,20 @@ class AgentLoopManager:
         """
         await self.server_manager.update_weights(weights, weight_version=weight_version)
 
+    async def start(self) -> None:
+        """Brings the servers' engines up; `async with` does it.
+
+        Raises:
+            ServerError: One did not come up.
+        """
+        await self.server_manager.start()
+
     async def close(self) -> None:
         """Ends the servers."""
         await self.server_manager.close()
 
     async def __aenter__(self) -> Self:
+        await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -3,17 +3,60 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
-from agent_loop.config import ModelConfig
+from agent_loop.config import ModelConfig, WeightTransfer
 from agent_loop.errors import ConfigError
-from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     import torch
+
+
+class Ability(StrEnum):
+    """What a server can do beyond generating tokens. `agent_loop.servers.check` proves what a server claims."""
+
+    LOG_PROBS = "log_probs"
+    """Gives log-probs as `TokenOutput.log_probs` defines them."""
+    SEED = "seed"
+    """A seed makes a completion reproducible."""
+    STREAMING = "streaming"
+    """`stream` hands out tokens while the completion goes on."""
+    PREFIX_REUSE = "prefix_reuse"
+    """A later turn of a session does not compute its context again."""
+    WEIGHT_UPDATE = "weight_update"
+    """`update_weights` changes what is sampled from."""
+    UPDATE_IN_FLIGHT = "update_in_flight"
+    """Requests that run during `update_weights` go on under the new weights, each token stamped with its own."""
+    SLEEP = "sleep"
+    """`sleep` frees the KV cache and gives the device away."""
+    ATTACHMENTS = "attachments"
+    """Takes images and the like, if its model does."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """A server as a configuration asks for it."""
+
+    name: str
+    model: ModelConfig
+    """What to load."""
+    max_model_len: int
+    """Tokens of the longest context, prompt and response together."""
+    seed: int = 0
+    """Differs from replica to replica."""
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """`rollout.engine_kwargs`: options by the engine's own names."""
+    url: str | None = None
+    """Where the server is, if it runs already."""
+    start_timeout_s: float = 600.0
+    """How long the engine may take to come up."""
+    weight_transfer: WeightTransfer = "auto"
+    """How new weights reach the engine's own processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +82,26 @@ class AsyncServerBase(ABC):
 
     name: str
     """Names the server in errors and metrics."""
+    abilities: frozenset[Ability] = frozenset()
+    """What it promises; `agent_loop.servers.check.check_server` holds it to that."""
 
     @classmethod
-    def create(
-        cls, *, name: str, model: ModelConfig, max_model_len: int, seed: int, engine_kwargs: Mapping[str, Any]
-    ) -> AsyncServerBase:
+    def create(cls, spec: ServerSpec) -> AsyncServerBase:
         """Makes a server as a configuration asks for it.
-
-        Args:
-            model: What to load.
-            max_model_len: Tokens of the longest context, prompt and response together.
-            seed: Differs from replica to replica.
-            engine_kwargs: `rollout.engine_kwargs`.
 
         Raises:
             ConfigError: This class cannot be made from a configuration, or an option is wrong.
         """
         raise ConfigError(f"{cls.__name__} cannot be named in a configuration: it does not define create()")
+
+    async def start(self) -> None:
+        """Brings the engine up. Called once, before anything else.
+
+        Raises:
+            ConfigError: The engine refuses an option.
+            ServerTimeout: It did not come up in time; the message ends with the engine's last log lines.
+            ServerDied: It ended while it came up; the same.
+        """
 
     @abstractmethod
     async def generate(
@@ -79,8 +125,31 @@ class AsyncServerBase(ABC):
             The sampled tokens, stop token included, with log-probs as `TokenOutput.log_probs` defines them.
 
         Raises:
-            ServerError: The engine failed, or refuses the request: it may take no attachments, or not these.
+            SamplingParamsError: A parameter that this server does not offer.
+            ServerError: The engine refuses the request: it may take no attachments, or not these.
+            ServerDied: The engine is gone.
+            BadServerReply: The engine answered what is no completion of this prompt.
         """
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        """Samples one completion and yields it in parts; the last one has a stop reason.
+
+        Arguments and errors are those of `generate`. Leaving the iteration early aborts the request. A server
+        without the ability `STREAMING` yields everything at the end.
+        """
+        if attachments:
+            output = await self.generate(prompt_ids, sampling_params, request_id, attachments=attachments)
+        else:
+            output = await self.generate(prompt_ids, sampling_params, request_id)
+        for chunk in TokenChunk.whole(output):
+            yield chunk
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

@@ -5,44 +5,60 @@ from __future__ import annotations
 from agent_loop.config import ModelConfig, RolloutConfig
 from agent_loop.errors import ConfigError
 from agent_loop.registries import load_class
-from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.base import AsyncServerBase, ServerSpec
 
 ENGINES = {
     "embedded": "agent_loop.servers.embedded:EmbeddedServer",
     "scripted": "agent_loop.servers.scripted:ScriptedServer",
 }
+"""Engines that run inside a server of ours."""
+
+REMOTE_ENGINES: dict[str, str] = {}
+"""Engines that are reached by their URL."""
 
 
 def create_servers(model: ModelConfig, *, rollout: RolloutConfig) -> list[AsyncServerBase]:
-    """`rollout.num_servers` servers, each with a seed of its own.
+    """One server for each of `rollout.server_urls`, or `rollout.num_servers` new ones, each with a seed of its own.
 
     Raises:
         ConfigError: The engine is unknown, or refuses its options.
     """
     server_class = _server_class(rollout)
+    urls = rollout.server_urls or [None] * rollout.num_servers
     return [
         server_class.create(
-            name=f"{rollout.engine.rpartition(':')[2]}-{replica}",
-            model=model,
-            max_model_len=rollout.prompt_length + rollout.response_length,
-            seed=rollout.seed + replica,
-            engine_kwargs=rollout.engine_kwargs,
+            ServerSpec(
+                name=f"{rollout.engine.rpartition(':')[2]}-{replica}",
+                model=model,
+                max_model_len=rollout.prompt_length + rollout.response_length,
+                seed=rollout.seed + replica,
+                engine_kwargs=rollout.engine_kwargs,
+                url=url,
+                start_timeout_s=rollout.start_timeout_s,
+                weight_transfer=rollout.weight_transfer,
+            )
         )
-        for replica in range(rollout.num_servers)
+        for replica, url in enumerate(urls)
     ]
 
 
 def _server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:
+    engines = REMOTE_ENGINES if rollout.server_urls else ENGINES
     custom = rollout.agent.custom_async_server
     key = "rollout.engine" if custom is None else "rollout.agent.custom_async_server"
     if custom is not None:
         reference = f"{custom.path}:{custom.name}"
     elif ":" in rollout.engine:
         reference = rollout.engine
-    elif rollout.engine in ENGINES:
-        reference = ENGINES[rollout.engine]
-    else:
+    elif rollout.engine in engines:
+        reference = engines[rollout.engine]
+    elif rollout.engine in (ENGINES | REMOTE_ENGINES):
+        given = "given, but this engine is not reached by a URL" if rollout.server_urls else "empty"
         raise ConfigError(
-            f"{key} is {rollout.engine!r}; give one of {', '.join(sorted(ENGINES))}, or module:Class of your own"
+            f"{key} is {rollout.engine!r} and rollout.server_urls is {given}; give URLs for one of "
+            f"{', '.join(sorted(REMOTE_ENGINES))}, or none for one of {', '.join(sorted(ENGINES))}"
         )
+    else:
+        names = ", ".join(sorted(ENGINES | REMOTE_ENGINES))
+        raise ConfigError(f"{key} is {rollout.engine!r}; give one of {names}, or module:Class of your own")
     return load_class(reference, base=AsyncServerBase, key=key)

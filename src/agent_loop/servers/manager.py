@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
+from agent_loop.boundary import DeadlineExpired, run_bounded
 from agent_loop.concurrency import run_shielded, run_together
+from agent_loop.errors import ServerTimeout
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
 from agent_loop.types import SamplingParams, TokenIds, TokenOutput, as_token_ids
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 END_SESSIONS_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 60.0
 
 
 class AsyncLLMServerManager:
@@ -24,9 +28,17 @@ class AsyncLLMServerManager:
     Loops get one that is scoped to their trajectory: the sessions they begin end with it.
     """
 
-    def __init__(self, servers: Sequence[AsyncServerBase], *, balancer: LoadBalancer | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[AsyncServerBase],
+        *,
+        balancer: LoadBalancer | None = None,
+        request_timeout_s: float | None = None,
+    ) -> None:
+        """Args: request_timeout_s: A completion that takes longer is aborted and fails; None waits for ever."""
         self._servers = list(servers)
         self._balancer = balancer or LoadBalancer(len(servers))
+        self._request_timeout_s = request_timeout_s
         self._sessions: set[str] = set()
 
     @property
@@ -51,16 +63,38 @@ class AsyncLLMServerManager:
 
         Raises:
             SamplingParamsError: A parameter is unknown or out of range.
-            ServerError: The server failed.
+            ServerError: The server failed, or took longer than the time limit.
         """
         params = SamplingParams.parse(sampling_params)
         ids = as_token_ids(prompt_ids)
         self._sessions.add(request_id)
         with self._balancer.lease(request_id) as index:
             server = self._servers[index]
-            if not attachments:  # (a server that knows of none need not take the argument)
-                return await server.generate(ids, params, request_id)
-            return await server.generate(ids, params, request_id, attachments=attachments)
+            # A server that knows of no attachments need not take the argument.
+            more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+            try:
+                return await run_bounded(
+                    partial(server.generate, ids, params, request_id, **more),
+                    timeout_s=self._request_timeout_s,
+                )
+            except DeadlineExpired as error:
+                raise ServerTimeout(
+                    f"the completion {error}; raise rollout.request_timeout_s, or see what holds the server up",
+                    server=server.name,
+                    request_id=request_id,
+                ) from None
+
+    async def start(self) -> None:
+        """Brings all engines up.
+
+        Raises:
+            ServerError: One did not come up; the others are closed again.
+        """
+        try:
+            await run_together(server.start() for server in self._servers)
+        except BaseException:
+            await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
+            raise
 
     async def abort(self, request_id: str) -> None:
         """Ends the running completion of a session early; its `generate` returns the tokens so far."""
@@ -78,7 +112,9 @@ class AsyncLLMServerManager:
     @asynccontextmanager
     async def scope(self) -> AsyncGenerator[AsyncLLMServerManager]:
         """A manager on the same servers and balancer, whose sessions end when the scope does."""
-        scoped = AsyncLLMServerManager(self._servers, balancer=self._balancer)
+        scoped = AsyncLLMServerManager(
+            self._servers, balancer=self._balancer, request_timeout_s=self._request_timeout_s
+        )
         try:
             yield scoped
         finally:

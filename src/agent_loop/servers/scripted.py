@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.attachments import Attachment
-from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, ServerError
 from agent_loop.loading import load_object
-from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.types import IntArray, SamplingParams, TokenOutput, VersionSpan
 
 if TYPE_CHECKING:
@@ -57,6 +56,8 @@ class ScriptedServer(AsyncServerBase):
     Every request is kept in `requests`, so that a test can compare what the engine was sent with what was recorded.
     """
 
+    abilities = frozenset({Ability.UPDATE_IN_FLIGHT, Ability.SLEEP, Ability.ATTACHMENTS})
+
     def __init__(self, script: Script, *, name: str = "scripted-0") -> None:
         self.name = name
         self.requests: list[ScriptedRequest] = []
@@ -69,17 +70,15 @@ class ScriptedServer(AsyncServerBase):
         self._is_closed = False
 
     @classmethod
-    def create(
-        cls, *, name: str, model: ModelConfig, max_model_len: int, seed: int, engine_kwargs: Mapping[str, Any]
-    ) -> ScriptedServer:
+    def create(cls, spec: ServerSpec) -> ScriptedServer:
         """Follows the function that `engine_kwargs["script"]` names as `file.py:name`."""
-        kwargs = dict(engine_kwargs)
+        kwargs = dict(spec.engine_kwargs)
         script = kwargs.pop("script", None)
         if script is None or kwargs:
             raise ConfigError(
-                f"rollout.engine_kwargs of a scripted server takes script, got {sorted(engine_kwargs)}"
+                f"rollout.engine_kwargs of a scripted server takes script, got {sorted(spec.engine_kwargs)}"
             )
-        return cls(load_object(str(script), key="rollout.engine_kwargs.script"), name=name)
+        return cls(load_object(str(script), key="rollout.engine_kwargs.script"), name=spec.name)
 
     @property
     def num_sessions(self) -> int:

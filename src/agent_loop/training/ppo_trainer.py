@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from agent_loop.chat.verify import require_template
-from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.manager import AgentLoopManager
@@ -31,8 +30,6 @@ from agent_loop.training.run_folder import (
 )
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
-
-CLOSE_TIMEOUT_S = 30.0
 
 
 class PPOTrainer:
@@ -83,7 +80,7 @@ class PPOTrainer:
         sampler, val_rows = _load_data(config)
         _refuse_groups_of_one(config)
         async with AsyncExitStack() as stack:
-            manager = self._manager or _manager_until_close(config, stack)
+            manager = self._manager or await stack.enter_async_context(AgentLoopManager.from_config(config))
             actor = await run_in_thread(load_actor, config, checkpoint=checkpoint)
             _hide_progress_of_transformers(stack)
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
@@ -152,14 +149,6 @@ def _refuse_groups_of_one(config: Config) -> None:
         raise ConfigError(
             f"rollout.n is {config.rollout.n}, but GRPO compares the trajectories of one prompt; give at least 2"
         )
-
-
-def _manager_until_close(config: Config, stack: AsyncExitStack) -> AgentLoopManager:
-    manager = AgentLoopManager.from_config(config)
-    stack.push_async_callback(run_shielded, manager.close, timeout_s=CLOSE_TIMEOUT_S)
-    multi_turn = config.rollout.multi_turn
-    require_template(manager.template, tools=bool(multi_turn.tools or multi_turn.tool_config_path))
-    return manager
 
 
 def _hide_progress_of_transformers(stack: AsyncExitStack) -> None:

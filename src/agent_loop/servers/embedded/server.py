@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from agent_loop.attachments import Attachment
-from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, WeightsError, did_you_mean
-from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
 from agent_loop.servers.embedded.request import RequestLimits, build_request
@@ -54,6 +53,17 @@ class EmbeddedServer(AsyncServerBase):
             ConfigError: The model is of a kind that the engine does not compute, or does not fit the config.
         """
         self.name = name
+        self.abilities = frozenset(
+            {
+                Ability.LOG_PROBS,
+                Ability.SEED,
+                Ability.PREFIX_REUSE,
+                Ability.WEIGHT_UPDATE,
+                Ability.UPDATE_IN_FLIGHT,
+                Ability.SLEEP,
+                Ability.ATTACHMENTS,
+            }
+        )
         runner = ModelRunner(model, config=config)
         self._limits = RequestLimits(
             server=name,
@@ -76,23 +86,24 @@ class EmbeddedServer(AsyncServerBase):
         self._stop = weakref.finalize(self, self._thread.stop)
 
     @classmethod
-    def create(
-        cls, *, name: str, model: ModelConfig, max_model_len: int, seed: int, engine_kwargs: Mapping[str, Any]
-    ) -> EmbeddedServer:
+    def create(cls, spec: ServerSpec) -> EmbeddedServer:
         """As `rollout.engine: embedded` asks for it; `engine_kwargs` are fields of `EmbeddedConfig`."""
         options: dict[str, Any] = {
-            "max_model_len": max_model_len,
-            "seed": seed,
-            "device": model.device,
-            "dtype": model.dtype,
-            **engine_kwargs,
+            "max_model_len": spec.max_model_len,
+            "seed": spec.seed,
+            "device": spec.model.device,
+            "dtype": spec.model.dtype,
+            **spec.engine_kwargs,
         }
         known = [field.name for field in fields(EmbeddedConfig)]
         for key in options:
             if key not in known:
                 raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}{did_you_mean(key, known)}")
         return cls.from_pretrained(
-            model.path, name=name, config=EmbeddedConfig(**options), trust_remote_code=model.trust_remote_code
+            spec.model.path,
+            name=spec.name,
+            config=EmbeddedConfig(**options),
+            trust_remote_code=spec.model.trust_remote_code,
         )
 
     @classmethod
