@@ -1,0 +1,190 @@
+"""The HTTP side of engines, against a real server on a local port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from agent_loop.errors import BadServerReply, ServerDied, ServerTimeout
+from agent_loop.servers.http import HttpClient, HttpStatusError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def engine(handler: Handler, *, timeout_s: float = 30.0) -> AsyncGenerator[HttpClient]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    client = HttpClient(f"http://{host}:{port}/", server="vllm-0", timeout_s=timeout_s)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+async def events(request: web.Request, *lines: str) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for line in lines:
+        await response.write(line.encode())
+    return response
+
+
+def test_json_goes_there_and_back() -> None:
+    async def echo(request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path, "body": await request.json()})
+
+    async def main() -> None:
+        async with engine(echo) as client:
+            assert await client.post_json("/generate", {"a": [1, 2]}) == {
+                "path": "/generate",
+                "body": {"a": [1, 2]},
+            }
+
+    asyncio.run(main())
+
+
+def test_an_empty_answer_is_none() -> None:
+    async def main() -> None:
+        async with engine(answering()) as client:
+            assert await client.get_json("/health") is None
+
+    asyncio.run(main())
+
+
+def test_a_refusal_names_the_server_the_request_and_what_it_said() -> None:
+    async def main() -> None:
+        async with engine(answering(499, b"too\nlong")) as client:
+            with pytest.raises(
+                HttpStatusError,
+                match=r"server vllm-0 request r7: POST /generate was answered with 499 .*too long",
+            ) as caught:
+                await client.post_json("/generate", {}, request_id="r7")
+            assert caught.value.status == 499
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_not_json_is_a_bad_reply() -> None:
+    async def main() -> None:
+        async with engine(answering(body=b"<html>")) as client:
+            with pytest.raises(BadServerReply, match=r"request r: /generate .*else than JSON .*<html>"):
+                await client.post_json("/generate", {}, request_id="r")
+        async with engine(answering(body=b'"\xff"')) as client:
+            with pytest.raises(BadServerReply, match="not UTF-8"):
+                await client.post_json("/generate", {}, request_id="r")
+
+    asyncio.run(main())
+
+
+def test_a_server_that_hangs_is_left_at_the_time_limit() -> None:
+    async def hang(request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def main() -> None:
+        async with engine(hang, timeout_s=0.05) as client:
+            with pytest.raises(ServerTimeout, match=r"no answer from http.*/generate within 0.05 s"):
+                await client.post_json("/generate", {})
+            with pytest.raises(ServerTimeout):
+                [event async for event in client.stream_events("/generate", {})]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_gone_is_dead() -> None:
+    async def main() -> None:
+        async with engine(answering()) as client:
+            pass
+        client = HttpClient(client.url, server="vllm-0")
+        with pytest.raises(
+            ServerDied, match=r"server vllm-0 request r: .*cannot be reached any more"
+        ) as caught:
+            await client.post_json("/generate", {}, request_id="r")
+        assert caught.value.__cause__ is not None
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_breaks_in_a_stream_is_dead_after_what_came() -> None:
+    async def cut(request: web.Request) -> web.StreamResponse:
+        response = await events(request, 'data: {"n": 1}\n\n')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def main() -> None:
+        seen: list[object] = []
+        async with engine(cut) as client:
+            with pytest.raises(ServerDied):
+                async for event in client.stream_events("/generate", {}):
+                    seen.append(event)  # noqa: PERF401  (what came before the break counts)
+        assert seen == [{"n": 1}]
+
+    asyncio.run(main())
+
+
+def test_a_stream_ends_at_done_and_skips_comments() -> None:
+    async def two(request: web.Request) -> web.StreamResponse:
+        return await events(
+            request, ": ping\n\n", 'data: {"n": 1}\n\n', 'data:{"n": 2}\n\ndata: [DONE]\n\ndata: {"n": 3}\n\n'
+        )
+
+    async def main() -> None:
+        async with engine(two) as client:
+            assert [event async for event in client.stream_events("/generate", {})] == [{"n": 1}, {"n": 2}]
+
+    asyncio.run(main())
+
+
+def test_an_event_may_be_megabytes_long() -> None:
+    async def long(request: web.Request) -> web.StreamResponse:
+        return await events(request, f'data: {{"text": "{"x" * 3_000_000}"}}\n\n')
+
+    async def main() -> None:
+        async with engine(long) as client:
+            (event,) = [event async for event in client.stream_events("/generate", {})]
+            assert len(event["text"]) == 3_000_000
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_early_tells_the_server() -> None:
+    async def main() -> None:
+        was_left = asyncio.Event()
+
+        async def endless(request: web.Request) -> web.StreamResponse:
+            response = await events(request, 'data: {"n": 1}\n\n')
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                was_left.set()
+                raise
+            return response
+
+        async with engine(endless) as client:
+            stream = client.stream_events("/generate", {})
+            assert await anext(stream) == {"n": 1}
+            await stream.aclose()
+            async with asyncio.timeout(10):
+                await was_left.wait()
+
+    asyncio.run(main())
+
+
+def answering(status: int = 200, body: bytes = b"") -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status, body=body)
+
+    return answer
