@@ -128,6 +128,8 @@ class TokenOutput:
     """The version that sampled the last token."""
     num_preempted: int = 0
     """How often the server set the request aside and had to compute its prefix again."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the server did not have to compute; None if it does not say."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The runs of weight versions, in order, where there is more than one; else empty."""
 
@@ -155,6 +157,7 @@ class TokenOutput:
             stop_reason=last.stop_reason or "aborted",
             weight_version=spans[-1].weight_version if spans else last.weight_version,
             num_preempted=sum(chunk.num_preempted for chunk in chunks),
+            num_cached_tokens=last.num_cached_tokens,
             version_spans=tuple(spans) if len(spans) > 1 else (),
         )
 
@@ -170,6 +173,8 @@ class TokenChunk:
     """Set on the last part."""
     num_preempted: int = 0
     """Since the part before."""
+    num_cached_tokens: int | None = None
+    """Set on the last part."""
 
     @classmethod
     def whole(cls, output: TokenOutput) -> list[TokenChunk]:
@@ -186,6 +191,7 @@ class TokenChunk:
                     weight_version=span.weight_version,
                     stop_reason=output.stop_reason if is_last else None,
                     num_preempted=output.num_preempted if is_last else 0,
+                    num_cached_tokens=output.num_cached_tokens if is_last else None,
                 )
             )
             start = end

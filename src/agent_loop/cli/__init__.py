@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from agent_loop import __version__
+from agent_loop.cli.check_server import check_server_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.train import train_command
@@ -26,6 +27,7 @@ app.command("train")(train_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
 app.command("verify-template")(verify_template_command)
+app.command("check-server")(check_server_command)
 
 
 def main() -> None:

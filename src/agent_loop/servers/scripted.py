@@ -58,8 +58,21 @@ class ScriptedServer(AsyncServerBase):
 
     abilities = frozenset({Ability.UPDATE_IN_FLIGHT, Ability.SLEEP, Ability.ATTACHMENTS})
 
-    def __init__(self, script: Script, *, name: str = "scripted-0") -> None:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        name: str = "scripted-0",
+        vocab_size: int | None = None,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Args:
+        vocab_size: Prompts with other token ids are refused; None takes any.
+        max_model_len: Longer prompts are refused; None takes any.
+        """
         self.name = name
+        self._vocab_size = math.inf if vocab_size is None else vocab_size
+        self._max_model_len = math.inf if max_model_len is None else max_model_len
         self.requests: list[ScriptedRequest] = []
         self._script = script
         self._turns: dict[str, int] = {}
@@ -97,7 +110,7 @@ class ScriptedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        self._refuse_if_unable(request_id)
+        self._refuse_if_unable(prompt_ids, request_id)
         turn = self._turns.get(request_id, 0)
         request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
         self.requests.append(request)
@@ -155,7 +168,7 @@ class ScriptedServer(AsyncServerBase):
         for aborted in self._aborts.values():
             aborted.set()
 
-    def _refuse_if_unable(self, request_id: str) -> None:
+    def _refuse_if_unable(self, prompt_ids: IntArray, request_id: str) -> None:
         trouble = ""
         if self._is_closed:
             trouble = "the server is closed"
@@ -163,6 +176,10 @@ class ScriptedServer(AsyncServerBase):
             trouble = "the server is asleep; call wake_up first"
         elif request_id in self._aborts:
             trouble = "a request of this session is already running"
+        elif not 0 < len(prompt_ids) < self._max_model_len:
+            trouble = f"the prompt has {len(prompt_ids)} tokens; give at least 1, and fewer than {self._max_model_len}"
+        elif prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
+            trouble = f"the prompt holds token ids that are not in 0..{self._vocab_size}"
         if trouble:
             raise ServerError(trouble, server=self.name, request_id=request_id)
 

@@ -1,0 +1,230 @@
+"""What completions must be: exact tokens, exact log-probs, ended by what the request says."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import partial
+from typing import Any
+
+from agent_loop.concurrency import run_together
+from agent_loop.servers.base import Ability
+from agent_loop.servers.check.reference import largest_difference
+from agent_loop.servers.check.subject import Check, CheckFailed, Subject, check, require
+from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
+
+GENERATION_CHECKS: list[Check] = []
+_check = partial(check, into=GENERATION_CHECKS)
+
+
+@_check("a completion is a run of token ids that ends at max_tokens")
+async def _length(subject: Subject) -> None:
+    for num_tokens in (1, 5):
+        output = await subject.ask(subject.prompt(9), max_tokens=num_tokens, ignore_eos=True)
+        require(
+            len(output.token_ids) == num_tokens,
+            f"asked for {num_tokens} tokens, got {len(output.token_ids)}",
+        )
+        require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
+        _require_valid(subject, output)
+
+
+@_check("without max_tokens a completion goes on to the end of the context")
+async def _to_the_end(subject: Subject) -> None:
+    prompt = subject.prompt(max(1, subject.max_model_len - 12))
+    output = await subject.ask(prompt, ignore_eos=True)
+    require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
+    room = subject.max_model_len - len(prompt)
+    require(
+        room - 1 <= len(output.token_ids) <= room,
+        f"{len(prompt)} of {subject.max_model_len} tokens are the prompt; got {len(output.token_ids)}",
+    )
+
+
+@_check("a stop token ends the completion and is returned")
+async def _stop_token(subject: Subject) -> None:
+    prompt = subject.prompt(11, seed=1)
+    tokens = await subject.greedy(prompt, 12)
+    place = max(tokens.index(token) for token in tokens)
+    for ignore_eos in (True, False):
+        output = await subject.ask(
+            prompt,
+            temperature=0.0,
+            max_tokens=12,
+            stop_token_ids=(tokens[place], subject.vocab_size - 1),
+            ignore_eos=ignore_eos,
+        )
+        got = output.token_ids
+        if (
+            not ignore_eos
+            and got == tokens[: len(got)]
+            and output.stop_reason == "stop"
+            and len(got) <= place
+        ):
+            continue  # one of the model's own end tokens came first
+        subject.require_same(got, tokens[: place + 1], prompt=prompt, what=f"ignore_eos={ignore_eos}")
+        require(output.stop_reason == "stop", f"stop reason is {output.stop_reason!r}, not 'stop'")
+
+
+@_check("tokens that go in again are the same tokens")
+async def _continuity(subject: Subject) -> None:
+    for seed in range(3):
+        prompt = subject.prompt(24, seed=seed)
+        whole = await subject.greedy(prompt, 12)
+        context = as_token_ids([*prompt.tolist(), *whole[:5]])
+        rest = await subject.greedy(context, 7)
+        subject.require_same(rest, whole[5:], prompt=context, what="after 5 tokens of its own")
+
+
+@_check("greedy completions are those of the model", needs_reference=True)
+async def _greedy(subject: Subject) -> None:
+    assert subject.reference is not None
+    for seed, num_tokens in ((0, 1), (1, 17), (2, 64)):
+        prompt = subject.prompt(num_tokens, seed=seed)
+        tokens = await subject.greedy(prompt, 16)
+        reason = subject.reference.disagreement(prompt.tolist(), tokens)
+        require(not reason, f"prompt of {num_tokens} tokens: {reason}")
+
+
+@_check("log-probs are those of the model", ability=Ability.LOG_PROBS, needs_reference=True)
+async def _log_probs(subject: Subject) -> str:
+    assert subject.reference is not None
+    variants: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 5},
+    ]
+    worst, without = 0.0, 0
+    for seed, variant in enumerate(variants):
+        prompt = subject.prompt(31, seed=seed)
+        output = await subject.ask(prompt, max_tokens=16, ignore_eos=True, **variant)
+        is_cut = "top_p" in variant or "top_k" in variant
+        if output.log_probs is None and is_cut:
+            without += 1
+            continue
+        require(output.log_probs is not None, f"no log-probs with {variant}")
+        difference = largest_difference(
+            subject.reference,
+            prompt.tolist(),
+            token_ids=output.token_ids,
+            log_probs=output.log_probs or (),
+            params=SamplingParams(**variant),
+        )
+        require(
+            difference <= subject.tolerance,
+            f"with {variant} they are up to {difference:.2g} nats off; they are to be "
+            "log_softmax(logits / temperature) before top-k and top-p",
+        )
+        worst = max(worst, difference)
+    return f"largest difference {worst:.1g} nats" + ("; none with top-k or top-p" if without else "")
+
+
+@_check("the likeliest of one candidate is greedy")
+async def _top_k_one(subject: Subject) -> None:
+    prompt = subject.prompt(14, seed=4)
+    output = await subject.ask(prompt, top_k=1, max_tokens=8, ignore_eos=True)
+    subject.require_same(output.token_ids, await subject.greedy(prompt, 8), prompt=prompt, what="top_k=1")
+
+
+@_check("a seed makes a completion reproducible", ability=Ability.SEED)
+async def _seed(subject: Subject) -> None:
+    prompt = subject.prompt(13, seed=5)
+
+    async def sample(seed: int) -> list[int]:
+        output = await subject.ask(prompt, seed=seed, max_tokens=24, ignore_eos=True)
+        return output.token_ids
+
+    alone = await sample(7)
+    beside = await run_together(sample(seed) for seed in (7, 8, 9, 7))
+    require(alone == beside[0] == beside[3], "the same seed gave different completions")
+    require(len({tuple(tokens) for tokens in beside}) > 1, "different seeds gave the same completion")
+
+
+@_check("requests that run together do not mix")
+async def _concurrency(subject: Subject) -> None:
+    prompts = [subject.prompt(5 + 3 * i, seed=i) for i in range(16)]
+    together = await run_together(subject.greedy(prompt, 6 + i) for i, prompt in enumerate(prompts))
+    for i, (prompt, tokens) in enumerate(zip(prompts, together, strict=True)):
+        alone = await subject.greedy(prompt, 6 + i)
+        subject.require_same(tokens, alone, prompt=prompt, what=f"request {i} of {len(prompts)}")
+
+
+@_check("a session's next turn continues from all that came before")
+async def _session(subject: Subject) -> None:
+    session = subject.session()
+    prompt = subject.prompt(40, seed=6)
+    first = await subject.greedy(prompt, 8, session=session)
+    context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(7, seed=7).tolist()])
+    second = await subject.greedy(context, 8, session=session)
+    await subject.server.end_session(session)
+    subject.require_same(second, await subject.greedy(context, 8), prompt=context, what="the second turn")
+
+
+@_check("a session's next turn does not compute its context again", ability=Ability.PREFIX_REUSE)
+async def _prefix_reuse(subject: Subject) -> str:
+    session = subject.session()
+    prompt = subject.prompt(subject.max_model_len // 2, seed=8)
+    first = await subject.greedy(prompt, 8, session=session)
+    context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
+    output = await subject.ask(context, session=session, temperature=0.0, max_tokens=2)
+    await subject.server.end_session(session)
+    cached = output.num_cached_tokens
+    require(cached is not None, "num_cached_tokens is None, so nobody can tell")
+    require(
+        (cached or 0) >= len(prompt) // 2,
+        f"{cached} of the {len(prompt)} tokens that the session's first turn computed were found again",
+    )
+    return f"{cached} of {len(prompt) + len(first)} tokens found again"
+
+
+@_check("a stream is the completion in parts")
+async def _stream(subject: Subject) -> str:
+    prompt = subject.prompt(15, seed=10)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    session = subject.session()
+    chunks = [chunk async for chunk in subject.server.stream(prompt, params, session)]
+    await subject.server.end_session(session)
+    output = TokenOutput.from_chunks(chunks)
+    _require_valid(subject, output)
+    subject.require_same(output.token_ids, await subject.greedy(prompt, 24), prompt=prompt, what="the stream")
+    require(
+        [chunk.stop_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        and output.stop_reason == "length",
+        f"stop reasons of the parts are {[chunk.stop_reason for chunk in chunks]}; only the last has one",
+    )
+    if Ability.STREAMING in subject.server.abilities:
+        require(len(chunks) > 1, "24 tokens came in one part")
+    return f"{len(chunks)} parts"
+
+
+@_check("leaving a stream aborts its request", ability=Ability.STREAMING)
+async def _left_stream(subject: Subject) -> str:
+    clock = asyncio.get_running_loop().time
+    params = SamplingParams(max_tokens=subject.long_tokens, ignore_eos=True)
+    session, prompt = subject.session(), subject.prompt(8, seed=11)
+    started = clock()
+    num_tokens = sum([len(c.token_ids) async for c in subject.server.stream(prompt, params, session)])
+    whole_s = clock() - started
+    require(num_tokens == subject.long_tokens, f"{num_tokens} of {subject.long_tokens} tokens came")
+
+    async def begin_and_leave() -> None:
+        stream = subject.server.stream(prompt, params, session)
+        await anext(stream)
+        await stream.aclose()
+
+    share = await subject.require_early_end(begin_and_leave, whole_s=whole_s)
+    await subject.server.end_session(session)
+    return share
+
+
+def _require_valid(subject: Subject, output: TokenOutput) -> None:
+    strange = [token for token in output.token_ids if not 0 <= token < subject.vocab_size]
+    require(not strange, f"{strange[:3]} are no tokens of a vocabulary of {subject.vocab_size}")
+    if Ability.LOG_PROBS not in subject.server.abilities:
+        return
+    if output.log_probs is None:
+        raise CheckFailed("no log-probs came, although the server claims them")
+    wrong = [p for p in output.log_probs if not math.isfinite(p) or p > 1e-4]
+    require(not wrong, f"{wrong[:3]} are no log-probs")

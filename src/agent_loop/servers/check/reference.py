@@ -1,0 +1,107 @@
+"""The same model in plain `transformers`, to hold a server against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agent_loop.types import FloatArray, SamplingParams
+
+NEAR_TIE = 2e-3
+"""Two tokens whose log-probs differ by less may change places when the sums are added up in another order."""
+
+
+class Reference:
+    """A causal language model that computes everything anew, without cache, batch or fused layers.
+
+    Args:
+        model: A `transformers.PreTrainedModel`; it is not changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], *, trust_remote_code: bool = False) -> Self:
+        """Loads a model folder in float32."""
+        loader: Any = AutoModelForCausalLM
+        return cls(loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code))
+
+    def log_probs(
+        self, prompt_ids: Sequence[int], completion: Sequence[int], *, temperature: float = 1.0
+    ) -> FloatArray:
+        """Of each token of a completion, as `TokenOutput.log_probs` defines them; shape [num_tokens]."""
+        logits_TV = self._logits([*prompt_ids, *completion])[len(prompt_ids) - 1 : -1]
+        log_probs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
+        return log_probs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()
+
+    def greedy(self, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:
+        """The likeliest continuation, end tokens treated as any other."""
+        context = list(prompt_ids)
+        for _ in range(num_tokens):
+            context.append(int(self._logits(context)[-1].argmax()))
+        return context[len(prompt_ids) :]
+
+    def disagreement(self, prompt_ids: Sequence[int], completion: Sequence[int]) -> str:
+        """Why a completion is not greedy; empty if it is, near ties allowed."""
+        logits_TV = self._logits([*prompt_ids, *completion])[len(prompt_ids) - 1 : -1]
+        log_probs_TV = torch.log_softmax(logits_TV, dim=-1)
+        for place, token in enumerate(completion):
+            best = int(log_probs_TV[place].argmax())
+            gap = float(log_probs_TV[place, best] - log_probs_TV[place, token])
+            if gap > NEAR_TIE:
+                return f"token {place} is {token}, but the reference prefers {best} by {gap:.4f} nats"
+        return ""
+
+    def shifted(self, *, seed: int, scale: float = 0.3) -> Reference:
+        """A reference with other weights: each tensor plus noise of `scale` times its own standard deviation."""
+        config = self.model.config
+        loader: Any = AutoModelForCausalLM
+        other = loader.from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            own = dict(self.model.named_parameters())
+            for name, parameter in other.named_parameters():
+                spread = own[name].std() if own[name].numel() > 1 else torch.tensor(0.0)
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(own[name] + noise * spread.nan_to_num() * scale)
+        for name, buffer in other.named_buffers():
+            buffer.copy_(dict(self.model.named_buffers())[name])
+        return Reference(other)
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """What a trainer publishes: every parameter once."""
+        return [(name, parameter.detach()) for name, parameter in self.model.named_parameters()]
+
+    @torch.no_grad()
+    def _logits(self, context: Sequence[int]) -> Tensor:
+        ids = torch.tensor([list(context)], device=self.model.device)
+        return self.model(input_ids=ids, use_cache=False).logits[0].float().cpu()
+
+
+def vocab_size_of(path: str | PathLike[str], *, trust_remote_code: bool = False) -> int:
+    """How many token ids a model folder's model knows."""
+    loader: Any = AutoConfig
+    config = loader.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return config.get_text_config().vocab_size
+
+
+def largest_difference(
+    reference: Reference,
+    prompt_ids: Sequence[int],
+    *,
+    token_ids: Sequence[int],
+    log_probs: Sequence[float],
+    params: SamplingParams,
+) -> float:
+    """In nats, between a server's log-probs and the reference's."""
+    wanted = reference.log_probs(prompt_ids, token_ids, temperature=params.temperature)
+    return float(np.abs(wanted - np.asarray(log_probs)).max(initial=0.0))

@@ -1,0 +1,191 @@
+"""The conformance suite, on the servers of this process; each fault that it is for is found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError, ServerError, WeightsError
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.check import Reference, check_server
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import tiny_model
+
+LENGTH = 160
+VOCAB = 97
+
+
+class Embedded(EmbeddedServer):
+    """The embedded server; a subclass has one fault."""
+
+    def __init__(self) -> None:
+        super().__init__(make_model(), config=EmbeddedConfig(max_model_len=LENGTH))
+
+
+def make_model() -> Any:
+    return tiny_model(initializer_range=0.06)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(make_model())
+
+
+def failures(server: AsyncServerBase, reference: Reference) -> list[str]:
+    report = asyncio.run(check_server(server, max_model_len=LENGTH, reference=reference, timeout_s=20))
+    return [result.name for result in report.failures]
+
+
+def test_the_embedded_server_keeps_the_whole_contract(reference: Reference) -> None:
+    report = asyncio.run(check_server(Embedded(), max_model_len=LENGTH, reference=reference))
+    report.raise_if_failed()
+    assert report.named("skipped") == []
+
+
+def say_more(request: ScriptedRequest) -> ScriptedReply:
+    """A model of sorts: the next token depends on all tokens before it."""
+    context = request.prompt_ids.tolist()
+    num_prompt = len(context)
+    for _ in range(request.sampling_params.max_tokens or LENGTH - num_prompt):
+        context.append((31 * sum(context) + len(context)) % VOCAB)
+    tokens = context[num_prompt:]
+    return ScriptedReply(token_ids=tokens, stops=False, latency_s=0.1 * len(tokens))
+
+
+def test_the_scripted_server_keeps_what_it_claims() -> None:
+    server = ScriptedServer(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
+    report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB))
+    report.raise_if_failed()
+    assert len(report.named("passed")) >= 14
+
+
+class LosesStopTokens(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        if output.stop_reason != "stop":
+            return output
+        return replace(output, token_ids=output.token_ids[:-1], log_probs=(output.log_probs or [])[:-1])
+
+
+class GivesRawLogProbs(Embedded):
+    async def generate(
+        self, prompt_ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        output = await super().generate(prompt_ids, params, *args, **kwargs)
+        raw = Reference(make_model()).log_probs(prompt_ids.tolist(), output.token_ids)
+        return replace(output, log_probs=raw.tolist())
+
+
+class AbortsLate(Embedded):
+    async def abort(self, request_id: str) -> None:
+        pass
+
+
+class SaysLengthForAborted(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        return replace(output, stop_reason="length") if output.stop_reason == "aborted" else output
+
+
+class ForgetsToCancel(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        return await asyncio.shield(asyncio.ensure_future(super().generate(*args, **kwargs)))
+
+
+class LosesUpdates(Embedded):
+    async def update_weights(self, weights: Any, *, weight_version: int) -> None:
+        own = Reference(make_model()).weights()
+        await super().update_weights(own if list(weights) else weights, weight_version=weight_version)
+
+
+class StampsOldVersions(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        return replace(await super().generate(*args, **kwargs), weight_version=0, version_spans=())
+
+
+class TakesAnyWeights(Embedded):
+    async def update_weights(self, weights: Any, *, weight_version: int) -> None:
+        with contextlib.suppress(WeightsError):
+            await super().update_weights(weights, weight_version=weight_version)
+
+
+class MixesRequests(Embedded):
+    num_inside = 0
+
+    async def generate(self, prompt_ids: IntArray, *args: Any, **kwargs: Any) -> TokenOutput:
+        self.num_inside += 1
+        prompt_ids = prompt_ids[::-1].copy() if self.num_inside > 4 else prompt_ids
+        try:
+            return await super().generate(prompt_ids, *args, **kwargs)
+        finally:
+            self.num_inside -= 1
+
+
+class IgnoresSeeds(Embedded):
+    async def generate(self, ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any) -> TokenOutput:
+        return await super().generate(ids, replace(params, seed=None), *args, **kwargs)
+
+
+class RaisesWhatItWants(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        try:
+            return await super().generate(*args, **kwargs)
+        except ServerError as error:
+            raise KeyError("no such thing") from error
+
+
+class NeverAnswersTwice(Embedded):
+    async def wake_up(self) -> None:
+        pass
+
+
+FAULTS: Sequence[tuple[type[Embedded], str]] = [
+    (LosesStopTokens, "a stop token ends the completion and is returned"),
+    (GivesRawLogProbs, "log-probs are those of the model"),
+    (AbortsLate, "an aborted request returns what it has"),
+    (SaysLengthForAborted, "an aborted request returns what it has"),
+    (ForgetsToCancel, "cancelling a request frees its place"),
+    (LosesUpdates, "new weights are what is sampled from"),
+    (StampsOldVersions, "new weights are what is sampled from"),
+    (TakesAnyWeights, "weights that do not fit change nothing"),
+    (MixesRequests, "requests that run together do not mix"),
+    (IgnoresSeeds, "a seed makes a completion reproducible"),
+    (RaisesWhatItWants, "what no engine can do is refused by name, and the server goes on"),
+    (NeverAnswersTwice, "a server that sleeps generates nothing, and wakes up as it was"),
+]
+
+
+@pytest.mark.parametrize(("faulty", "check"), FAULTS, ids=[faulty.__name__ for faulty, _ in FAULTS])
+def test_a_fault_is_found(faulty: type[Embedded], check: str, reference: Reference) -> None:
+    assert check in failures(faulty(), reference)
+
+
+def test_a_check_that_hangs_has_failed() -> None:
+    def hang(request: ScriptedRequest) -> ScriptedReply:
+        return ScriptedReply(token_ids=[1], latency_s=math.inf)
+
+    report = run_virtual(
+        check_server(ScriptedServer(hang), max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=5)
+    )
+    assert "it took longer than 5 s" in report.failures[0].detail
+    with pytest.raises(
+        ServerError, match=r"server scripted-0: \d+ of \d+ checks failed\n  a completion is a run"
+    ):
+        report.raise_if_failed()
+
+
+def test_the_suite_needs_a_vocabulary_and_room() -> None:
+    server = ScriptedServer(say_more)
+    with pytest.raises(ConfigError, match="give vocab_size or a reference"):
+        asyncio.run(check_server(server, max_model_len=LENGTH))
+    with pytest.raises(ConfigError, match="at least 64"):
+        asyncio.run(check_server(server, max_model_len=20, vocab_size=VOCAB))
