@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar, cast
 
@@ -61,6 +61,58 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
     return task.result()
 
 
+async def merged(streams: Iterable[AsyncGenerator[ResultT]]) -> AsyncGenerator[ResultT]:
+    """Yields what several generators yield, as it comes.
+
+    If one raises, its exception is raised. At the end, however it comes, all of them are closed.
+    """
+    streams = list(streams)
+    if len(streams) == 1:
+        async with contextlib.aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield item
+        return
+    coming = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                stream = coming.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                coming[asyncio.ensure_future(anext(stream))] = stream
+                yield item
+    finally:
+        for task in coming:
+            task.cancel()
+        if coming:
+            await asyncio.wait(coming)
+        for task in coming:
+            if not task.cancelled():
+                task.exception()  # looked at, so that asyncio does not report it as lost
+        for stream in streams:
+            await stream.aclose()
+
+
+async def run_while(
+    call: Coroutine[Any, Any, ResultT], *, condition: Coroutine[Any, Any, None]
+) -> ResultT | None:
+    """Awaits a call as long as a condition lasts; when the condition returns first, the call is cancelled and the
+    result is None."""
+    task, ended = asyncio.ensure_future(call), asyncio.ensure_future(condition)
+    try:
+        await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in (task, ended):
+            each.cancel()
+        await asyncio.wait({task, ended})
+        if not ended.cancelled():
+            ended.exception()
+    return None if task.cancelled() else task.result()
+
+
 async def run_abortable(
     call: Coroutine[Any, Any, ResultT],
     *,
@@ -86,6 +138,22 @@ async def run_abortable(
             keep_partial(task.result())
         raise
     return task.result()
+
+
+@contextlib.asynccontextmanager
+async def running_beside(call: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Runs a call, such as an endless watch, as long as the body lasts.
+
+    If it raises, the body goes on, and its exception is raised at the end.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
 
 
 async def _abort_and_wait(task: asyncio.Future[Any], abort: Callable[[], Awaitable[None]]) -> None:

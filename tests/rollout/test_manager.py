@@ -84,7 +84,7 @@ def test_servers_sleep_between_rollouts_even_after_a_failed_one() -> None:
     def script(_: Any) -> ScriptedReply:
         return ScriptedReply([1], error="down")
 
-    servers = [ScriptedServer(script), ScriptedServer(script)]
+    servers = [ScriptedServer(script, name=name) for name in ("a", "b")]
     manager = make_manager(script, servers=servers, max_failed_share=0.0)
 
     async def scenario() -> None:

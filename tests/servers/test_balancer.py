@@ -1,42 +1,121 @@
+"""The policy, without servers, clocks or tasks."""
+
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import count
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agent_loop.errors import ConfigError
-from agent_loop.servers.balancer import LoadBalancer
+from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
+from agent_loop.servers.ranking import Ranking
+
+ids = count()
+
+
+def servers(number: int) -> list[str]:
+    return [f"s{i}" for i in range(number)]
+
+
+def balancer_of(number: int, *, max_in_flight: int | None = None, **config: float | bool) -> LoadBalancer:
+    balancer = LoadBalancer(config=BalancerConfig(**config))  # pyright: ignore[reportArgumentType]
+    for server in servers(number):
+        balancer.add_server(server, max_in_flight=max_in_flight)
+    return balancer
+
+
+def ask(balancer: LoadBalancer, session: str, **request: object) -> Lease | None:
+    return balancer.acquire(Request(f"r{next(ids)}", session, **request))  # pyright: ignore[reportArgumentType]
+
+
+def held(balancer: LoadBalancer, session: str, **request: object) -> Lease:
+    lease = ask(balancer, session, **request)
+    assert lease is not None
+    return lease
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------------
 
 
 def test_sessions_one_after_another_spread_evenly_over_idle_servers() -> None:
-    balancer = LoadBalancer(4)
+    balancer = LoadBalancer(servers(4))
     chosen = []
     for session in range(200):
         with balancer.lease(str(session)) as server:
             chosen.append(server)
-    assert [chosen.count(server) for server in range(4)] == [50, 50, 50, 50]
+    assert [chosen.count(server) for server in servers(4)] == [50, 50, 50, 50]
 
 
-def test_a_new_session_goes_to_the_server_with_the_least_in_flight() -> None:
-    balancer = LoadBalancer(3)
-    with balancer.lease("a") as first, balancer.lease("b") as second, balancer.lease("c") as third:
-        assert sorted([first, second, third]) == [0, 1, 2]
-        with balancer.lease("a"), balancer.lease("b"), balancer.lease("d") as fourth:
-            assert fourth == third
+def test_sessions_that_run_at_once_spread_evenly_too() -> None:
+    balancer = LoadBalancer(servers(4))
+    chosen = [held(balancer, str(session)).server for session in range(200)]
+    assert [chosen.count(server) for server in servers(4)] == [50, 50, 50, 50]
+
+
+def test_work_counts_not_requests() -> None:
+    balancer = balancer_of(2)
+    long = held(balancer, "long", max_tokens=200)
+    short = [held(balancer, f"short{i}", max_tokens=10).server for i in range(12)]
+    assert short.count(long.server) == 0
+
+
+def test_a_prompt_that_has_to_be_computed_is_work() -> None:
+    balancer = balancer_of(2, prefill_cost=0.1)
+    lease = held(balancer, "a", num_prompt_tokens=1000, max_tokens=50)
+    assert lease.work == 150
+    balancer.release(lease.request.id, num_new_tokens=50)
+    again = held(balancer, "a", num_prompt_tokens=1100, max_tokens=50)
+    assert again.server == lease.server
+    assert again.work == pytest.approx(50 + 0.1 * 50)
+
+
+def test_a_faster_server_gets_more() -> None:
+    balancer = LoadBalancer()
+    balancer.add_server("fast", speed=3.0)
+    balancer.add_server("slow")
+    chosen = [held(balancer, str(i)).server for i in range(40)]
+    assert chosen.count("fast") == 30
+
+
+# -- sessions ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_session_stays_where_it_began() -> None:
-    balancer = LoadBalancer(2)
+    balancer = LoadBalancer(servers(2))
     with balancer.lease("a") as first:
         pass
     with balancer.lease("b"), balancer.lease("a") as again:
         assert again == first
 
 
+def test_a_session_leaves_when_the_imbalance_costs_more_than_its_prefix() -> None:
+    balancer = balancer_of(2, expected_tokens=100, escape_margin=2, prefill_cost=0.1)
+    lives_on: dict[str, str] = {}
+    for session, length in [("a", 1000), *((f"b{i}", 10_000) for i in range(40))]:
+        lease = held(balancer, session, num_prompt_tokens=length)
+        balancer.release(lease.request.id, num_new_tokens=100)
+        lives_on[session] = lease.server
+    home = lives_on["a"]
+    neighbours = [session for session in lives_on if lives_on[session] == home and session != "a"]
+    for number, session in enumerate(neighbours):
+        gap = 100 * number  # each completion is expected to take 100 tokens
+        lease = held(balancer, "a", num_prompt_tokens=1100)
+        balancer.release(lease.request.id)
+        assert (lease.server == home) == (gap <= 2 * 100 + 0.1 * 1100)
+        if lease.server != home:
+            assert (lease.moved_from, balancer.server_of("a")) == (home, lease.server)
+            return
+        assert held(balancer, session, num_prompt_tokens=10_100).server == home
+    pytest.fail("it never left")
+
+
 def test_an_ended_session_may_begin_elsewhere() -> None:
-    balancer = LoadBalancer(2)
+    balancer = LoadBalancer(servers(2))
     with balancer.lease("a") as first:
         pass
     assert balancer.end_session("a") == first
@@ -44,9 +123,246 @@ def test_an_ended_session_may_begin_elsewhere() -> None:
         assert again != first
 
 
+def test_under_skewed_turn_counts_the_work_stays_balanced() -> None:
+    """A few sessions go on for long, most end soon; every server has some sixty at a time."""
+    random, balancer = Random(3), LoadBalancer(servers(4))
+    running: list[tuple[Lease, int]] = []
+    sessions, worst = count(), 0.0
+    for step in range(12_000):
+        while len(running) < 240:
+            turns = 40 if random.random() < 0.1 else random.randint(1, 3)
+            running.append((held(balancer, str(next(sessions)), num_prompt_tokens=300), turns))
+        lease, turns = running.pop(random.randrange(len(running)))
+        new_tokens = random.randint(20, 400)
+        balancer.release(lease.request.id, num_new_tokens=new_tokens)
+        if turns > 1:
+            context = lease.request.num_prompt_tokens + new_tokens + 80
+            running.append((held(balancer, lease.request.session, num_prompt_tokens=context), turns - 1))
+        else:
+            balancer.end_session(lease.request.session)
+        if step > 1000:
+            work = list(balancer.outstanding_work.values())
+            worst = max(worst, max(work) / (sum(work) / len(work)))
+    assert worst < 1.15
+
+
+# -- membership --------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_joins_moves_nobody() -> None:
+    balancer = LoadBalancer(servers(3))
+    homes = {str(i): held(balancer, str(i)).server for i in range(30)}
+    balancer.add_server("new")
+    assert {session: balancer.server_of(session) for session in homes} == homes
+    assert held(balancer, "next").server == "new"
+
+
+def test_a_server_that_leaves_moves_its_own_sessions_only() -> None:
+    balancer = LoadBalancer(servers(3))
+    homes = {str(i): held(balancer, str(i)).server for i in range(30)}
+    moved = balancer.remove_server("s1")
+    assert sorted(moved) == sorted(session for session, home in homes.items() if home == "s1")
+    for session, home in homes.items():
+        assert held(balancer, session).server == (home if home != "s1" else balancer.server_of(session))
+    assert set(balancer.in_flight) == {"s0", "s2"}
+
+
+def test_leases_of_a_server_that_left_are_released_without_harm() -> None:
+    balancer = LoadBalancer(servers(2))
+    lease = held(balancer, "a")
+    balancer.remove_server(lease.server)
+    assert balancer.num_leases == 0
+    assert balancer.release(lease.request.id, num_new_tokens=3) == []
+    balancer.add_server(lease.server)
+    assert balancer.in_flight[lease.server] == 0
+
+
+def test_without_any_server_a_request_is_told_so() -> None:
+    with pytest.raises(ServerDied, match="request a: no server is left"):
+        ask(LoadBalancer(), "a")
+
+
+def test_two_servers_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two servers of the name 's0'"):
+        LoadBalancer(["s0", "s0"])
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+def test_asking_twice_with_one_id_is_asking_once() -> None:
+    balancer = balancer_of(1, max_in_flight=1)
+    request, second = Request("r", "a"), Request("q", "b")
+    assert balancer.acquire(request) is balancer.acquire(request)
+    assert balancer.acquire(second) is None
+    assert balancer.acquire(second) is None
+    assert (balancer.num_leases, balancer.num_waiting) == (1, 1)
+    assert [lease.request.id for lease in balancer.release("r")] == ["q"]
+    assert balancer.release("r") == []
+    assert balancer.num_leases == 1
+
+
+def test_what_a_dead_owner_held_falls() -> None:
+    balancer = balancer_of(1, max_in_flight=2)
+    mine = [held(balancer, f"m{i}", owner="worker-1") for i in range(2)]
+    waits = Request("w", "other", owner="worker-2")
+    assert balancer.acquire(waits) is None
+    assert balancer.acquire(Request("x", "m9", owner="worker-1")) is None
+    (granted,) = balancer.drop_owner("worker-1")
+    assert granted.request is waits
+    assert (balancer.num_leases, balancer.num_waiting) == (1, 0)
+    assert balancer.server_of(mine[0].request.session) is None
+
+
+# -- the line ----------------------------------------------------------------------------------------------------------
+
+
+def test_when_all_are_full_requests_wait_and_take_the_first_place() -> None:
+    balancer = balancer_of(2, max_in_flight=1)
+    first, second = held(balancer, "a"), held(balancer, "b")
+    assert [ask(balancer, f"c{i}") for i in range(3)] == [None] * 3
+    (lease,) = balancer.release(second.request.id)
+    assert (lease.request.session, lease.server) == ("c0", second.server)
+    (lease,) = balancer.release(first.request.id)
+    assert (lease.request.session, lease.server) == ("c1", first.server)
+
+
+def test_a_session_waits_for_its_own_server_while_that_is_cheaper() -> None:
+    balancer = balancer_of(2, max_in_flight=1, prefill_cost=1.0)
+    first = held(balancer, "a", num_prompt_tokens=100_000)
+    other = held(balancer, "b")
+    balancer.release(first.request.id, num_new_tokens=5)
+    taken = held(balancer, "c")
+    assert taken.server == first.server
+    assert ask(balancer, "a", num_prompt_tokens=100_100) is None
+    assert balancer.release(other.request.id) == []
+    (lease,) = balancer.release(taken.request.id)
+    assert (lease.request.session, lease.server) == ("a", first.server)
+
+
+def test_one_that_gives_up_leaves_the_line() -> None:
+    balancer = balancer_of(1, max_in_flight=1)
+    first = held(balancer, "a")
+    balancer.acquire(Request("gone", "b"))
+    balancer.acquire(Request("stays", "c"))
+    balancer.release("gone")
+    assert [lease.request.id for lease in balancer.release(first.request.id)] == ["stays"]
+
+
+def test_longest_first_serves_the_longest_first() -> None:
+    balancer = balancer_of(1, max_in_flight=1, longest_first=True)
+    first = held(balancer, "a")
+    for session, remaining in (("short", 10.0), ("long", 900.0), ("middle", 50.0)):
+        ask(balancer, session, expected_remaining=remaining)
+    order = []
+    while first is not None:
+        granted = balancer.release(first.request.id)
+        first = granted[0] if granted else None
+        if first is not None:
+            order.append(first.request.session)
+    assert order == ["long", "middle", "short"]
+
+
+def test_who_waits_for_a_server_that_leaves_goes_elsewhere() -> None:
+    balancer = balancer_of(2, max_in_flight=1, prefill_cost=1.0)
+    first = held(balancer, "a", num_prompt_tokens=100_000)
+    balancer.release(first.request.id, num_new_tokens=5)
+    while balancer.in_flight[first.server] == 0:
+        held(balancer, f"c{next(ids)}")
+    waiting = ask(balancer, "a", num_prompt_tokens=100_100)
+    assert waiting is None
+    balancer.remove_server(first.server)
+    granted = balancer.fill() or [
+        lease for running in list(balancer._leases.values()) for lease in balancer.release(running.request.id)
+    ]
+    assert [lease.request.session for lease in granted] == ["a"]
+
+
+class Life(RuleBasedStateMachine):
+    """Requests, failures and membership in any order: counts agree, and nobody waits beside a free place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.balancer = LoadBalancer(config=BalancerConfig(escape_margin=1.0))
+        self.balancer.add_server("s0", max_in_flight=2)
+        self.held: dict[str, Lease] = {}
+        self.lined_up: set[str] = set()
+        self.busy: set[str] = set()
+
+    def take(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            self.lined_up.remove(lease.request.id)
+            self.held[lease.request.id] = lease
+
+    @rule(session=st.integers(0, 9), length=st.integers(1, 5000), owner=st.sampled_from(["w0", "w1"]))
+    def asks(self, session: int, length: int, owner: str) -> None:
+        request = Request(f"r{next(ids)}", f"{owner}-{session}", owner, length)
+        if not self.balancer.servers:
+            return
+        self.lined_up.add(request.id)
+        lease = self.balancer.acquire(request)
+        self.take([] if lease is None else [lease])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), new=st.none() | st.integers(0, 900))
+    def releases(self, data: st.DataObject, new: int | None) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.held)))
+        del self.held[request_id]
+        self.take(self.balancer.release(request_id, num_new_tokens=new))
+
+    @precondition(lambda self: self.lined_up)
+    @rule(data=st.data())
+    def gives_up(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.lined_up)))
+        self.lined_up.remove(request_id)
+        assert self.balancer.release(request_id) == []
+
+    @rule(name=st.sampled_from(["s0", "s1", "s2"]), places=st.integers(1, 3))
+    def joins_or_leaves(self, name: str, places: int) -> None:
+        if name not in self.balancer.servers:
+            self.take(self.balancer.add_server(name, max_in_flight=places))
+            return
+        self.balancer.remove_server(name)
+        self.held = {key: lease for key, lease in self.held.items() if lease.server != name}
+        self.take(self.balancer.fill())
+
+    @rule(owner=st.sampled_from(["w0", "w1"]))
+    def owner_dies(self, owner: str) -> None:
+        self.lined_up -= {w.request.id for w in self.balancer._waiting.values() if w.request.owner == owner}
+        self.held = {key: lease for key, lease in self.held.items() if lease.request.owner != owner}
+        granted = self.balancer.drop_owner(owner)
+        self.take([lease for lease in granted if lease.request.owner != owner])
+
+    @rule(session=st.integers(0, 9), owner=st.sampled_from(["w0", "w1"]))
+    def ends(self, session: int, owner: str) -> None:
+        name = f"{owner}-{session}"
+        if not any(w.request.session == name for w in self.balancer._waiting.values()) and not any(
+            lease.request.session == name for lease in self.held.values()
+        ):
+            self.balancer.end_session(name)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.balancer.num_leases == len(self.held)
+        assert self.balancer.num_waiting == len(self.lined_up)
+        for server, number in self.balancer.in_flight.items():
+            assert number == sum(lease.server == server for lease in self.held.values())
+            work = sum(lease.work for lease in self.held.values() if lease.server == server)
+            assert self.balancer.outstanding_work[server] == pytest.approx(work)
+
+    @invariant()
+    def nobody_waits_who_could_go_anywhere(self) -> None:
+        if any(server.has_place for server in self.balancer._servers.values()):
+            assert len(self.balancer._homeless) == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans())))
 def test_counts_return_to_zero_whatever_happens(steps: list[tuple[int, bool]]) -> None:
-    balancer = LoadBalancer(3)
+    balancer = LoadBalancer(servers(3))
     with ExitStack() as leases:
         for session, fails in steps:
             if fails:
@@ -61,6 +377,19 @@ def test_counts_return_to_zero_whatever_happens(steps: list[tuple[int, bool]]) -
     assert balancer.num_sessions == 0
 
 
-def test_no_server_at_all_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        LoadBalancer(0)
+@given(st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 9)), max_size=60))
+def test_a_ranking_is_the_least_of_its_keys(changes: list[tuple[int, int | None]]) -> None:
+    ranking: Ranking[tuple[int]] = Ranking()
+    keys: dict[str, tuple[int]] = {}
+    for name, key in changes:
+        if key is None:
+            ranking.discard(str(name))
+            keys.pop(str(name), None)
+        else:
+            ranking.put(str(name), (key,))
+            keys[str(name)] = (key,)
+        assert ranking.first_key() == min(keys.values(), default=None)
+        odd = min((key for name, key in keys.items() if int(name) % 2), default=None)
+        found = ranking.first_where(lambda name: int(name) % 2 == 1, at_most=100)
+        assert (None if found is None else keys[found]) == odd
+        assert len(ranking) == len(keys)

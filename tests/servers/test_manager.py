@@ -1,15 +1,21 @@
-"""The client of all servers: starting them, and time limits."""
+"""The client of all servers: starting them, time limits, failover, the line."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
+from agent_loop.concurrency import run_together
 from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
+from agent_loop.types import TokenChunk, TokenOutput
 
 
 def test_a_completion_that_hangs_fails_at_its_time_limit_and_frees_its_place() -> None:
@@ -39,3 +45,204 @@ def test_if_one_engine_does_not_come_up_the_others_are_closed() -> None:
         assert not (await good.health()).is_alive
 
     run_virtual(main())
+
+
+# -- failover ----------------------------------------------------------------------------------------------------------
+
+
+def count_up(request: ScriptedRequest) -> ScriptedReply:
+    """A model that counts on from the last token, one token a second."""
+    last = int(request.prompt_ids[-1])
+    number = request.sampling_params.max_tokens or 1
+    return ScriptedReply(range(last + 1, last + 1 + number), latency_s=number, stops=False)
+
+
+def two_servers(*, streams: bool, **options: Any) -> tuple[list[ScriptedServer], AsyncLLMServerManager]:
+    servers = [ScriptedServer(count_up, name=name, streams=streams, **options) for name in ("a", "b")]
+    return servers, AsyncLLMServerManager(servers)
+
+
+async def complete(
+    manager: AsyncLLMServerManager, session: str = "s", *, num_tokens: int = 10
+) -> TokenOutput:
+    return await manager.generate(session, prompt_ids=[100], sampling_params={"max_tokens": num_tokens})
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_completion_goes_on_where_its_server_died(streams: bool) -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=streams)
+        clock = asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(complete(manager))
+            await asyncio.sleep(6.5)
+            home = next(server for server in servers if server.num_running)
+            home.die()
+        output = task.result()
+        assert output.token_ids == list(range(101, 111))
+        assert (output.stop_reason, output.num_preempted) == ("length", 1)
+        # six tokens were kept where they were streamed
+        assert clock() == pytest.approx(10.5 if streams else 16.5)
+        (other,) = [server for server in servers if server is not home]
+        assert other.requests[-1].prompt_ids.tolist() == list(range(100, 107) if streams else [100])
+        assert manager.balancer.servers == (other.name,)
+        assert (manager.balancer.num_leases, other.num_running) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_the_other_sessions_stay_where_they_are() -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=False)
+        for number in range(10):
+            await complete(manager, f"s{number}", num_tokens=1)
+        homes = {f"s{n}": manager.balancer.server_of(f"s{n}") for n in range(10)}
+        servers[0].die()
+        for session in homes:
+            await complete(manager, session, num_tokens=1)
+        assert {manager.balancer.server_of(session) for session in homes} == {"b"}
+        assert len([r for r in servers[1].requests if homes[r.request_id] == "b"]) == 2 * 5
+
+    run_virtual(main())
+
+
+def test_the_last_server_that_dies_is_named() -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=False)
+        for server in servers:
+            server.die(f"{server.name} has no memory")
+        with pytest.raises(ServerDied, match=r"server . request s: . has no memory"):
+            await complete(manager)
+        with pytest.raises(ServerDied, match=r"no server is left \(.*a has no memory.*b has no memory"):
+            await complete(manager)
+        with pytest.raises(ServerDied, match="no server is left"):
+            await manager.update_weights([], weight_version=1)
+
+    run_virtual(main())
+
+
+def test_a_server_that_hangs_is_left_out_and_its_requests_go_on() -> None:
+    class Hangs(ScriptedServer):
+        async def health(self) -> ServerHealth:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        hung = Hangs([ScriptedReply([1], latency_s=math.inf)], name="hung")
+        manager = AsyncLLMServerManager([hung, ScriptedServer(count_up, name="good")])
+        async with manager.watching():
+            outputs = await run_together(complete(manager, f"s{n}") for n in range(4))
+        assert {tuple(output.token_ids) for output in outputs} == {tuple(range(101, 111))}
+        assert manager.balancer.servers == ("good",)
+
+    run_virtual(main())
+
+
+def test_a_server_that_is_well_again_comes_back() -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=False)
+        servers[0].die()
+        async with manager.watching():
+            await asyncio.sleep(20)
+            assert manager.balancer.servers == ("b",)
+            servers[0].revive()
+            await asyncio.sleep(20)
+            assert set(manager.balancer.servers) == {"a", "b"}
+
+    run_virtual(main())
+
+
+def test_a_server_that_came_back_with_old_weights_waits_for_new_ones() -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=False)
+        await manager.update_weights([], weight_version=1)
+        servers[0].die()
+        async with manager.watching():
+            await asyncio.sleep(20)
+            servers[0].revive()
+            await asyncio.sleep(20)
+            assert manager.balancer.servers == ("b",)
+            await manager.update_weights([], weight_version=2)
+            assert set(manager.balancer.servers) == {"a", "b"}
+        assert [health.weight_version for health in await manager.health()] == [2, 2]
+
+    run_virtual(main())
+
+
+def test_a_server_that_dies_of_an_update_is_left_out() -> None:
+    class DiesOfIt(ScriptedServer):
+        async def update_weights(self, weights: Any, *, weight_version: int) -> None:
+            raise ServerDied("no memory", server=self.name)
+
+    async def main() -> None:
+        manager = AsyncLLMServerManager([DiesOfIt([], name="a"), ScriptedServer(count_up, name="b")])
+        await manager.update_weights([], weight_version=1)
+        assert manager.balancer.servers == ("b",)
+
+    run_virtual(main())
+
+
+# -- the line ----------------------------------------------------------------------------------------------------------
+
+
+def test_requests_beyond_what_servers_compute_at_once_wait_in_line() -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=False, max_concurrent=2)
+        clock = asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            for number in range(12):
+                group.create_task(complete(manager, f"s{number}"))
+            await asyncio.sleep(1)
+            assert [server.num_running for server in servers] == [2, 2]
+            assert manager.balancer.num_waiting == 8
+        assert clock() == pytest.approx(30)
+        assert (manager.balancer.num_leases, manager.balancer.num_waiting) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_a_request_in_line_can_be_aborted_cancelled_or_run_out_of_time() -> None:
+    async def main() -> None:
+        server = ScriptedServer(count_up, max_concurrent=1)
+        manager = AsyncLLMServerManager([server], request_timeout_s=30)
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(complete(manager, "first", num_tokens=25))
+            await asyncio.sleep(0)
+            aborted = group.create_task(complete(manager, "aborted"))
+            cancelled = group.create_task(complete(manager, "cancelled"))
+            await asyncio.sleep(1)
+            await manager.abort("aborted")
+            cancelled.cancel()
+        assert (aborted.result().token_ids, aborted.result().stop_reason) == ([], "aborted")
+        assert cancelled.cancelled()
+        assert len(first.result().token_ids) == 25
+        async with asyncio.TaskGroup() as group:
+            group.create_task(complete(manager, "long", num_tokens=29))
+            await asyncio.sleep(0)
+            late = group.create_task(fails(complete(manager, "late", num_tokens=2)))
+        assert isinstance(late.result(), ServerTimeout)
+        assert "longer than 30 s" in str(late.result())
+        assert (manager.balancer.num_leases, manager.balancer.num_waiting, server.num_running) == (0, 0, 0)
+
+    run_virtual(main())
+
+
+def test_a_stream_goes_on_at_another_server() -> None:
+    async def main() -> None:
+        servers, manager = two_servers(streams=True)
+        chunks: list[TokenChunk] = []
+        async for chunk in manager.stream("s", prompt_ids=[100], sampling_params={"max_tokens": 6}):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                next(server for server in servers if server.num_running).die()
+        assert TokenOutput.from_chunks(chunks).token_ids == list(range(101, 107))
+
+    run_virtual(main())
+
+
+async def fails(call: Coroutine[Any, Any, Any]) -> BaseException | None:
+    try:
+        await call
+    except Exception as error:
+        return error
+    return None

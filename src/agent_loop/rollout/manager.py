@@ -163,7 +163,7 @@ class AgentLoopManager:
         params = self._sampling_params(validate=validate)
         jobs = [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
         budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
-        async with self._awake():
+        async with self._awake(), self.server_manager.watching():
             chunks = await run_together(
                 worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
                 for worker, chunk in zip(self.workers, _split(jobs, len(self.workers)), strict=True)

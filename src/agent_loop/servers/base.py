@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.chat import chat_completion, stream_chat_completion
+from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
+from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.config import ModelConfig, WeightTransfer
 from agent_loop.errors import ConfigError
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
@@ -84,6 +89,9 @@ class AsyncServerBase(ABC):
     """Names the server in errors and metrics."""
     abilities: frozenset[Ability] = frozenset()
     """What it promises; `agent_loop.servers.check.check_server` holds it to that."""
+    max_concurrent: int | None = None
+    """Requests that it computes at once. The pool keeps the rest in line and gives them to whichever server has a place
+    first; None gives the server all of them."""
 
     @classmethod
     def create(cls, spec: ServerSpec) -> AsyncServerBase:
@@ -150,6 +158,29 @@ class AsyncServerBase(ABC):
             output = await self.generate(prompt_ids, sampling_params, request_id)
         for chunk in TokenChunk.whole(output):
             yield chunk
+
+    async def chat_completion(
+        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
+    ) -> ChatCompletion:
+        """Answers an OpenAI chat request; with a `session_id` in it, the caller ends that session.
+
+        Raises:
+            RequestError: The request asks for what is unknown or not offered.
+            ChatTemplateError: The template does not accept its messages.
+            ServerError: As `generate`.
+        """
+        request = ChatCompletionRequest.read(request)
+        return await chat_completion(request, template=template, sampler=self, session=request.session_id)
+
+    async def stream_chat_completion(
+        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
+    ) -> AsyncGenerator[ChatCompletionChunk]:
+        """The same in parts, while the model speaks. Leaving the iteration early aborts the completions."""
+        request = ChatCompletionRequest.read(request)
+        chunks = stream_chat_completion(request, template=template, sampler=self, session=request.session_id)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
 
     @abstractmethod
     async def abort(self, request_id: str) -> None:

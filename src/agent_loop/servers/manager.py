@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
-from agent_loop.boundary import DeadlineExpired, run_bounded
-from agent_loop.concurrency import run_shielded, run_together
-from agent_loop.errors import ServerTimeout
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.chat import chat_completion, stream_chat_completion
+from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.sampling import Sampler
+from agent_loop.concurrency import run_shielded, running_beside
+from agent_loop.errors import ServerDied
 from agent_loop.servers.balancer import LoadBalancer
-from agent_loop.servers.base import AsyncServerBase, ServerHealth
-from agent_loop.types import SamplingParams, TokenIds, TokenOutput, as_token_ids
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.pool import Place, RequestAborted, ServerPool
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:
     import torch
 
 END_SESSIONS_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 60.0
 
 
 class AsyncLLMServerManager:
-    """Sends each request to one of several servers: load-balanced, sticky per session.
+    """Sends each request to one of several servers: load-balanced, sticky per session. What a server that dies has
+    begun goes on at another one, from the tokens that are known.
 
     Loops get one that is scoped to their trajectory: the sessions they begin end with it.
     """
 
     def __init__(
         self,
-        servers: Sequence[AsyncServerBase],
+        servers: Sequence[AsyncServerBase] | ServerPool,
         *,
-        balancer: LoadBalancer | None = None,
         request_timeout_s: float | None = None,
     ) -> None:
-        """Args: request_timeout_s: A completion that takes longer is aborted and fails; None waits for ever."""
-        self._servers = list(servers)
-        self._balancer = balancer or LoadBalancer(len(servers))
+        """Args: request_timeout_s: A completion that takes longer, its time in line included, is aborted and fails;
+        None waits for ever."""
+        self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
         self._request_timeout_s = request_timeout_s
         self._sessions: set[str] = set()
 
     @property
     def balancer(self) -> LoadBalancer:
-        return self._balancer
+        return self._pool.balancer
 
     async def generate(
         self,
@@ -64,25 +69,91 @@ class AsyncLLMServerManager:
         Raises:
             SamplingParamsError: A parameter is unknown or out of range.
             ServerError: The server failed, or took longer than the time limit.
+            ServerDied: The server died, and no other is left.
         """
-        params = SamplingParams.parse(sampling_params)
-        ids = as_token_ids(prompt_ids)
+        work = _Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
-        with self._balancer.lease(request_id) as index:
-            server = self._servers[index]
-            # A server that knows of no attachments need not take the argument.
-            more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+        # With another server at hand, tokens are taken as they come, so that none are lost with this one.
+        keeps_parts = len(self._pool.servers) > 1
+        while True:
             try:
-                return await run_bounded(
-                    partial(server.generate, ids, params, request_id, **more),
-                    timeout_s=self._request_timeout_s,
-                )
-            except DeadlineExpired as error:
-                raise ServerTimeout(
-                    f"the completion {error}; raise rollout.request_timeout_s, or see what holds the server up",
-                    server=server.name,
-                    request_id=request_id,
-                ) from None
+                async with self._place(work) as place:
+                    streams = keeps_parts and Ability.STREAMING in place.server.abilities
+                    await place.run(partial(work.take_parts if streams else work.take_whole, place.server))
+                    place.num_new_tokens = work.num_tokens
+                return TokenOutput.from_chunks(work.chunks)
+            except RequestAborted:
+                return TokenOutput.from_chunks([*work.chunks, self._nothing()])
+            except ServerDied as error:
+                if self._give_up_on(error) or work.is_over:
+                    raise
+                work.set_aside()
+
+    async def stream(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: TokenIds,
+        sampling_params: Mapping[str, Any] | SamplingParams,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        """Samples one completion and yields it in parts; the last one has a stop reason.
+
+        Arguments and errors are those of `generate`. Leaving the iteration aborts the request.
+        """
+        work = _Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
+        self._sessions.add(request_id)
+        while True:
+            try:
+                async with self._place(work) as place, aclosing(work.stream_on(place.server)) as chunks:
+                    while (chunk := await place.run(partial(anext, chunks, None))) is not None:
+                        work.chunks.append(chunk)
+                        yield chunk
+                    place.num_new_tokens = work.num_tokens
+                return
+            except RequestAborted:
+                yield self._nothing()
+                return
+            except ServerDied as error:
+                if self._give_up_on(error) or work.is_over:
+                    raise
+                work.set_aside()
+
+    async def chat_completion(
+        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
+    ) -> ChatCompletion:
+        """Answers an OpenAI chat request; with a `session_id` in it, the caller ends that session.
+
+        Raises:
+            RequestError: The request asks for what is unknown or not offered.
+            ChatTemplateError: The template does not accept its messages.
+            ServerError: As `generate`.
+        """
+        request = ChatCompletionRequest.read(request)
+        return await chat_completion(
+            request, template=template, sampler=self.sampler, session=request.session_id
+        )
+
+    async def stream_chat_completion(
+        self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
+    ) -> AsyncGenerator[ChatCompletionChunk]:
+        """The same in parts, while the model speaks. Leaving the iteration early aborts the completions."""
+        request = ChatCompletionRequest.read(request)
+        chunks = stream_chat_completion(
+            request, template=template, sampler=self.sampler, session=request.session_id
+        )
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    @property
+    def sampler(self) -> Sampler:
+        """The pool in the shape of one server, for what works on either."""
+        return _PoolSampler(self)
+
+    @property
+    def servers(self) -> Sequence[AsyncServerBase]:
+        return self._pool.servers
 
     async def start(self) -> None:
         """Brings all engines up.
@@ -90,31 +161,27 @@ class AsyncLLMServerManager:
         Raises:
             ServerError: One did not come up; the others are closed again.
         """
-        try:
-            await run_together(server.start() for server in self._servers)
-        except BaseException:
-            await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
-            raise
+        await self._pool.start()
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncGenerator[None]:
+        """Looks after the servers meanwhile: one that hangs or died is left out, one that is well again comes back."""
+        async with running_beside(self._pool.watch()):
+            yield
 
     async def abort(self, request_id: str) -> None:
         """Ends the running completion of a session early; its `generate` returns the tokens so far."""
-        index = self._balancer.server_of(request_id)
-        if index is not None:
-            await self._servers[index].abort(request_id)
+        await self._pool.abort(request_id)
 
     async def end_session(self, request_id: str) -> None:
         """Tells that no turn of this session will follow."""
         self._sessions.discard(request_id)
-        index = self._balancer.end_session(request_id)
-        if index is not None:
-            await self._servers[index].end_session(request_id)
+        await self._pool.end_session(request_id)
 
     @asynccontextmanager
     async def scope(self) -> AsyncGenerator[AsyncLLMServerManager]:
-        """A manager on the same servers and balancer, whose sessions end when the scope does."""
-        scoped = AsyncLLMServerManager(
-            self._servers, balancer=self._balancer, request_timeout_s=self._request_timeout_s
-        )
+        """A manager on the same servers, whose sessions end when the scope does."""
+        scoped = AsyncLLMServerManager(self._pool, request_timeout_s=self._request_timeout_s)
         try:
             yield scoped
         finally:
@@ -123,29 +190,136 @@ class AsyncLLMServerManager:
 
     async def wake_up(self) -> None:
         """Makes all servers ready to generate."""
-        await run_together(server.wake_up() for server in self._servers)
+        await self._pool.wake_up()
 
     async def sleep(self) -> None:
         """Frees the KV caches of all servers and gives their devices to the trainer."""
-        await run_together(server.sleep() for server in self._servers)
+        await self._pool.sleep()
 
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        """Replaces the weights of all servers."""
-        tensors = list(weights)
-        await run_together(
-            server.update_weights(tensors, weight_version=weight_version) for server in self._servers
-        )
+        """Replaces the weights of all servers; those whose engines are elsewhere share one copy."""
+        await self._pool.update_weights(weights, weight_version=weight_version)
 
     async def health(self) -> list[ServerHealth]:
         """The health of each server."""
-        return await run_together(server.health() for server in self._servers)
+        return await self._pool.health()
 
     async def close(self) -> None:
         """Ends all servers."""
-        await run_together(server.close() for server in self._servers)
+        await self._pool.close()
 
     async def _end_sessions(self) -> None:
         for request_id in list(self._sessions):
             await self.end_session(request_id)
+
+    @asynccontextmanager
+    async def _place(self, work: _Work) -> AsyncGenerator[Place]:
+        async with self._pool.place(
+            work.request_id,
+            num_prompt_tokens=len(work.prompt_ids) + work.num_tokens,
+            max_tokens=work.params.max_tokens,
+            timeout_s=self._request_timeout_s,
+        ) as place:
+            yield place
+
+    def _give_up_on(self, error: ServerDied) -> bool:
+        """Leaves a dead server out; tells whether it was the last one."""
+        if error.server:
+            self._pool.lose(error.server, reason=str(error))
+        return not self._pool.balancer.servers
+
+    def _nothing(self) -> TokenChunk:
+        return TokenChunk([], [], weight_version=self._pool.weight_version, stop_reason="aborted")
+
+
+class _Work:
+    """One completion, whichever servers it takes."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: IntArray,
+        request_id: str,
+        attachments: Sequence[Attachment],
+    ) -> None:
+        self.params = params
+        self.prompt_ids = prompt_ids
+        self.request_id = request_id
+        self.chunks: list[TokenChunk] = []
+        # A server that knows of no attachments need not take the argument.
+        self._more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def is_over(self) -> bool:
+        """The last part came before the server died."""
+        return bool(self.chunks) and self.chunks[-1].stop_reason is not None
+
+    async def take_whole(self, server: AsyncServerBase) -> None:
+        """Has a server complete it."""
+        prompt_ids, params = self._rest()
+        output = await server.generate(prompt_ids, params, self.request_id, **self._more)
+        self.chunks += TokenChunk.whole(output)
+
+    async def take_parts(self, server: AsyncServerBase) -> None:
+        """Has a server complete it, and keeps each part as it comes."""
+        async with aclosing(self.stream_on(server)) as chunks:
+            async for chunk in chunks:
+                self.chunks.append(chunk)
+
+    def stream_on(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
+        prompt_ids, params = self._rest()
+        return server.stream(prompt_ids, params, self.request_id, **self._more)
+
+    def set_aside(self) -> None:
+        """A server died of it or with it: the next one computes the prefix again."""
+        self.chunks.append(TokenChunk([], [], num_preempted=1))
+
+    def _rest(self) -> tuple[IntArray, SamplingParams]:
+        """What is still to be done."""
+        sampled = [token for chunk in self.chunks for token in chunk.token_ids]
+        if not sampled:
+            return self.prompt_ids, self.params
+        max_tokens = None if self.params.max_tokens is None else self.params.max_tokens - len(sampled)
+        prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])
+        return prompt_ids, replace(self.params, max_tokens=max_tokens)
+
+
+class _PoolSampler:
+    """Implements `Sampler`."""
+
+    def __init__(self, pool: AsyncLLMServerManager) -> None:
+        self._pool = pool
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        return await self._pool.generate(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
+        )
+
+    def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        return self._pool.stream(
+            request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
+        )
+
+    async def end_session(self, request_id: str) -> None:
+        await self._pool.end_session(request_id)

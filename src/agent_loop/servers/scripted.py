@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.attachments import Attachment
-from agent_loop.errors import ConfigError, ServerError
+from agent_loop.errors import ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
-from agent_loop.types import IntArray, SamplingParams, TokenOutput, VersionSpan
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, VersionSpan
 
 if TYPE_CHECKING:
     import torch
@@ -65,12 +65,19 @@ class ScriptedServer(AsyncServerBase):
         name: str = "scripted-0",
         vocab_size: int | None = None,
         max_model_len: int | None = None,
+        max_concurrent: int | None = None,
+        streams: bool = False,
     ) -> None:
         """Args:
         vocab_size: Prompts with other token ids are refused; None takes any.
         max_model_len: Longer prompts are refused; None takes any.
+        max_concurrent: See `AsyncServerBase`.
+        streams: Have `stream` yield token by token.
         """
         self.name = name
+        self.max_concurrent = max_concurrent
+        if streams:
+            self.abilities = self.abilities | {Ability.STREAMING}
         self._vocab_size = math.inf if vocab_size is None else vocab_size
         self._max_model_len = math.inf if max_model_len is None else max_model_len
         self.requests: list[ScriptedRequest] = []
@@ -80,7 +87,7 @@ class ScriptedServer(AsyncServerBase):
         self._weight_version = 0
         self._version_changes: list[tuple[float, int]] = []
         self.is_asleep = False
-        self._is_closed = False
+        self._end_reason: str | None = None
 
     @classmethod
     def create(cls, spec: ServerSpec) -> ScriptedServer:
@@ -110,12 +117,8 @@ class ScriptedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        self._refuse_if_unable(prompt_ids, request_id)
-        turn = self._turns.get(request_id, 0)
-        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
-        self.requests.append(request)
+        request = self._begin(prompt_ids, sampling_params, request_id, attachments)
         reply = self._reply_to(request)
-        self._turns[request_id] = turn + 1
         aborted = self._aborts[request_id] = asyncio.Event()
         started = asyncio.get_running_loop().time()
         first_version = self._weight_version
@@ -123,13 +126,47 @@ class ScriptedServer(AsyncServerBase):
             was_aborted = await _waits(aborted, reply.latency_s)
         finally:
             del self._aborts[request_id]
-        if self._is_closed:
-            raise ServerError("the server was closed", server=self.name, request_id=request_id)
-        if reply.error is not None and not was_aborted:
-            raise ServerError(reply.error, server=self.name, request_id=request_id)
+        self._fail_if_over(reply, request_id, was_aborted=was_aborted)
         return self._completion(
             request, reply, was_aborted=was_aborted, started=started, version=first_version
         )
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        if Ability.STREAMING not in self.abilities:
+            async for chunk in super().stream(
+                prompt_ids, sampling_params, request_id, attachments=attachments
+            ):
+                yield chunk
+            return
+        request = self._begin(prompt_ids, sampling_params, request_id, attachments)
+        reply = self._reply_to(request)
+        output = self._completion(request, reply, was_aborted=False, started=math.inf, version=0)
+        aborted = self._aborts[request_id] = asyncio.Event()
+        seconds_per_token = reply.latency_s / max(len(reply.token_ids), 1)
+        try:
+            for place, token in enumerate(output.token_ids):
+                was_aborted = await _waits(aborted, seconds_per_token)
+                is_last = place + 1 == len(output.token_ids)
+                if was_aborted or is_last:
+                    self._fail_if_over(reply, request_id, was_aborted=was_aborted)
+                if was_aborted:
+                    yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
+                    return
+                yield TokenChunk(
+                    [token],
+                    None if output.log_probs is None else [output.log_probs[place]],
+                    weight_version=self._weight_version,
+                    stop_reason=output.stop_reason if is_last else None,
+                )
+        finally:
+            del self._aborts[request_id]
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._aborts:
@@ -138,7 +175,20 @@ class ScriptedServer(AsyncServerBase):
     async def end_session(self, request_id: str) -> None:
         self._turns.pop(request_id, None)
 
+    def die(self, reason: str = "the engine was killed") -> None:
+        """Has everything fail from here on, as after a `kill -9` of an engine."""
+        self._end_reason = reason
+        for aborted in self._aborts.values():
+            aborted.set()
+
+    def revive(self) -> None:
+        """Comes back as a new process does: without sessions, with the first weights."""
+        self._end_reason = None
+        self._turns.clear()
+        self._weight_version = 0
+
     async def wake_up(self) -> None:
+        self._fail_if_dead("")
         self.is_asleep = False
 
     async def sleep(self) -> None:
@@ -149,6 +199,7 @@ class ScriptedServer(AsyncServerBase):
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
+        self._fail_if_dead("")
         for _ in weights:
             pass
         self._weight_version = weight_version
@@ -156,23 +207,20 @@ class ScriptedServer(AsyncServerBase):
 
     async def health(self) -> ServerHealth:
         return ServerHealth(
-            is_alive=not self._is_closed,
+            is_alive=self._end_reason is None,
             num_running=len(self._aborts),
             num_waiting=0,
             weight_version=self._weight_version,
-            detail="closed" if self._is_closed else "",
+            detail=self._end_reason or "",
         )
 
     async def close(self) -> None:
-        self._is_closed = True
-        for aborted in self._aborts.values():
-            aborted.set()
+        self.die("the server was closed")
 
     def _refuse_if_unable(self, prompt_ids: IntArray, request_id: str) -> None:
+        self._fail_if_dead(request_id)
         trouble = ""
-        if self._is_closed:
-            trouble = "the server is closed"
-        elif self.is_asleep:
+        if self.is_asleep:
             trouble = "the server is asleep; call wake_up first"
         elif request_id in self._aborts:
             trouble = "a request of this session is already running"
@@ -182,6 +230,29 @@ class ScriptedServer(AsyncServerBase):
             trouble = f"the prompt holds token ids that are not in 0..{self._vocab_size}"
         if trouble:
             raise ServerError(trouble, server=self.name, request_id=request_id)
+
+    def _begin(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        attachments: Sequence[Attachment],
+    ) -> ScriptedRequest:
+        self._refuse_if_unable(prompt_ids, request_id)
+        turn = self._turns.get(request_id, 0)
+        request = ScriptedRequest(prompt_ids.copy(), sampling_params, request_id, turn, tuple(attachments))
+        self.requests.append(request)
+        self._turns[request_id] = turn + 1
+        return request
+
+    def _fail_if_dead(self, request_id: str) -> None:
+        if self._end_reason is not None:
+            raise ServerDied(self._end_reason, server=self.name, request_id=request_id)
+
+    def _fail_if_over(self, reply: ScriptedReply, request_id: str, *, was_aborted: bool) -> None:
+        self._fail_if_dead(request_id)
+        if reply.error is not None and not was_aborted:
+            raise ServerError(reply.error, server=self.name, request_id=request_id)
 
     def _reply_to(self, request: ScriptedRequest) -> ScriptedReply:
         if callable(self._script):

@@ -46,12 +46,13 @@ async def _stop_token(subject: Subject) -> None:
     prompt = subject.prompt(11, seed=1)
     tokens = await subject.greedy(prompt, 12)
     place = max(tokens.index(token) for token in tokens)
+    unseen = next(token for token in range(subject.vocab_size) if token not in tokens)
     for ignore_eos in (True, False):
         output = await subject.ask(
             prompt,
             temperature=0.0,
             max_tokens=12,
-            stop_token_ids=(tokens[place], subject.vocab_size - 1),
+            stop_token_ids=(tokens[place], unseen),
             ignore_eos=ignore_eos,
         )
         got = output.token_ids

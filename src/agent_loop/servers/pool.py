@@ -1,0 +1,320 @@
+"""The servers of a run: which are alive, which has a place, and who waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+
+from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
+from agent_loop.concurrency import run_shielded, run_together
+from agent_loop.errors import ServerDied, ServerError, ServerTimeout
+from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
+from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.weights.shared import SenderPool, SharedWeights
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+CLOSE_TIMEOUT_S = 60.0
+HEALTH_TIMEOUT_S = 10.0
+"""A server that does not say in this time how it is, is lost."""
+HEALTH_EVERY_S = 5.0
+FORGET_TIMEOUT_S = 5.0
+
+
+class RequestAborted(Exception):
+    """The request was aborted while it waited for a place."""
+
+
+class Place:
+    """A place on a server, while it lasts."""
+
+    def __init__(
+        self, server: AsyncServerBase, *, request_id: str, ends_at: float | None, timeout_s: float | None
+    ) -> None:
+        self.server = server
+        self.num_new_tokens: int | None = None
+        """How long the completion was, once it is known."""
+        self._request_id = request_id
+        self._ends_at = ends_at
+        self._timeout_s = timeout_s or 0.0
+        self._scope: asyncio.Timeout | None = None
+        self._loss: ServerDied | None = None
+
+    async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Awaits a call to the server until the request's time is over or the server is lost.
+
+        Raises:
+            ServerTimeout: The time is over.
+            ServerDied: The server was given up.
+        """
+        if self._loss is not None:
+            raise self._loss
+        scope = self._scope = asyncio.timeout_at(self._ends_at)
+        try:
+            async with scope:
+                return await call()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise self._loss or ServerTimeout(
+                f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or see what "
+                "holds the server up",
+                server=self.server.name,
+                request_id=self._request_id,
+            ) from None
+        finally:
+            self._scope = None
+
+    def lose(self, reason: str) -> None:
+        """Has the running call fail."""
+        self._loss = ServerDied(reason, server=self.server.name, request_id=self._request_id)
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+
+class ServerPool:
+    """Servers behind one balancer. One that dies is left out, and comes back when it is well again and has the
+    weights of the others."""
+
+    def __init__(self, servers: Iterable[AsyncServerBase], *, config: BalancerConfig | None = None) -> None:
+        self.balancer = LoadBalancer(config=config)
+        self.weight_version = 0
+        self._servers: dict[str, AsyncServerBase] = {}
+        self._lost: dict[str, str] = {}
+        """Why each server that is left out is."""
+        self._waiting: dict[str, asyncio.Future[Lease]] = {}
+        self._places: dict[str, dict[str, Place]] = {}
+        self._weight_senders: SenderPool = {}
+        for server in servers:
+            self._join(server)
+
+    @property
+    def servers(self) -> Sequence[AsyncServerBase]:
+        """All of them, lost ones included."""
+        return tuple(self._servers.values())
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """The servers that are left out, and why."""
+        return dict(self._lost)
+
+    @asynccontextmanager
+    async def place(
+        self, session: str, *, num_prompt_tokens: int, max_tokens: int | None, timeout_s: float | None
+    ) -> AsyncGenerator[Place]:
+        """A place for one completion; waits in line for it if all servers are full.
+
+        Raises:
+            ServerDied: No server is left.
+            ServerTimeout: None became free in `timeout_s`.
+            RequestAborted: `abort` came before there was a place.
+        """
+        clock = asyncio.get_running_loop().time
+        ends_at = None if timeout_s is None else clock() + timeout_s
+        request = Request(f"{session}/{uuid4().hex}", session, "", num_prompt_tokens, max_tokens)
+        place: Place | None = None
+        try:
+            lease = self._acquire(request) or await self._wait_for_place(request, ends_at=ends_at)
+            server = self._servers[lease.server]
+            place = Place(server, request_id=session, ends_at=ends_at, timeout_s=timeout_s)
+            self._places.setdefault(server.name, {})[request.id] = place
+            if lease.moved_from is not None:
+                await self._forget(session, on=lease.moved_from)
+            yield place
+        finally:
+            for places in self._places.values():
+                places.pop(request.id, None)
+            new_tokens = None if place is None else place.num_new_tokens
+            self._hand_out(self.balancer.release(request.id, num_new_tokens=new_tokens))
+
+    async def abort(self, session: str) -> None:
+        """Ends the running completion of a session; one that waits for a place does not begin."""
+        for request_id, future in self._waiting.items():
+            if request_id.rpartition("/")[0] == session and not future.done():
+                future.set_exception(RequestAborted())
+                return
+        server = self._home_of(session)
+        if server is not None:
+            await server.abort(session)
+
+    async def end_session(self, session: str) -> None:
+        """Tells that no turn of this session will follow."""
+        server = self._home_of(session)
+        self.balancer.end_session(session)
+        if server is not None:
+            await server.end_session(session)
+
+    # -- who is alive ----------------------------------------------------------------------------------------------
+
+    def lose(self, name: str, *, reason: str) -> None:
+        """Leaves a server out: its requests fail with `ServerDied`, its sessions go on elsewhere."""
+        if name in self._lost:
+            return
+        logger.warning("server %s is lost: %s", name, reason)
+        self._lost[name] = reason
+        self.balancer.remove_server(name)
+        for place in self._places.pop(name, {}).values():
+            place.lose(reason)
+        if self.balancer.servers:
+            self._hand_out(self.balancer.fill())
+            return
+        for request_id, future in self._waiting.items():
+            if not future.done():
+                future.set_exception(self._none_left(request_id.rpartition("/")[0]))
+
+    async def watch(self) -> None:
+        """Asks every server again and again how it is; for ever."""
+        while True:
+            await asyncio.sleep(HEALTH_EVERY_S)
+            await run_together(self._look_after(server) for server in self.servers)
+
+    async def health(self) -> list[ServerHealth]:
+        """The health of each server; of one that does not answer, that it is not alive."""
+        return await run_together(self._health_of(server) for server in self.servers)
+
+    # -- all servers at once ---------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Brings all engines up.
+
+        Raises:
+            ServerError: One did not come up; the others are closed again.
+        """
+        try:
+            await run_together(server.start() for server in self.servers)
+        except BaseException:
+            await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
+            raise
+        for server in self.servers:
+            self.balancer.remove_server(server.name)
+            self._join(server)
+
+    async def wake_up(self) -> None:
+        """Makes all servers ready to generate."""
+        await self._each(lambda server: server.wake_up())
+
+    async def sleep(self) -> None:
+        """Frees the KV caches of all servers and gives their devices to the trainer."""
+        await self._each(lambda server: server.sleep())
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        """Replaces the weights of all servers; those whose engines are elsewhere share one copy. A server that was
+        lost and is well again takes part from here on.
+
+        Raises:
+            WeightsError: They do not fit.
+            ServerDied: No server is left.
+        """
+        for name in list(self._lost):
+            if (await self._health_of(self._servers[name])).is_alive:
+                self._rejoin(name)
+        async with SharedWeights(weights, senders=self._weight_senders) as shared:
+            await self._each(lambda server: server.update_weights(shared, weight_version=weight_version))
+        self.weight_version = weight_version
+
+    async def close(self) -> None:
+        """Ends all servers."""
+        await run_together(server.close() for server in self.servers)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _join(self, server: AsyncServerBase) -> None:
+        granted = self.balancer.add_server(server.name, max_in_flight=server.max_concurrent)
+        self._servers[server.name] = server
+        self._hand_out(granted)
+
+    def _rejoin(self, name: str) -> None:
+        logger.warning("server %s is back", name)
+        del self._lost[name]
+        self._join(self._servers[name])
+
+    def _home_of(self, session: str) -> AsyncServerBase | None:
+        name = self.balancer.server_of(session)
+        return None if name is None else self._servers[name]
+
+    def _acquire(self, request: Request) -> Lease | None:
+        if not self.balancer.servers:
+            raise self._none_left(request.session)
+        return self.balancer.acquire(request)
+
+    async def _wait_for_place(self, request: Request, *, ends_at: float | None) -> Lease:
+        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
+        scope = asyncio.timeout_at(ends_at)
+        try:
+            async with scope:
+                return await future
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ServerTimeout(
+                f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
+                "servers, or lower rollout.max_concurrent",
+                request_id=request.session,
+            ) from None
+        finally:
+            del self._waiting[request.id]
+
+    def _hand_out(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            future = self._waiting.get(lease.request.id)
+            if future is None or future.done():  # it gave up in this very moment
+                self._hand_out(self.balancer.release(lease.request.id))
+            else:
+                future.set_result(lease)
+
+    async def _forget(self, session: str, *, on: str) -> None:
+        """Tells a server that a session has left it. What goes wrong there is no concern of the session's."""
+        server = self._servers.get(on)
+        if server is None or on in self._lost:
+            return
+        try:
+            await run_bounded(partial(server.end_session, session), timeout_s=FORGET_TIMEOUT_S)
+        except (DeadlineExpired, ServerError) as error:
+            logger.debug("server %s did not forget session %s: %s", on, session, error)
+
+    async def _each(self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]]) -> None:
+        """Calls every server that is not lost, all at once. One that dies of it is lost; the others go on."""
+
+        async def call_one(server: AsyncServerBase) -> None:
+            try:
+                await call(server)
+            except ServerDied as error:
+                self.lose(server.name, reason=str(error))
+
+        await run_together(call_one(server) for server in self.servers if server.name not in self._lost)
+        if not self.balancer.servers:
+            raise self._none_left("")
+
+    async def _look_after(self, server: AsyncServerBase) -> None:
+        health = await self._health_of(server)
+        if not health.is_alive:
+            self.lose(server.name, reason=health.detail or "it says that it is not alive")
+        elif server.name in self._lost and health.weight_version == self.weight_version:
+            self._rejoin(server.name)
+
+    async def _health_of(self, server: AsyncServerBase) -> ServerHealth:
+        try:
+            return await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S)
+        except DeadlineExpired as error:
+            return _not_alive(f"asking how it is {error}")
+        except Exception as error:  # noqa: BLE001  (whatever it raises, it is not well)
+            return _not_alive(describe_error(error))
+
+    def _none_left(self, session: str) -> ServerDied:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
+        return ServerDied(f"no server is left ({reasons or 'there was none'})", request_id=session)
+
+
+def _not_alive(detail: str) -> ServerHealth:
+    return ServerHealth(is_alive=False, num_running=0, num_waiting=0, weight_version=-1, detail=detail)
