@@ -156,6 +156,19 @@ async def running_beside(call: Coroutine[Any, Any, None]) -> AsyncGenerator[None
             task.result()
 
 
+async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> None:
+    """Runs a call until it ends or the event is set; then it is cancelled, and has ended when this returns."""
+    task, waiting = asyncio.ensure_future(call), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        task.cancel()
+        await asyncio.wait({task, waiting})
+    if not task.cancelled():
+        task.result()
+
+
 async def _abort_and_wait(task: asyncio.Future[Any], abort: Callable[[], Awaitable[None]]) -> None:
     await abort()
     await asyncio.wait({task})

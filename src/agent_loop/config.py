@@ -156,6 +156,9 @@ class RolloutConfig(Section):
     """Put the servers to sleep between rollouts."""
     trajectory_timeout_s: PositiveSeconds | None = 600.0
     """A trajectory that takes longer ends with `deadline`, its tokens kept."""
+    over_sample: Annotated[float, Field(ge=1)] = 1.0
+    """In training, start this many times `data.train_batch_size` prompts, keep the groups that end first and cancel the
+    rest. Saves waiting for stragglers; favours prompts that are answered quickly."""
     max_concurrent: Positive | None = None
     """Trajectories in flight per worker; None is all of them."""
     max_failed_share: Share = 0.5
@@ -366,12 +369,11 @@ def _explain(fault: ErrorDetails, section: type[BaseModel]) -> str:
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         owner = _section_at(section, location[:-1])
-        prefix = "".join(f"{part}." for part in location[:-1])
         near = did_you_mean(location[-1], owner.model_fields) if owner is not None else ""
         elsewhere = [name for name in all_keys(section) if name.rpartition(".")[2] == location[-1]]
         if elsewhere:
             near = f"; did you mean {elsewhere[0]!r}?"
-        return f"unknown key {prefix}{location[-1]!r}{near}"
+        return f"unknown key {key!r}{near}"
     if fault["type"] == "missing":
         return f"key {key!r} is missing"
     message = fault["msg"][0].lower() + fault["msg"][1:]

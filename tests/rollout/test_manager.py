@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -142,6 +143,66 @@ def test_a_cancelled_rollout_leaves_nothing_and_the_next_one_works() -> None:
         return await manager.run(rows(8))
 
     assert len(run_virtual(scenario())) == 8
+
+
+def by_row(request: Any) -> ScriptedReply:
+    """The row's number comes last in its prompt; the higher it is, the longer it takes."""
+    return says("hello", latency_s=float(len(request.prompt_ids)))
+
+
+def test_trajectories_come_as_they_end() -> None:
+    manager = make_manager(by_row, agent=AgentConfig(num_workers=2))
+    work = [{"raw_prompt": user("long " * (5 - n))} for n in range(5)]
+
+    async def scenario() -> list[int]:
+        return [trajectory.group async for trajectory in manager.stream(work, n=1)]
+
+    assert run_virtual(scenario()) == [4, 3, 2, 1, 0]
+
+
+def test_leaving_the_stream_cancels_what_still_runs() -> None:
+    server = ScriptedServer(by_row)
+    manager = make_manager(by_row, servers=[server], prompt_length=4096)
+    work = [{"raw_prompt": user("long " * n)} for n in range(200)]
+
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        async with aclosing(manager.stream(work, n=1)) as stream:
+            taken = [await anext(stream) for _ in range(3)]
+            left = clock()
+        assert [trajectory.group for trajectory in taken] == [0, 1, 2]
+        assert clock() - left < 1
+        assert (server.num_running, server.num_sessions) == (0, 0)
+        assert manager.server_manager.balancer.num_leases == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(scenario())
+
+
+def test_what_stops_a_run_stops_its_stream() -> None:
+    manager = make_manager(lambda _: ScriptedReply([1], error="down"), max_failed_share=0.0)
+
+    async def scenario() -> None:
+        with pytest.raises(RolloutError, match="down"):
+            [_ async for _ in manager.stream(rows(2))]
+
+    run_virtual(scenario())
+
+
+def test_of_more_groups_than_needed_the_first_ones_are_kept() -> None:
+    manager = make_manager(by_row, agent=AgentConfig(num_workers=3))
+    work = [{"raw_prompt": user("long " * (8 - n))} for n in range(8)]
+    told: list[Trajectory] = []
+
+    async def scenario() -> list[Trajectory]:
+        trajectories = await manager.run(work, n=2, num_groups=3, on_trajectory=told.append)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert manager.server_manager.balancer.num_leases == 0
+        return trajectories
+
+    trajectories = run_virtual(scenario())
+    assert [(t.group, t.rollout) for t in trajectories] == [(5, 0), (5, 1), (6, 0), (6, 1), (7, 0), (7, 1)]
+    assert len(told) == 6
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ class FakeRollouts:
         *,
         n: int | None = None,
         validate: bool = False,
+        num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         self.loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.chat.verify import require_template
-from agent_loop.concurrency import run_shielded, run_together
+from agent_loop.concurrency import run_shielded, run_together, run_until, running_beside
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.registry import load_interactions
@@ -18,6 +19,7 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, load_reward
 from agent_loop.rollout.failures import FailureBudget
+from agent_loop.rollout.first_groups import FirstGroups
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
@@ -144,6 +146,7 @@ class AgentLoopManager:
         *,
         n: int | None = None,
         validate: bool = False,
+        num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
         """Runs `n` trajectories per row, ordered by row, then sample.
@@ -151,24 +154,48 @@ class AgentLoopManager:
         Cancelling it cancels every trajectory; when it returns or raises nothing runs any more.
 
         Args:
+            num_groups: Return as soon as all trajectories of so many rows have ended, with those rows' alone; what
+                still runs is cancelled. None waits for all.
             on_trajectory: Told of each trajectory as it ends.
 
         Raises:
             DataError: A row names a loop, tool or interaction that does not exist; nothing was run.
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
         """
-        for number, row in enumerate(rows):
-            self._check_row(row, number=number)
-        n = n or (self.config.val.n if validate else self.config.n)
-        params = self._sampling_params(validate=validate)
-        jobs = [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
-        budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
-        async with self._awake(), self.server_manager.watching():
-            chunks = await run_together(
-                worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
-                for worker, chunk in zip(self.workers, _split(jobs, len(self.workers)), strict=True)
-            )
-        return [trajectory for chunk in chunks for trajectory in chunk]
+        jobs = self._jobs(rows, n=n, validate=validate)
+        if num_groups is None or num_groups >= len(rows):
+            return await self._run_jobs(jobs, on_trajectory=on_trajectory)
+        first = FirstGroups(num_groups, size=len(jobs) // len(rows))
+
+        def note(trajectory: Trajectory) -> None:
+            if first.add(trajectory) and on_trajectory is not None:
+                on_trajectory(trajectory)
+
+        await run_until(self._run_jobs(jobs, on_trajectory=note), first.are_complete)
+        return first.trajectories
+
+    async def stream(
+        self, rows: Sequence[Row], *, n: int | None = None, validate: bool = False
+    ) -> AsyncGenerator[Trajectory]:
+        """Runs `n` trajectories per row and yields each as it ends.
+
+        Leaving the iteration, as with `contextlib.aclosing`, cancels what still runs.
+
+        Raises:
+            DataError, RolloutError: As `run`.
+        """
+        jobs = self._jobs(rows, n=n, validate=validate)
+        ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+
+        async def run_all() -> None:
+            try:
+                await self._run_jobs(jobs, on_trajectory=ended.put_nowait)
+            finally:
+                ended.put_nowait(None)
+
+        async with running_beside(run_all()):
+            while (trajectory := await ended.get()) is not None:
+                yield trajectory
 
     def cancel(self, trajectory_id: str) -> bool:
         """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
@@ -221,6 +248,24 @@ class AgentLoopManager:
             yield
         finally:
             await run_shielded(self.sleep, timeout_s=CLOSE_TIMEOUT_S)
+
+    def _jobs(self, rows: Sequence[Row], *, n: int | None, validate: bool) -> list[Job]:
+        for number, row in enumerate(rows):
+            self._check_row(row, number=number)
+        n = n or (self.config.val.n if validate else self.config.n)
+        params = self._sampling_params(validate=validate)
+        return [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
+
+    async def _run_jobs(
+        self, jobs: Sequence[Job], *, on_trajectory: Callable[[Trajectory], None] | None
+    ) -> list[Trajectory]:
+        budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
+        async with self._awake(), self.server_manager.watching():
+            chunks = await run_together(
+                worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
+                for worker, chunk in zip(self.workers, _split(jobs, len(self.workers)), strict=True)
+            )
+        return [trajectory for chunk in chunks for trajectory in chunk]
 
     def _check_row(self, row: Row, *, number: int) -> None:
         if "raw_prompt" not in row:

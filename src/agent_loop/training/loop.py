@@ -52,6 +52,7 @@ class Rollouts(Protocol):
         *,
         n: int | None = None,
         validate: bool = False,
+        num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]: ...
 
@@ -180,13 +181,13 @@ class TrainingLoop:
         return metrics
 
     async def _roll_out(self, rows: Sequence[Row]) -> list[Trajectory] | None:
-        n = self._config.rollout.n
-        self._progress.start_rollout(num_trajectories=len(rows) * n)
+        n, num_groups = self._config.rollout.n, self._config.data.train_batch_size
+        self._progress.start_rollout(num_trajectories=num_groups * n)
         trajectories: list[Trajectory] | None = None
         with self._clock.phase("rollout"):
             async with self._interrupt.abandoning():
                 trajectories = await self._manager.run(
-                    rows, n=n, on_trajectory=self._progress.trajectory_done
+                    rows, n=n, num_groups=num_groups, on_trajectory=self._progress.trajectory_done
                 )
         return trajectories
 

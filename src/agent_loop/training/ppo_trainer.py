@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -134,7 +135,7 @@ def _load_data(config: Config) -> tuple[RowSampler, list[Row]]:
         )
     sampler = RowSampler(
         load_rows(data.train_files, prompt_key=data.prompt_key),
-        batch_size=data.train_batch_size,
+        batch_size=math.ceil(data.train_batch_size * config.rollout.over_sample),
         shuffle=data.shuffle,
         seed=data.seed,
     )
