@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test check format bench docs clean
+.PHONY: help install demo test test-engines check format bench docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,16 @@ demo: $(INSTALLED)  ## Train a tiny model to use a tool across turns; the report
 test: $(INSTALLED)  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
 
+test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
+
+test-vllm test-sglang: test-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pytest tests/engines/test_$*_*.py
+
+$(VENV)-%/.installed: tests/engines/install_%.sh pyproject.toml
+	rm -rf $(@D)
+	PYTHON=$(PYTHON) bash $< $(@D)
+	@touch $@
+
 check: $(INSTALLED)  ## Check format, lint, types and import layers.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -35,6 +45,7 @@ format: $(INSTALLED)  ## Format the code and mend what the linter can.
 bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named peer.
 	$(BIN)/python benchmarks/bench_embedded_engine.py
 	$(BIN)/python benchmarks/bench_encoding.py
+	$(BIN)/python benchmarks/bench_weight_transfer.py
 
 docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
@@ -44,4 +55,4 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	@echo "open build/docs/index.html"
 
 clean:  ## Remove what the targets made, .venv included.
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-* build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

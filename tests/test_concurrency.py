@@ -3,10 +3,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
-from agent_loop.concurrency import run_abortable, run_in_thread, run_shielded, run_together
+from agent_loop.concurrency import (
+    merged,
+    run_abortable,
+    run_in_thread,
+    run_shielded,
+    run_together,
+    run_while,
+)
 from agent_loop.testing import run_virtual
 
 
@@ -118,3 +127,54 @@ def test_an_exception_in_a_thread_arrives() -> None:
 
     with pytest.raises(LookupError, match="nothing there"):
         run_virtual(run_in_thread(fails))
+
+
+async def counting(to: int, *, every_s: float, closed: list[int]) -> AsyncGenerator[int]:
+    try:
+        for number in range(to):
+            await asyncio.sleep(every_s)
+            yield number
+    finally:
+        closed.append(to)
+
+
+def test_merged_streams_yield_as_it_comes_and_are_all_closed() -> None:
+    async def scenario() -> None:
+        closed: list[int] = []
+        streams = [counting(3, every_s=1.0, closed=closed), counting(2, every_s=1.6, closed=closed)]
+        assert [number async for number in merged(streams)] == [0, 0, 1, 2, 1]
+        assert sorted(closed) == [2, 3]
+        async with aclosing(merged(counting(9, every_s=1.0, closed=closed) for _ in range(3))) as left:
+            await anext(left)
+        assert closed[2:] == [9, 9, 9]
+
+    run_virtual(scenario())
+
+
+def test_merged_streams_fail_with_the_first_that_fails() -> None:
+    async def fails() -> AsyncGenerator[int]:
+        await asyncio.sleep(1.5)
+        raise ValueError("broken")
+        yield 0
+
+    async def scenario() -> None:
+        closed: list[int] = []
+        seen = -1
+        with pytest.raises(ValueError, match="broken"):
+            async for number in merged([fails(), counting(9, every_s=1.0, closed=closed)]):
+                seen = number
+        assert (seen, closed) == (0, [9])
+
+    run_virtual(scenario())
+
+
+def test_a_call_runs_while_its_condition_lasts() -> None:
+    async def scenario() -> None:
+        assert await run_while(asyncio.sleep(1, "done"), condition=asyncio.sleep(2)) == "done"
+        assert await run_while(asyncio.sleep(2, "done"), condition=asyncio.sleep(1)) is None
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await run_while(asyncio.sleep(2, "done"), condition=asyncio.sleep(3))
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(scenario())

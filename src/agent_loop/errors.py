@@ -26,6 +26,15 @@ class SamplingParamsError(AgentLoopError):
     """A sampling parameter is unknown, out of range, or not offered by the server."""
 
 
+class RequestError(AgentLoopError):
+    """A request for a completion asks for something unknown, out of range or not offered."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        """The field of the request that is at fault."""
+
+
 class ChatTemplateError(AgentLoopError):
     """A chat template cannot render or bridge the conversation."""
 
@@ -62,6 +71,10 @@ class ServerError(AgentLoopError):
         self.request_id = request_id
 
 
+class BadPrompt(ServerError):
+    """The prompt is empty, longer than the model takes, or holds ids or attachments that the model does not know."""
+
+
 class ServerDied(ServerError):
     """The engine's process ended, or it cannot be reached any more: this server answers nothing from here on."""
 
@@ -80,6 +93,10 @@ class RolloutError(AgentLoopError):
 
 class WeightsError(AgentLoopError):
     """Published weights do not fit the server's model."""
+
+
+class JournalError(AgentLoopError):
+    """The journal of a rollout cannot be written or read, or is of another rollout."""
 
 
 class CheckpointError(AgentLoopError):

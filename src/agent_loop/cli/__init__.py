@@ -11,6 +11,7 @@ from agent_loop import __version__
 from agent_loop.cli.check_server import check_server_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.rollout import rollout_command
+from agent_loop.cli.serve import serve_command
 from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.errors import AgentLoopError
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
+app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
 app.command("check-server")(check_server_command)
 

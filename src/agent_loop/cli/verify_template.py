@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from agent_loop.errors import ChatTemplateError
@@ -84,15 +85,20 @@ def _load(template: str, chat_template: Path | None) -> ChatTemplate:
 
 
 def _print(report: TemplateReport, console: Console) -> None:
-    table = Table("probe", "verdict", "cause", "at token", "kept", "full render", "tokens added", "kept more")
+    counts = [Column(name, justify="right") for name in ("adds", "keeps")]
+    table = Table("probe", "verdict", "cause", *counts, box=box.SIMPLE_HEAD)
     for result in report.results:
         table.add_row(*_cells(result))
     console.print(table)
+    console.print("adds: tokens between two turns of the model; keeps: tokens that a full render would lose.")
     console.print(Text("without tools: "), _coloured(report.without_tools), sep="")
     if report.with_tools is not None:
         console.print(Text("with tools: "), _coloured(report.with_tools), sep="")
     for cause in report.causes:
         console.print(f"{cause}: {cause.meaning}", markup=False, highlight=False)
+        for result in report.results:
+            if result.cause is cause and result.position is not None:
+                console.print(f"  {_difference(result)}", markup=False, highlight=False)
     if report.verdict == "differs":
         console.print("History is never rendered again: a trajectory keeps what the model saw and said.")
     if report.has_date:
@@ -101,14 +107,17 @@ def _print(report: TemplateReport, console: Console) -> None:
         console.print(error, markup=False, highlight=False)
 
 
+def _difference(result: ProbeResult) -> str:
+    """Where and how a probe's tokens differ first."""
+    kept, rendered = (repr(text) if text else "nothing" for text in (result.kept, result.rendered))
+    return f"{result.name}, token {result.position}: kept {kept}, full render {rendered}"
+
+
 def _cells(result: ProbeResult) -> list[str | Text]:
     return [
         result.name,
         _coloured(result.verdict),
         result.cause or "",
-        "" if result.position is None else str(result.position),
-        Text(repr(result.kept) if result.kept else ""),
-        Text(repr(result.rendered) if result.rendered else ""),
         "" if result.error else str(result.num_bridge_tokens),
         "" if result.error else str(result.num_kept_tokens),
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.attachments import Attachment
-from agent_loop.errors import ConfigError, ServerDied, ServerError
+from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, VersionSpan
@@ -224,12 +224,14 @@ class ScriptedServer(AsyncServerBase):
             trouble = "the server is asleep; call wake_up first"
         elif request_id in self._aborts:
             trouble = "a request of this session is already running"
-        elif not 0 < len(prompt_ids) < self._max_model_len:
+        if trouble:
+            raise ServerError(trouble, server=self.name, request_id=request_id)
+        if not 0 < len(prompt_ids) < self._max_model_len:
             trouble = f"the prompt has {len(prompt_ids)} tokens; give at least 1, and fewer than {self._max_model_len}"
         elif prompt_ids.min() < 0 or prompt_ids.max() >= self._vocab_size:
             trouble = f"the prompt holds token ids that are not in 0..{self._vocab_size}"
         if trouble:
-            raise ServerError(trouble, server=self.name, request_id=request_id)
+            raise BadPrompt(trouble, server=self.name, request_id=request_id)
 
     def _begin(
         self,

@@ -203,6 +203,7 @@ class Engine:
             )
         self.stats.reused_tokens += placement.num_reused
         request.slot = slot
+        request.num_cached_tokens = placement.num_reused
         self._running[slot.index] = request
         self._read_images(request)
         return True

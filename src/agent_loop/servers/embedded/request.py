@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from random import Random
 
 from agent_loop.attachments import Attachment
-from agent_loop.errors import SamplingParamsError, ServerError
+from agent_loop.errors import BadPrompt, SamplingParamsError
 from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot
 from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
@@ -20,6 +20,7 @@ from agent_loop.types import (
     IntArray,
     SamplingParams,
     ServerStopReason,
+    TokenChunk,
     TokenOutput,
     VersionSpan,
     as_token_ids,
@@ -64,6 +65,11 @@ class GenerationRequest:
     log_probs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
     num_preempted: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the cache when it got its slot."""
+
+    num_streamed: int = 0
+    """Tokens that were handed out before the end."""
 
     @property
     def is_held(self) -> bool:
@@ -88,8 +94,32 @@ class GenerationRequest:
             stop_reason=stop_reason,
             weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
             num_preempted=self.num_preempted,
+            num_cached_tokens=self.num_cached_tokens,
             version_spans=tuple(spans) if len(spans) > 1 else (),
         )
+
+    def take_new(self) -> list[TokenChunk]:
+        """What was sampled since the last call, for a streamed completion; one part per weight version."""
+        start, self.num_streamed = self.num_streamed, len(self.token_ids)
+        chunks: list[TokenChunk] = []
+        for version, run in groupby(self.weight_versions[start:]):
+            end = start + len(list(run))
+            chunks.append(
+                TokenChunk(self.token_ids[start:end], self.log_probs[start:end], weight_version=version)
+            )
+            start = end
+        return chunks
+
+    def take_rest(self, output: TokenOutput) -> list[TokenChunk]:
+        """What is left of a completion that has ended; the last part says how it ended."""
+        chunks = self.take_new() or [TokenChunk([], [], weight_version=output.weight_version)]
+        chunks[-1] = replace(
+            chunks[-1],
+            stop_reason=output.stop_reason,
+            num_preempted=output.num_preempted,
+            num_cached_tokens=output.num_cached_tokens,
+        )
+        return chunks
 
 
 def build_request(
@@ -103,26 +133,26 @@ def build_request(
     """Checks a request against the limits.
 
     Raises:
-        ServerError: The prompt is empty, does not fit, or holds an id that the model does not know; or attachments
-            do not fit it or the model.
+        BadPrompt: It is empty, does not fit, or holds an id that the model does not know; or attachments do not fit
+            it or the model.
         SamplingParamsError: A parameter that this server does not offer.
     """
     prompt_ids = as_token_ids(prompt_ids)
     num_tokens, longest = len(prompt_ids), limits.max_model_len - 1
 
-    def refuse(message: str) -> ServerError:
-        return ServerError(message, server=limits.server, request_id=request_id)
+    def bad_prompt(message: str) -> BadPrompt:
+        return BadPrompt(message, server=limits.server, request_id=request_id)
 
     if num_tokens == 0:
-        raise refuse("the prompt is empty; give at least one token")
+        raise bad_prompt("the prompt is empty; give at least one token")
     if num_tokens > longest:
-        raise refuse(
+        raise bad_prompt(
             f"the prompt has {num_tokens} tokens, but max_model_len {limits.max_model_len} leaves room for {longest} "
             "and one to sample; raise EmbeddedConfig.max_model_len or shorten the prompt"
         )
     lowest, highest = int(prompt_ids.min()), int(prompt_ids.max())
     if lowest < 0 or highest >= limits.vocab_size:
-        raise refuse(
+        raise bad_prompt(
             f"the prompt holds token id {lowest if lowest < 0 else highest}, but the model's vocabulary ends at "
             f"{limits.vocab_size - 1}; give ids of this model's tokenizer"
         )
@@ -130,7 +160,7 @@ def build_request(
     images = None
     if attachments:
         if limits.image_token_id is None:
-            raise refuse(
+            raise bad_prompt(
                 f"the request has {len(attachments)} attachments, but this model takes none; the embedded server "
                 f"takes images for {', '.join(sorted(VISION_MODELS))}"
             )
@@ -142,7 +172,7 @@ def build_request(
                 counts_in_3d=limits.counts_in_3d,
             )
         except FeaturesError as error:
-            raise refuse(str(error)) from error
+            raise bad_prompt(str(error)) from error
     room = limits.max_model_len - num_tokens
     return GenerationRequest(
         request_id=request_id,

@@ -13,7 +13,7 @@ from agent_loop.servers.embedded.attention import ATTENTION_NAME, AttentionConte
 from agent_loop.servers.embedded.batch import StepBatch
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.vision import VISION_MODELS, PromptImages, image_features
+from agent_loop.servers.embedded.vision import VISION_MODELS, PromptImages, media_features
 
 PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 """Layers that keep keys and values. A sliding window shorter than the sequences is refused in the forward."""
@@ -80,15 +80,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def read_images(self, images: PromptImages, *, first_token: int) -> None:
-        """Computes the features of the images with tokens from `first_token` on.
+        """Computes the features of the images and videos with tokens from `first_token` on.
 
         Raises:
-            FeaturesError: An image does not fit the model or its placeholders.
+            FeaturesError: One does not fit the model or its placeholders.
         """
         images.features.clear()
         for number, (attachment, places) in enumerate(zip(images.attachments, images.places, strict=True)):
             if places[-1] >= first_token:
-                images.features[number] = image_features(self.model, attachment, num_placeholders=len(places))
+                images.features[number] = media_features(self.model, attachment, num_placeholders=len(places))
 
     @torch.inference_mode()
     def plain_log_probs(self, token_ids: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import fields, replace
 from os import PathLike
 from typing import Any
@@ -16,12 +16,12 @@ from agent_loop.errors import ConfigError, WeightsError, did_you_mean
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
-from agent_loop.servers.embedded.request import RequestLimits, build_request
+from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.verify import verify_engine
 from agent_loop.servers.embedded.vision import auto_model_class
-from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 NO_CONFIG = EmbeddedConfig()
 
@@ -57,6 +57,7 @@ class EmbeddedServer(AsyncServerBase):
             {
                 Ability.LOG_PROBS,
                 Ability.SEED,
+                Ability.STREAMING,
                 Ability.PREFIX_REUSE,
                 Ability.WEIGHT_UPDATE,
                 Ability.UPDATE_IN_FLIGHT,
@@ -64,6 +65,7 @@ class EmbeddedServer(AsyncServerBase):
                 Ability.ATTACHMENTS,
             }
         )
+        self.max_concurrent = config.max_slots
         runner = ModelRunner(model, config=config)
         self._limits = RequestLimits(
             server=name,
@@ -98,7 +100,7 @@ class EmbeddedServer(AsyncServerBase):
         known = [field.name for field in fields(EmbeddedConfig)]
         for key in options:
             if key not in known:
-                raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}{did_you_mean(key, known)}")
+                raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
         return cls.from_pretrained(
             spec.model.path,
             name=spec.name,
@@ -148,19 +150,31 @@ class EmbeddedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        request = build_request(
-            request_id,
-            prompt_ids=prompt_ids,
-            params=sampling_params,
-            limits=self._limits,
-            attachments=attachments,
-        )
+        request = self._request(prompt_ids, sampling_params, request_id, attachments)
         future = self._thread.submit(request)
         try:
             return await future
         except asyncio.CancelledError:
             self._thread.forget(request)
             raise
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        request = self._request(prompt_ids, sampling_params, request_id, attachments)
+        feed = self._thread.submit_streamed(request)
+        try:
+            while not feed.is_over:
+                for chunk in await feed.take():
+                    yield chunk
+        finally:
+            if not feed.is_over:
+                self._thread.forget(request)
 
     async def abort(self, request_id: str) -> None:
         if self._thread.end_reason is None:
@@ -199,6 +213,21 @@ class EmbeddedServer(AsyncServerBase):
 
     async def close(self) -> None:
         await asyncio.to_thread(self._stop)
+
+    def _request(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        attachments: Sequence[Attachment],
+    ) -> GenerationRequest:
+        return build_request(
+            request_id,
+            prompt_ids=prompt_ids,
+            params=sampling_params,
+            limits=self._limits,
+            attachments=attachments,
+        )
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """The thread that owns an engine, and the way from event loops to it and back.
 
 Consumes commands from any event loop, waits for them when the engine has nothing to do, produces one wake-up per
-step and event loop with everything that ended in that step.
+step and event loop with everything that ended in that step, and what it added to completions that are streamed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from agent_loop.errors import AgentLoopError, ServerError
+from agent_loop.errors import AgentLoopError, ServerDied
 from agent_loop.servers.embedded.engine import Engine
 from agent_loop.servers.embedded.request import GenerationRequest
-from agent_loop.types import TokenOutput
+from agent_loop.types import TokenChunk, TokenOutput
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +28,47 @@ STOP_TIMEOUT_S = 10.0
 """How long the interpreter's exit waits for the step that is running."""
 
 
+class TokenFeed:
+    """What a streamed completion adds, on the event loop that asked for it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._parts: asyncio.Queue[list[TokenChunk] | BaseException] = asyncio.Queue()
+        self.is_over = False
+        """The completion has ended, well or badly."""
+
+    async def take(self) -> list[TokenChunk]:
+        """The next parts, as soon as there are some; the last one has a stop reason.
+
+        Raises:
+            ServerError: The engine failed the request.
+        """
+        parts = await self._parts.get()
+        if isinstance(parts, BaseException):
+            self.is_over = True
+            raise parts
+        self.is_over = parts[-1].stop_reason is not None
+        return parts
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def put(self, parts: list[TokenChunk] | BaseException) -> None:
+        self._parts.put_nowait(parts)
+
+
+_Reply: TypeAlias = asyncio.Future[Any] | TokenFeed
+
+
 @dataclass(frozen=True, slots=True)
 class _Command:
     run: Callable[[Engine], Any]
-    reply: asyncio.Future[Any] | None = None
+    reply: _Reply | None = None
     request: GenerationRequest | None = None
     """Set if the reply is to wait for this request's end."""
 
 
-_Answer: TypeAlias = tuple[asyncio.Future[Any], Any]
+_Answer: TypeAlias = tuple[_Reply, Any]
 _STOP = _Command(run=lambda engine: None)
 
 
@@ -51,8 +83,10 @@ class EngineThread:
         self._lock = threading.RLock()  # the garbage collector may call `stop` while this thread holds it
         self._end_reason: str | None = None
         self._cause: BaseException | None = None
-        self._replies: dict[GenerationRequest, asyncio.Future[Any]] = {}
-        self._executing: asyncio.Future[Any] | None = None
+        self._replies: dict[GenerationRequest, _Reply] = {}
+        self._feeds: dict[GenerationRequest, TokenFeed] = {}
+        """Those of `_replies` that are streamed."""
+        self._executing: _Reply | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
         self._thread.start()
 
@@ -65,7 +99,7 @@ class EngineThread:
         """Has a function run on the engine; the future gets its result or its `AgentLoopError`.
 
         Raises:
-            ServerError: The thread has ended.
+            ServerDied: The thread has ended.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._post(_Command(run=run, reply=reply))
@@ -75,14 +109,21 @@ class EngineThread:
         """Puts a request in line; the future gets its completion.
 
         Raises:
-            ServerError: The thread has ended.
+            ServerDied: The thread has ended.
         """
         reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._post(
-            _Command(run=lambda engine: engine.submit(request), reply=reply, request=request),
-            request_id=request.request_id,
-        )
+        self._submit(request, reply)
         return reply
+
+    def submit_streamed(self, request: GenerationRequest) -> TokenFeed:
+        """Puts a request in line; the feed gets its tokens as they are sampled.
+
+        Raises:
+            ServerDied: The thread has ended.
+        """
+        feed = TokenFeed()
+        self._submit(request, feed)
+        return feed
 
     def forget(self, request: GenerationRequest) -> None:
         """Aborts a request that nobody awaits any more."""
@@ -98,6 +139,12 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_TIMEOUT_S)
 
+    def _submit(self, request: GenerationRequest, reply: _Reply) -> None:
+        self._post(
+            _Command(run=lambda engine: engine.submit(request), reply=reply, request=request),
+            request_id=request.request_id,
+        )
+
     def _post(self, command: _Command, *, request_id: str = "") -> None:
         with self._lock:
             if self._end_reason is not None:
@@ -110,7 +157,7 @@ class EngineThread:
             while self._take_commands():
                 if self._engine.has_work:
                     self._engine.step()
-                self._deliver_finished()
+                self._deliver_new()
         except Exception as error:  # the thread's edge: whatever broke must reach those who wait
             logger.exception("server %s: the engine failed", self._name)
             traceback.clear_frames(error.__traceback__)  # their locals hold the cache
@@ -138,14 +185,22 @@ class EngineThread:
         self._executing = None
         if command.request is not None and reply is not None and answer is None:
             self._replies[command.request] = reply
+            if isinstance(reply, TokenFeed):
+                self._feeds[command.request] = reply
             return
-        self._deliver_finished()  # first what an abort ended, then that it did
+        self._deliver_new()  # first what an abort ended, then that it did
         if reply is not None:
             _deliver([(reply, answer)])
 
-    def _deliver_finished(self) -> None:
-        finished = self._engine.take_finished()
-        _deliver([(self._replies.pop(request), outcome) for request, outcome in finished])
+    def _deliver_new(self) -> None:
+        answers: list[_Answer] = []
+        for request, outcome in self._engine.take_finished():
+            is_streamed = self._feeds.pop(request, None) is not None
+            if is_streamed and isinstance(outcome, TokenOutput):
+                outcome = request.take_rest(outcome)
+            answers.append((self._replies.pop(request), outcome))
+        answers += [(feed, parts) for request, feed in self._feeds.items() if (parts := request.take_new())]
+        _deliver(answers)
 
     def _end(self, reason: str, *, cause: BaseException | None = None) -> None:
         with self._lock:
@@ -154,6 +209,7 @@ class EngineThread:
             (reply, self._error(request.request_id)) for request, reply in self._replies.items()
         ]
         self._replies.clear()
+        self._feeds.clear()
         if self._executing is not None:
             answers.append((self._executing, self._error("")))
         while not self._inbox.empty():
@@ -166,8 +222,8 @@ class EngineThread:
         finally:
             _deliver(answers)
 
-    def _error(self, request_id: str) -> ServerError:
-        error = ServerError(f"{self._end_reason}; start another", server=self._name, request_id=request_id)
+    def _error(self, request_id: str) -> ServerDied:
+        error = ServerDied(f"{self._end_reason}; start another", server=self._name, request_id=request_id)
         error.__cause__ = self._cause
         return error
 
@@ -186,9 +242,11 @@ def _deliver(answers: list[_Answer]) -> None:
 
 def _resolve(answers: list[_Answer]) -> None:
     for reply, answer in answers:
-        if reply.done():
+        if isinstance(reply, TokenFeed):
+            reply.put(answer)
+        elif reply.done():
             continue
-        if isinstance(answer, BaseException):
+        elif isinstance(answer, BaseException):
             reply.set_exception(answer)
         else:
             reply.set_result(answer)

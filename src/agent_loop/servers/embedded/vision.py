@@ -1,4 +1,5 @@
-"""Images in the embedded engine: how a prompt with images is told from others, and what the model makes of them."""
+"""Images and videos in the embedded engine: how a prompt with some is told from others, and what the model makes of
+them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.attachments import Attachment, position_ids
+from agent_loop.attachments import Attachment, AttachmentKind, position_ids
 from agent_loop.errors import AgentLoopError
 from agent_loop.types import IntArray
 
 VISION_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm"})
 """Kinds of models in which an image is nothing but embeddings in the places of its tokens. Others also mask its
 tokens in another way, or add features in later layers."""
+
+VIDEO_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Those of them in which a video is the same."""
+
+_METHODS: dict[AttachmentKind, str] = {"image": "get_image_features", "video": "get_video_features"}
+_OF_THE_FORWARD = frozenset({"second_per_grid_ts"})
+"""Features that say where tokens stand, not what they hold."""
 
 
 class FeaturesError(AgentLoopError):
@@ -42,7 +50,7 @@ class PromptImages:
     """Shape [num_tokens]: the prompt's ids, placeholders replaced by negative numbers made of their image's digest.
     Prompts with equal keys mean the same."""
     positions: IntArray | None
-    """Shape [3, num_tokens]; None where the model counts tokens."""
+    """Shape [3, num_tokens + 1], of the prompt and the token behind it; None where the model counts tokens."""
     places: tuple[NDArray[np.int64], ...]
     """For each image the places of its placeholders."""
     features: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -53,8 +61,10 @@ class PromptImages:
         num_tokens = len(self.keys)
         if self.positions is None:
             return np.tile(np.arange(start, end), (3, 1))
-        behind = np.arange(max(start, num_tokens), end) - num_tokens + int(self.positions[:, -1].max()) + 1
-        return np.concatenate([self.positions[:, start:end], np.tile(behind, (3, 1))], axis=1)
+        behind = np.arange(max(start, num_tokens), end) - num_tokens + int(self.positions[0, num_tokens])
+        return np.concatenate(
+            [self.positions[:, start : min(end, num_tokens)], np.tile(behind, (3, 1))], axis=1
+        )
 
     def rows_between(self, start: int, end: int, *, first_row: int) -> list[ImageRows]:
         """The features of the tokens from `start` to `end`, which are rows of a step."""
@@ -69,10 +79,10 @@ class PromptImages:
 def read_attachments(
     prompt_ids: IntArray, attachments: Sequence[Attachment], *, image_token_id: int, counts_in_3d: bool
 ) -> PromptImages:
-    """Finds the placeholders of each image.
+    """Finds the placeholders of each image and video.
 
     Raises:
-        FeaturesError: An attachment is no image, or lies beside its tokens.
+        FeaturesError: An attachment lies beside its tokens, or has those of another model.
     """
     keys = prompt_ids.copy()
     all_places: list[NDArray[np.int64]] = []
@@ -81,13 +91,8 @@ def read_attachments(
         run = prompt_ids[attachment.start : attachment.end]
         places = np.flatnonzero(run == attachment.placeholder_id)
         where = f"{attachment.kind} {number} at tokens {attachment.start} to {attachment.end}"
-        if attachment.kind != "image":
-            raise FeaturesError(f"{where}: the model is given images only; send frames as images")
-        if attachment.placeholder_id != image_token_id:
-            raise FeaturesError(
-                f"{where} has placeholders {attachment.placeholder_id}, but the model's are {image_token_id}; use the "
-                "processor of the model that the server runs"
-            )
+        if attachment.kind == "image" and attachment.placeholder_id != image_token_id:
+            raise _foreign(where, attachment, image_token_id)
         if attachment.start < end or len(run) < attachment.num_tokens or not len(places):
             raise FeaturesError(
                 f"{where} of a prompt of {len(prompt_ids)} tokens lies on {len(places)} placeholders; send the "
@@ -103,32 +108,41 @@ def read_attachments(
     return PromptImages(
         attachments=tuple(attachments),
         keys=keys,
-        positions=position_ids(len(prompt_ids), attachments) if counts_in_3d else None,
+        positions=position_ids(len(prompt_ids) + 1, attachments) if counts_in_3d else None,
         places=tuple(all_places),
     )
 
 
-def image_features(model: Any, attachment: Attachment, *, num_placeholders: int) -> Tensor:
-    """What the model puts in the places of an image's placeholders, shape [num_placeholders, hidden].
+def media_features(model: Any, attachment: Attachment, *, num_placeholders: int) -> Tensor:
+    """What the model puts in the places of the placeholders of an image or a video, [num_placeholders, hidden].
 
     Raises:
-        FeaturesError: The model cannot read the image, or makes more or less of it than there are placeholders.
+        FeaturesError: The model cannot read it, or makes more or less of it than there are placeholders.
     """
+    kind, config = attachment.kind, model.config
+    if kind == "video":
+        where = f"a video of {attachment.num_tokens} tokens"
+        if config.model_type not in VIDEO_MODELS:
+            raise FeaturesError(f"{where}: {config.model_type} is given images only; send frames as images")
+        if attachment.placeholder_id != config.video_token_id:
+            raise _foreign(where, attachment, config.video_token_id)
     weight: Tensor = model.get_input_embeddings().weight
-    inputs = {name: _as_input(array, like=weight) for name, array in attachment.features.items()}
-    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in attachment.features.items())
+    given = {name: array for name, array in attachment.features.items() if name not in _OF_THE_FORWARD}
+    inputs = {name: _as_input(array, like=weight) for name, array in given.items()}
+    shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in given.items())
+    what = f"{'an' if kind == 'image' else 'a'} {kind} of {shapes}"
     try:
-        output: Any = model.get_image_features(**inputs, return_dict=True).pooler_output
+        output: Any = getattr(model, _METHODS[kind])(**inputs, return_dict=True).pooler_output
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise FeaturesError(
-            f"{type(model).__name__} cannot read an image of {shapes}: {error}; use the processor of this model"
+            f"{type(model).__name__} cannot read {what}: {error}; use the processor of this model"
         ) from error
     parts: Sequence[Tensor] = (output,) if isinstance(output, Tensor) else output
     features = torch.cat([part.flatten(0, -2) for part in parts]).to(weight.dtype)
     if len(features) != num_placeholders:
         raise FeaturesError(
-            f"{type(model).__name__} makes {len(features)} rows of an image of {shapes}, but {num_placeholders} "
-            "placeholders stand for it; use the processor of this model, with the same merge and patch sizes"
+            f"{type(model).__name__} makes {len(features)} rows of {what}, but {num_placeholders} placeholders stand "
+            "for it; use the processor of this model, with the same merge and patch sizes"
         )
     return features
 
@@ -144,6 +158,13 @@ def auto_model_class(path: Any, *, trust_remote_code: bool) -> Any:
     config = cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code)
     has_vision = getattr(config, "vision_config", None) is not None
     return AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+
+
+def _foreign(where: str, attachment: Attachment, expected: int) -> FeaturesError:
+    return FeaturesError(
+        f"{where} has placeholders {attachment.placeholder_id}, but the model's are {expected}; use the processor of "
+        "the model that the server runs"
+    )
 
 
 def _codes(digest: bytes, count: int) -> IntArray:

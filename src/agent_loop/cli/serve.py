@@ -1,0 +1,133 @@
+"""`agent-loop serve`: a pool of LLM servers behind the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agent_loop.cli.arguments import OverridesArgument
+from agent_loop.config import Config, load_config
+from agent_loop.errors import ConfigError
+
+NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+DEFAULT_MAX_MODEL_LEN = 2048
+EXIT_BY_SIGNAL = 128
+
+
+def serve_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model folder or hub name.", show_default=False)
+    ],
+    overrides: OverridesArgument = None,
+    *,
+    host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="`rollout.engine`.", show_default="embedded")
+    ] = None,
+    num_servers: Annotated[
+        int | None, typer.Option("--num-servers", min=1, help="`rollout.num_servers`.", show_default="1")
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            min=2,
+            help="Tokens of prompt and completion together.",
+            show_default=f"{DEFAULT_MAX_MODEL_LEN}, or what the config says",
+        ),
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            "--tool-format",
+            help="`rollout.multi_turn.format`: how the model writes tool calls.",
+            show_default="auto",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            envvar="AGENT_LOOP_API_KEY",
+            help="Clients must show this key; without one, everybody may ask.",
+            show_default=False,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name", help="The name that clients ask for.", show_default="that of the model"
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="YAML file with more settings.", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI clients: chat with tools, completions of text and token ids, streams, health, metrics.
+
+    The servers are those that a rollout with the same settings would have. Ctrl-C stops in good order; a second one
+    cuts the requests in flight.
+
+    Examples:
+
+        agent-loop serve Qwen/Qwen3-0.6B
+
+        agent-loop serve runs/train/checkpoints/step-000080/model --port 8001 --num-servers 2
+
+        agent-loop serve Qwen/Qwen3-4B --engine vllm --max-model-len 16384 --api-key secret
+
+        agent-loop serve my-model --config config.yaml rollout.engine_kwargs.max_slots=16
+    """
+    if any(find_spec(package) is None for package in NEEDS):
+        raise ConfigError('agent-loop serve needs: pip install "agent-loop[serve]"')
+    given = {
+        "model.path": model,
+        "rollout.engine": engine,
+        "rollout.num_servers": num_servers,
+        "rollout.multi_turn.format": tool_format,
+    }
+    settings = _settings(config, overrides or (), given=given, max_model_len=max_model_len)
+
+    from agent_loop.serving.command import serve  # late: the extra is optional, and `--help` is to be quick
+
+    stopped_by = asyncio.run(
+        serve(
+            settings,
+            name=served_model_name or _name_of(model),
+            host=host,
+            port=port,
+            api_key=api_key,
+            console=Console(),
+        )
+    )
+    if stopped_by is not None:
+        raise typer.Exit(EXIT_BY_SIGNAL + stopped_by)
+
+
+def _settings(
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    given: Mapping[str, object],
+    max_model_len: int | None,
+) -> Config:
+    options = [f"{key}={value}" for key, value in given.items() if value is not None]
+    if path is None:
+        options = ["rollout.multi_turn.format=auto", *options]
+        max_model_len = max_model_len or DEFAULT_MAX_MODEL_LEN
+    if max_model_len is not None:
+        # A server's context holds both; a prompt may take all but one token of it.
+        options += [f"rollout.prompt_length={max_model_len - 1}", "rollout.response_length=1"]
+    return load_config(path, overrides=[*options, *overrides])
+
+
+def _name_of(model: str) -> str:
+    return Path(model).resolve().name if Path(model).is_dir() else model

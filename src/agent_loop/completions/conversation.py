@@ -1,0 +1,93 @@
+"""The messages of a request, as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
+from agent_loop.completions.requests import ChatMessage
+from agent_loop.errors import RequestError
+from agent_loop.types import Message
+
+
+def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
+    """The messages in the form that a `ChatTemplate` takes.
+
+    A `developer` is a `system`; parts that are all text become one text, with line breaks between them; arguments of
+    calls become mappings.
+
+    Raises:
+        RequestError: A part is of an unknown kind, an image is not in the request, or a call cannot be read.
+    """
+    return [_message(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: ChatMessage, *, where: str) -> Message:
+    role = "system" if message.role == "developer" else message.role
+    written: Message = {"role": role, "content": _content(message.content, where=f"{where}.content")}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, key)) is not None:
+            written[key] = value
+    if message.tool_calls and role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only an assistant calls tools", param=f"{where}.tool_calls")
+    if message.tool_calls:
+        written["tool_calls"] = [
+            _call(call, where=f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+        ]
+    return written
+
+
+def _content(content: str | list[dict[str, Any]] | None, *, where: str) -> str | list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = [_part(part, where=f"{where}[{index}]") for index, part in enumerate(content)]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
+    kind = part.get("type")
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        image: Any = part.get("image_url")
+        url: Any = cast(dict[str, Any], image).get("url") if isinstance(image, dict) else image
+        # A path would have this machine's files read, an address would have it call elsewhere.
+        if isinstance(url, str) and url.startswith("data:"):
+            return {"type": "image_url", "image_url": {"url": url}}
+        raise RequestError(
+            f"{where}.image_url: only images in the request itself are read; give a data URL", param=where
+        )
+    raise RequestError(
+        f"{where}: type is {json.dumps(kind)}; give text (with a text) or image_url", param=where
+    )
+
+
+def _call(call: dict[str, Any], *, where: str) -> dict[str, Any]:
+    function: Any = call.get("function")
+    name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
+    if call.get("type", "function") != "function" or not isinstance(name, str) or not name:
+        raise RequestError(f"{where} is no call of a function with a name", param=where)
+    arguments: Any = cast(dict[str, Any], function).get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = decode_json(arguments) if arguments.strip() else {}
+        except JsonFault as fault:
+            raise RequestError(
+                f"{where}.function.arguments is not valid JSON: {fault}", param=where
+            ) from fault
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RequestError(f"{where}.function.arguments must hold a JSON object", param=where)
+    call_id: Any = call.get("id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise RequestError(f"{where}.id must be a string", param=where)
+    return {
+        "type": "function",
+        "id": call_id or "",
+        "function": {"name": name, "arguments": arguments},
+    }

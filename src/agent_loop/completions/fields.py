@@ -1,0 +1,129 @@
+"""Field types of requests: parameters that are known and not offered, and JSON that is kept as it came."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import core_schema
+
+from agent_loop.boundary import one_line
+
+MAX_TOKEN_ID = 2**31 - 1
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_STOPS = 16
+
+
+class Body(BaseModel):
+    """A part of a request. Unknown fields are refused by name: one that is ignored may change what is meant."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Only:
+    """Marks a parameter that changes the result and is not offered: it may only say what holds anyway."""
+
+    def __init__(self, *neutral: Any) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"enum": [None, *self._neutral]}
+
+    def _checked(self, value: Any) -> Any:
+        if value is not None and not any(_is_same(value, allowed) for allowed in self._neutral):
+            instead = f" or give {json.dumps(self._neutral[0])}" if self._neutral else ""
+            raise ValueError(f"{_shown(value)} is not offered here; leave it out{instead}")
+        return value
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """As JSON has it, where true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _shown(value: Any) -> str:
+    return one_line(json.dumps(value, default=repr), max_length=80)
+
+
+Ignored = Annotated[Any, WithJsonSchema({})]
+"""A field that clients send and that changes nothing here."""
+
+
+class _Function(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Annotated[str, Field(pattern="^function$")]
+    function: _Function
+
+
+_TOOL = TypeAdapter(_Tool)
+
+
+def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    parameters = _TOOL.validate_python(tool).function.parameters
+    if parameters is not None:
+        try:
+            Draft202012Validator.check_schema(parameters)
+        except SchemaError as error:
+            raise ValueError(f"function.parameters is no valid JSON schema: {error.message}") from error
+    return tool
+
+
+ToolSchema = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_tool),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "pattern": r"^\S+$", "maxLength": 256},
+                        "description": {"type": ["string", "null"]},
+                        "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
+                        "strict": {"type": ["boolean", "null"], "description": "A wish: sampling is free."},
+                    },
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        }
+    ),
+]
+"""A function schema, checked and kept in the order of its keys, which the chat template writes."""

@@ -1,0 +1,208 @@
+"""What clients ask: the requests of the OpenAI API, with the extensions of an engine of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
+
+from pydantic import Field, ValidationError
+
+from agent_loop.completions.fields import (
+    MAX_STOPS,
+    Body,
+    FiniteFloat,
+    Ignored,
+    Only,
+    StopText,
+    TokenId,
+    ToolSchema,
+)
+from agent_loop.errors import RequestError, did_you_mean
+from agent_loop.types import SamplingParams
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class StreamOptions(Body):
+    """How a stream is sent."""
+
+    include_usage: bool | None = None
+    """End the stream with a chunk that counts tokens."""
+    include_obfuscation: Ignored = None
+
+
+class SamplingRequest(Body):
+    """What both kinds of completions take."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """So many completions, each sampled by itself."""
+    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """1 if not given; 0 is greedy."""
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Makes the completions reproducible; the n-th of several has `seed + n`."""
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    """Texts before which a completion ends."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """Extension: at most so many candidates; -1 and 0 are no limit."""
+    ignore_eos: bool | None = None
+    """Extension: go on past the model's own end tokens."""
+    stop_token_ids: list[TokenId] | None = None
+    """Extension: tokens that end a completion, beside the model's own."""
+    return_token_ids: bool | None = None
+    """Extension: `prompt_token_ids` and each choice's `token_ids`, exactly as the engine received and sampled them."""
+    session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Extension: requests with the same id go to the same server; the header `x-session-id` says the same."""
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+    presence_penalty: Annotated[Any, Only(0)] = None
+    frequency_penalty: Annotated[Any, Only(0)] = None
+    repetition_penalty: Annotated[Any, Only(1)] = None
+    logit_bias: Annotated[Any, Only({})] = None
+    min_p: Annotated[Any, Only(0)] = None
+    best_of: Annotated[Any, Only(1)] = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any] | Self) -> Self:
+        """The request that a mapping holds.
+
+        Raises:
+            RequestError: A field is unknown, not offered, missing or out of range.
+        """
+        if isinstance(body, cls):
+            return body
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise request_error(cast(Sequence[Mapping[str, Any]], error.errors()), known=cls) from None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def sampling_params(self, *, max_tokens: int | None, choice: int) -> SamplingParams:
+        """How the engine samples one of the choices."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or -1,
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            seed=None if self.seed is None else self.seed + choice,
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ChatMessage(Body):
+    """One message of the conversation so far."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    """Text, or parts: `text`, and `image_url` with a data URL."""
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    """Of an assistant, as it was answered."""
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    audio: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only({})] = None
+
+
+class ChatCompletionRequest(SamplingRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """The older name of `max_completion_tokens`. Without either, as many as fit."""
+    tools: list[ToolSchema] | None = None
+    tool_choice: Annotated[Any, Only("auto", "none")] = None
+    """A call cannot be forced."""
+    parallel_tool_calls: Annotated[Any, Only(True)] = None
+    logprobs: bool | None = None
+    """The log-prob of each sampled token: `log_softmax(logits / temperature)`."""
+    top_logprobs: Annotated[Any, Only(0)] = None
+    response_format: Annotated[Any, Only({"type": "text"})] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    reasoning_effort: Annotated[Any, Only()] = None
+    verbosity: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    audio: Annotated[Any, Only()] = None
+    web_search_options: Annotated[Any, Only()] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("auto", "none")] = None
+
+    @property
+    def tools_in_use(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else list(self.tools or ())
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(SamplingRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=128)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+    )
+    """Text or token ids, or several of either. Control tokens in a text count as such."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """16 if not given."""
+    logprobs: Annotated[Any, Only(0, False, True)] = None
+    """0 gives the log-prob of each sampled token; those of other candidates are not offered."""
+    echo: Annotated[Any, Only(False)] = None
+    suffix: Annotated[Any, Only("")] = None
+
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+
+def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[Body]) -> RequestError:
+    """The first fault that pydantic found, in our words: what, got, do."""
+    fault = faults[0]
+    path = [part for part in fault["loc"] if part != "body"]
+    name = _dotted(path)
+    if fault["type"] == "extra_forbidden":
+        where = known.model_fields if len(path) == 1 else ()
+        return RequestError(f"unknown parameter {name!r}{did_you_mean(str(path[-1]), where)}", param=name)
+    if fault["type"] == "missing":
+        return RequestError(f"{name or 'the body'} is missing; give it", param=name or None)
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return RequestError(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    """`messages[0].content`; the names of a union's branches are no part of it."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif str(part).isidentifier() and part not in _BRANCHES:
+            text += f".{part}" if text else str(part)
+    return text
+
+
+_BRANCHES = {"str", "dict", "int"}

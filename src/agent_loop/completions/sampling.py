@@ -1,0 +1,201 @@
+"""One completion, from the engine's tokens to parts with text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+from uuid import uuid4
+
+from agent_loop.attachments import Attachment
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.decoding import StopTexts, TextStream
+from agent_loop.completions.replies import Usage, usage_of
+from agent_loop.concurrency import run_shielded
+from agent_loop.errors import RequestError, ServerError
+from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
+
+END_SESSION_TIMEOUT_S = 10.0
+
+
+class Sampler(Protocol):
+    """What samples: a server, or a pool of them. See `AsyncServerBase` for the methods."""
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput: ...
+
+    def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]: ...
+
+    async def end_session(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One completion that is to be sampled."""
+
+    prompt_ids: IntArray
+    sampling_params: SamplingParams
+    request_id: str
+    attachments: Sequence[Attachment] = ()
+    stops: Sequence[str] = ()
+    """Texts before which it ends."""
+    needs_log_probs: bool = False
+    keeps_end_tokens: bool = False
+    """The text includes the tokens that end the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a step of sampling adds."""
+
+    text: str
+    """Without the token that ended the completion, unless it was to be kept."""
+    token_ids: list[int]
+    log_probs: list[float] | None
+    finish_reason: ServerStopReason | None = None
+    """Set on the last part."""
+    num_cached_tokens: int | None = None
+
+
+@asynccontextmanager
+async def session_on(sampler: Sampler, session: str | None) -> AsyncGenerator[str]:
+    """The session of one completion: the caller's, who ends it, or one of its own, which ends with the body."""
+    if session is not None:
+        yield session
+        return
+    session = f"cmpl-{uuid4().hex}"
+    try:
+        yield session
+    finally:
+        await run_shielded(partial(sampler.end_session, session), timeout_s=END_SESSION_TIMEOUT_S)
+
+
+class Tally:
+    """Counts the tokens of a request."""
+
+    def __init__(self, *, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        self._cached_tokens: int | None = None
+
+    def add(self, part: Part) -> None:
+        self._completion_tokens += len(part.token_ids)
+        if part.num_cached_tokens is not None:
+            self._cached_tokens = max(self._cached_tokens or 0, part.num_cached_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        return usage_of(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._cached_tokens,
+        )
+
+
+async def sample_parts(
+    wanted: Wanted, *, sampler: Sampler, template: ChatTemplate, as_it_comes: bool
+) -> AsyncGenerator[Part]:
+    """Samples one completion and yields it in parts; leaving the iteration aborts it.
+
+    Args:
+        as_it_comes: Have the engine hand out tokens while it samples; else all come at once, which costs it less.
+
+    Raises:
+        RequestError: Log-probs are wanted and the server gives none.
+        ServerError: The server refuses or fails the request, or somebody aborted it.
+    """
+    text = _VisibleText(template, keeps_end_tokens=wanted.keeps_end_tokens)
+    stops = StopTexts(wanted.stops)
+    async with aclosing(_chunks(wanted, sampler=sampler, as_it_comes=as_it_comes)) as chunks:
+        async for chunk in chunks:
+            if wanted.needs_log_probs and chunk.log_probs is None:
+                raise RequestError("logprobs: this server gives none; leave it out", param="logprobs")
+            # A stop text ends the completion at the token that completes it, so it is looked for token by token.
+            for piece in _single_tokens(chunk) if wanted.stops else (chunk,):
+                added = text.feed(piece.token_ids)
+                if piece.stop_reason is not None:
+                    added += text.finish(stopped=piece.stop_reason == "stop")
+                added = stops.feed(added)
+                reason = "stop" if stops.is_hit else piece.stop_reason
+                if reason is not None:
+                    added += stops.finish()
+                yield Part(added, piece.token_ids, piece.log_probs, reason, piece.num_cached_tokens)
+                if reason is not None:
+                    return
+
+
+async def _chunks(wanted: Wanted, *, sampler: Sampler, as_it_comes: bool) -> AsyncGenerator[TokenChunk]:
+    # A server that knows of no attachments need not take the argument.
+    more: dict[str, Any] = {"attachments": wanted.attachments} if wanted.attachments else {}
+    asked = (wanted.prompt_ids, wanted.sampling_params, wanted.request_id)
+    if not as_it_comes and not wanted.stops:
+        for chunk in TokenChunk.whole(await sampler.generate(*asked, **more)):
+            yield _unless_aborted(chunk, wanted.request_id)
+        return
+    async with aclosing(sampler.stream(*asked, **more)) as chunks:
+        async for chunk in chunks:
+            yield _unless_aborted(chunk, wanted.request_id)
+
+
+def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
+    if chunk.stop_reason == "aborted":
+        raise ServerError("the completion was aborted on the server; send it again", request_id=request_id)
+    return chunk
+
+
+def _single_tokens(chunk: TokenChunk) -> list[TokenChunk]:
+    """The chunk token by token."""
+    if len(chunk.token_ids) < 2:
+        return [chunk]
+    last = len(chunk.token_ids) - 1
+    return [
+        TokenChunk(
+            token_ids=[token],
+            log_probs=None if chunk.log_probs is None else [chunk.log_probs[position]],
+            stop_reason=chunk.stop_reason if position == last else None,
+            num_cached_tokens=chunk.num_cached_tokens if position == last else None,
+        )
+        for position, token in enumerate(chunk.token_ids)
+    ]
+
+
+class _VisibleText:
+    """The text of a completion without the tokens that end it, which are known to do so only at the end."""
+
+    def __init__(self, template: ChatTemplate, *, keeps_end_tokens: bool) -> None:
+        self._stream = TextStream(template.encoder.decode)
+        self._end_ids = template.end_ids
+        special_ids = frozenset[int](template.tokenizer.all_special_ids)
+        self._may_end = frozenset[int]() if keeps_end_tokens else self._end_ids | special_ids
+        self._pending: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        tokens = [*self._pending, *token_ids]
+        num_shown = len(tokens)
+        while num_shown and tokens[num_shown - 1] in self._may_end:
+            num_shown -= 1
+        self._pending = tokens[num_shown:]
+        return self._stream.feed(tokens[:num_shown]) if num_shown else ""
+
+    def finish(self, *, stopped: bool) -> str:
+        """What was held back; the token at which the engine stopped is no part of it."""
+        if stopped and self._pending and self._pending[-1] not in self._end_ids:
+            self._pending.pop()
+        while self._pending and self._pending[-1] in self._end_ids:
+            self._pending.pop()
+        return self._stream.feed(self._pending) + self._stream.finish()

@@ -1,0 +1,1 @@
+"""A pool of servers behind the OpenAI API, over HTTP. Needs the extra `serve`."""

@@ -1,0 +1,269 @@
+"""The application: its routes, its errors, its key."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+
+from agent_loop import __version__
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.chat import chat_completion, stream_chat_completion
+from agent_loop.completions.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList, Reply
+from agent_loop.completions.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingRequest,
+    request_error,
+)
+from agent_loop.completions.sampling import Sampler
+from agent_loop.completions.text import completion, stream_completion
+from agent_loop.errors import AgentLoopError, RequestError
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.serving.errors import CLIENT_GONE, error_reply, error_response, reply_to, status_of
+from agent_loop.serving.gate import Gate
+from agent_loop.serving.health import HealthReply, health_of
+from agent_loop.serving.metrics import CONTENT_TYPE, Metrics
+from agent_loop.serving.sessions import SessionTable
+from agent_loop.serving.streams import ClientGone, Connection, EventStream
+from agent_loop.serving.wire import BoundBodies, CountRequests, StrictRoute
+
+RequestT = TypeVar("RequestT", bound=SamplingRequest, contravariant=True)
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+SessionHeader = Annotated[str | None, Header(alias="x-session-id", min_length=1, max_length=256)]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an application serves."""
+
+    pool: AsyncLLMServerManager
+    """Started, and closed, by the caller."""
+    template: ChatTemplate
+    model: str
+    """The name that clients ask for."""
+    max_model_len: int | None = None
+    """Tokens of the longest context; None leaves it to the servers to refuse longer ones."""
+    api_key: str | None = None
+    """What clients must show; None lets everybody in."""
+    why_no_tools: str = ""
+    """Why requests with tools are refused; empty if they are not."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def create_app(served: Served) -> FastAPI:
+    """An ASGI application that answers OpenAI requests from a pool of servers."""
+    app = FastAPI(title="agent-loop", version=__version__, docs_url=None, redoc_url=None)
+    app.state.stopping = asyncio.Event()
+    """Ends the requests in flight once it is set."""
+    routes = _Routes(served, stopping=app.state.stopping)
+    app.include_router(routes.of_the_api())
+    app.include_router(routes.for_watchers())
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    app.add_middleware(BoundBodies)
+    app.add_middleware(CountRequests, metrics=routes.metrics)
+    return app
+
+
+class _Answer(Protocol[RequestT]):
+    def __call__(
+        self, request: RequestT, /, *, template: ChatTemplate, sampler: Sampler, session: str | None
+    ) -> Coroutine[Any, Any, Reply]: ...
+
+
+class _Stream(Protocol[RequestT]):
+    def __call__(
+        self, request: RequestT, /, *, template: ChatTemplate, sampler: Sampler, session: str | None
+    ) -> AsyncGenerator[Reply]: ...
+
+
+class _Routes:
+    def __init__(self, served: Served, *, stopping: asyncio.Event) -> None:
+        self.metrics = Metrics()
+        self._stopping = stopping
+        self._served = served
+        self._sampler = Gate(served.pool.sampler, metrics=self.metrics, max_model_len=served.max_model_len)
+        self._sessions = SessionTable(self._sampler)
+
+    def of_the_api(self) -> APIRouter:
+        """What needs the key."""
+        needs = [] if self._served.api_key is None else [Depends(self._check_key)]
+        router = APIRouter(prefix="/v1", responses=ERRORS, dependencies=needs, route_class=StrictRoute)
+        router.post(
+            "/chat/completions",
+            name="create_chat_completion",
+            response_model=ChatCompletion,
+            responses=STREAMED,
+        )(self._chat)
+        router.post("/completions", name="create_completion", response_model=Completion, responses=STREAMED)(
+            self._complete
+        )
+        router.get("/models", name="list_models", response_model=ModelList)(self._models)
+        router.get("/models/{name:path}", name="describe_model", response_model=Model)(self._model)
+        return router
+
+    def for_watchers(self) -> APIRouter:
+        """What needs none."""
+        router = APIRouter(responses=ERRORS)
+        unwell: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply}}
+        router.get("/health", name="health", response_model=HealthReply, responses=unwell)(self._health)
+        text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
+        router.get("/metrics", name="metrics", response_class=Response, responses=text)(self._metrics_text)
+        return router
+
+    async def _chat(
+        self, body: ChatCompletionRequest, request: Request, session: SessionHeader = None
+    ) -> Response:
+        """Answer a conversation."""
+        if body.tools_in_use and self._served.why_no_tools:
+            raise RequestError(f"tools: {self._served.why_no_tools}", param="tools")
+        return await self._answered(
+            body, request, session, answer=chat_completion, stream=stream_chat_completion
+        )
+
+    async def _complete(
+        self, body: CompletionRequest, request: Request, session: SessionHeader = None
+    ) -> Response:
+        """Go on from a text or from token ids."""
+        return await self._answered(body, request, session, answer=completion, stream=stream_completion)
+
+    async def _answered(
+        self,
+        body: RequestT,
+        request: Request,
+        session: str | None,
+        *,
+        answer: _Answer[RequestT],
+        stream: _Stream[RequestT],
+    ) -> Response:
+        self._check_model(body.model)
+        name = session or body.session_id
+        connection = Connection(request.receive, self._stopping)
+        if body.stream:
+            source = self._streamed(body, name, stream)
+            try:
+                first = await connection.hold(_first_of(source))
+            except BaseException:
+                await source.aclose()
+                raise
+            return EventStream(first, source, connection=connection)
+        async with self._sessions.use(name) as own_session:
+            call = answer(body, template=self._served.template, sampler=self._sampler, session=own_session)
+            reply = await connection.hold(call)
+        return Response(reply.model_dump_json(), media_type="application/json")
+
+    async def _streamed(
+        self, body: RequestT, name: str | None, stream: _Stream[RequestT]
+    ) -> AsyncGenerator[Reply]:
+        async with self._sessions.use(name) as session:
+            replies = stream(body, template=self._served.template, sampler=self._sampler, session=session)
+            async with aclosing(replies):
+                async for reply in replies:
+                    yield reply
+
+    async def _models(self) -> Response:
+        """List what is served."""
+        return _json(ModelList(data=[self._card]))
+
+    async def _model(self, name: str) -> Response:
+        """Describe what is served."""
+        self._check_model(name)
+        return _json(self._card)
+
+    async def _health(self) -> Response:
+        """Tell whether every server works, and how full they are."""
+        health = await health_of(self._served.pool)
+        return _json(health, status=200 if health.status == "ok" else 503)
+
+    async def _metrics_text(self) -> Response:
+        """Counters, for Prometheus."""
+        health = await health_of(self._served.pool)
+        return Response(self.metrics.render(health.servers), media_type=CONTENT_TYPE)
+
+    @property
+    def _card(self) -> Model:
+        served = self._served
+        return Model(
+            id=served.model,
+            created=served.created,
+            owned_by="agent-loop",
+            max_model_len=served.max_model_len,
+        )
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.model:
+            raise UnknownModel(f"there is no model {name!r}; this is {self._served.model!r}", param="model")
+
+    async def _check_key(
+        self, shown: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+    ) -> None:
+        key = self._served.api_key or ""
+        if shown is None or not secrets.compare_digest(shown.credentials.encode(), key.encode()):
+            raise HTTPException(
+                401, "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            )
+
+
+class UnknownModel(RequestError):
+    """A model that is not served."""
+
+
+def _json(reply: Reply, *, status: int = 200) -> Response:
+    return Response(reply.model_dump_json(), status_code=status, media_type="application/json")
+
+
+async def _first_of(source: AsyncGenerator[Reply]) -> Reply | None:
+    return await anext(source, None)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, AgentLoopError)
+    return error_response(reply_to(error), status=status_of(error))
+
+
+async def _on_unknown_model(_: Request, error: Exception) -> Response:
+    reply = error_reply(str(error), status=404, param="model", code="model_not_found")
+    return error_response(reply, status=404)
+
+
+async def _on_invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    fault = request_error(error.errors(), known=ChatCompletionRequest)
+    return error_response(reply_to(fault), status=400)
+
+
+async def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {401: "invalid_api_key", 404: "not_found", 413: "body_too_large"}.get(error.status_code)
+    reply = error_reply(str(error.detail), status=error.status_code, code=code)
+    return error_response(reply, status=error.status_code, headers=error.headers)
+
+
+async def _on_client_gone(_: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)
+
+
+async def _on_bug(_: Request, error: Exception) -> Response:
+    reply = error_reply(f"a fault of the server: {type(error).__name__}; its log says more", status=500)
+    return error_response(reply, status=500)
+
+
+_HANDLERS = {
+    AgentLoopError: _on_error,
+    UnknownModel: _on_unknown_model,
+    RequestValidationError: _on_invalid,
+    HTTPException: _on_http_error,
+    ClientGone: _on_client_gone,
+    Exception: _on_bug,
+}

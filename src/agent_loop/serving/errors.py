@@ -1,0 +1,57 @@
+"""What goes wrong, as OpenAI clients are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from fastapi.responses import JSONResponse
+
+from agent_loop.completions.replies import ErrorDetail, ErrorReply
+from agent_loop.errors import (
+    AgentLoopError,
+    BadPrompt,
+    BadServerReply,
+    ChatTemplateError,
+    DataError,
+    RequestError,
+    SamplingParamsError,
+    ServerTimeout,
+)
+from agent_loop.servers.http import HttpStatusError
+
+CLIENT_GONE = 499
+"""The client hung up; it is counted under this status and answered nothing."""
+
+
+def status_of(error: AgentLoopError) -> int:
+    """The HTTP status that tells the client whose fault an error is."""
+    if isinstance(error, RequestError | SamplingParamsError | ChatTemplateError | DataError | BadPrompt):
+        return HTTPStatus.BAD_REQUEST
+    if isinstance(error, HttpStatusError) and error.status in (400, 413, 422):
+        return HTTPStatus.BAD_REQUEST
+    if isinstance(error, ServerTimeout):
+        return HTTPStatus.GATEWAY_TIMEOUT
+    if isinstance(error, BadServerReply):
+        return HTTPStatus.BAD_GATEWAY
+    return HTTPStatus.SERVICE_UNAVAILABLE
+
+
+def error_reply(
+    message: str, *, status: int, param: str | None = None, code: str | None = None
+) -> ErrorReply:
+    """The error in the OpenAI shape."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorReply(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+
+
+def reply_to(error: AgentLoopError) -> ErrorReply:
+    """What to tell the client of an error."""
+    param = error.param if isinstance(error, RequestError) else None
+    return error_reply(str(error), status=status_of(error), param=param)
+
+
+def error_response(
+    reply: ErrorReply, *, status: int, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    return JSONResponse(reply.model_dump(), status_code=status, headers=headers)

@@ -1,0 +1,117 @@
+"""Runs an application on a port until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from agent_loop.errors import ConfigError
+
+GRACE_S = 5
+"""Requests in flight get so long to end by themselves when the application is stopped."""
+END_S = 10
+"""And so long to end when they are told to."""
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address; port 0 takes a free one.
+
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(
+            f"--host is {host!r}: {error.strerror or error}; give an address of this machine"
+        ) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{host}:{port} cannot be had ({error.strerror}); give another --port, or 0 for any that is free"
+        ) from error
+    return listener
+
+
+def base_url(listener: socket.socket, *, host: str) -> str:
+    """Where clients find the API."""
+    port = listener.getsockname()[1]
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{reachable}:{port}/v1"
+
+
+async def run_app(app: FastAPI, *, listener: socket.socket) -> int | None:
+    """Serves until SIGINT or SIGTERM. Requests in flight may end within `GRACE_S`, or until a second signal.
+
+    Returns:
+        The signal that ended it.
+    """
+    server = AppServer(app)
+    await server.serve(sockets=[listener])
+    return server.stopped_by
+
+
+class AppServer(uvicorn.Server):
+    """Uvicorn, as we set it up: `should_exit = True` stops it."""
+
+    stopped_by: int | None = None
+    """The signal that did."""
+
+    def __init__(self, app: FastAPI) -> None:
+        settings: dict[str, Any] = {
+            "log_level": "warning",
+            "access_log": False,
+            "lifespan": "off",
+            "ws": "none",
+            "timeout_graceful_shutdown": GRACE_S + END_S,
+        }
+        super().__init__(uvicorn.Config(app, **settings))
+        self._stopping: asyncio.Event = app.state.stopping
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no more requests, and waits for those in flight."""
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self._stopping.set)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Takes SIGINT and SIGTERM meanwhile. Uvicorn's own version raises them again at the end, when what ends with
+        the application is still open."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        kinds = (signal.SIGINT, signal.SIGTERM)
+        previous = {kind: signal.getsignal(kind) for kind in kinds}
+        for kind in kinds:
+            loop.add_signal_handler(kind, self._stop, int(kind))
+        try:
+            yield
+        finally:
+            for kind in kinds:
+                loop.remove_signal_handler(kind)
+                signal.signal(kind, previous[kind])
+
+    def _stop(self, kind: int) -> None:
+        if self.should_exit:
+            self._stopping.set()
+        self.should_exit = True
+        self.stopped_by = self.stopped_by or kind

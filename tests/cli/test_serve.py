@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from agent_loop.cli import main
+from agent_loop.cli import serve as serve_module
+from tests.cli.project import make_project
+from tests.helpers import user
+
+COMMAND = [sys.executable, "-c", "from agent_loop.cli import main; main()", "serve"]
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    url: str
+    said: str
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[Running]:
+    """`agent-loop serve` on a free port, until the body ends."""
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--port", "0"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        said, url = "", ""
+        for line in process.stdout:
+            said += line
+            url = line.removeprefix("base_url: ").strip() if line.startswith("base_url: ") else url
+            if line.startswith("Ctrl-C"):
+                break
+        assert url, said
+        yield Running(process, url, said)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_project(folder)
+    return folder
+
+
+def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: Path) -> None:
+    options = ["--num-servers", "2", "--max-model-len", "4096", "rollout.engine_kwargs.max_slots=4"]
+    with running(project, "model", *options) as served:
+        assert "model on 2 servers, contexts of 4096 tokens" in served.said
+        with openai.OpenAI(base_url=served.url, api_key="-", max_retries=0) as client:
+            reply = client.chat.completions.create(model="model", messages=user("hi"), max_tokens=4)
+            assert 1 <= reply.usage.completion_tokens <= 4
+            stream = client.completions.create(
+                model="model", prompt="hi", max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+            )
+            parts = iter(stream)
+            next(parts)
+            served.process.send_signal(signal.SIGINT)
+            next(parts)
+            served.process.send_signal(signal.SIGINT)
+            with pytest.raises(openai.APIError, match="being stopped"):
+                list(parts)
+            said, _ = served.process.communicate(timeout=30)
+        assert served.process.returncode == 130, said
+        assert "Traceback" not in said
+        assert said.strip().endswith("stopped")
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from agent_loop.serving.process import bound_socket
+
+    with bound_socket("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+        result = call(monkeypatch, capsys, str(project / "no-model"), "--port", port)
+    assert result == (
+        2,
+        f"ConfigError: 127.0.0.1:{port} cannot be had (Address already in use); give another --port",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./nowhere"], "no tokenizer can be loaded from './nowhere'"),
+        (["model", "--engine", "vlm"], "rollout.engine is 'vlm'"),
+        (["model", "--tool-format", "hermis"], "did you mean 'hermes'?"),
+        (["model", "--host", "999.0.0.1"], "--host is '999.0.0.1'"),
+        (["model", "rollout.enginge=embedded"], "did you mean 'engine'?"),
+        (["model", "--config", "missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(project)
+    exit_code, said = call(monkeypatch, capsys, *arguments, "--port", "0")
+    assert exit_code == 2
+    assert words in said
+
+
+def test_without_its_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve_module, "find_spec", lambda name: None)
+    assert call(monkeypatch, capsys, "model") == (
+        2,
+        'ConfigError: agent-loop serve needs: pip install "agent-loop[serve]"',
+    )
+
+
+def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "argv", ["agent-loop", "serve", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert not stopped.value.code
+    assert "agent-loop serve Qwen/Qwen3-0.6B" in capsys.readouterr().out
+
+
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
+    """Exit code and the error up to its remedy's details."""
+    monkeypatch.setattr(sys, "argv", ["agent-loop", "serve", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0), capsys.readouterr().err.partition(", or 0")[0].strip()

@@ -1,0 +1,184 @@
+"""Chat completions straight from servers and from the pool, without a port."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import aclosing
+
+import pytest
+
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.errors import ChatTemplateError, RequestError, ServerError, ServerTimeout
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.testing import run_virtual
+from tests.helpers import calls, encoded, hermes_template, says, user
+
+TEMPLATE = hermes_template()
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def request(**fields) -> dict:
+    return {"model": "any", "messages": user("hi"), **fields}
+
+
+@pytest.mark.parametrize("make", [lambda server: server, lambda server: AsyncLLMServerManager([server])])
+def test_a_server_and_a_pool_answer_alike(make) -> None:
+    async def scenario() -> None:
+        server = ScriptedServer([calls("add", a=1)])
+        who = make(server)
+        reply = await who.chat_completion(request(tools=TOOLS), template=TEMPLATE)
+        assert reply.choices[0].finish_reason == "tool_calls"
+        parts = [part async for part in who.stream_chat_completion(request(tools=TOOLS), template=TEMPLATE)]
+        assert (
+            parts[-1].choices[0].delta.tool_calls[0].function
+            == reply.choices[0].message.tool_calls[0].function
+        )
+        assert server.num_sessions == 0
+
+    run_virtual(scenario())
+
+
+def test_a_session_of_the_callers_stays_open_and_its_others_do_not() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer(lambda _: says("Yes."))
+        pool = AsyncLLMServerManager([server])
+        reply = await pool.chat_completion(request(session_id="mine", n=3), template=TEMPLATE)
+        assert [choice.message.content for choice in reply.choices] == ["Yes."] * 3
+        assert (server.num_sessions, pool.balancer.num_sessions) == (1, 1)
+        await pool.end_session("mine")
+        assert (server.num_sessions, pool.balancer.num_sessions) == (0, 0)
+
+    run_virtual(scenario())
+
+
+def test_leaving_a_stream_gives_the_place_back() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer(
+            lambda r: says("No.", latency_s=0.0 if len(server.requests) == 1 else math.inf)
+        )
+        pool = AsyncLLMServerManager([server])
+        async with aclosing(pool.stream_chat_completion(request(n=4), template=TEMPLATE)) as parts:
+            await anext(parts)
+            assert server.num_running == 3
+        assert (pool.balancer.num_leases, pool.balancer.num_sessions, server.num_running) == (0, 0, 0)
+
+    run_virtual(scenario())
+
+
+def test_a_stream_that_hangs_ends_at_the_pools_time_limit() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer([says("No.", latency_s=math.inf)])
+        pool = AsyncLLMServerManager([server], request_timeout_s=60)
+        with pytest.raises(ServerTimeout):
+            async for _ in pool.stream_chat_completion(request(), template=TEMPLATE):
+                pass
+        assert asyncio.get_running_loop().time() == pytest.approx(60)
+        assert (pool.balancer.num_leases, server.num_running) == (0, 0)
+
+    run_virtual(scenario())
+
+
+def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> None:
+    async def scenario() -> None:
+        def script(_: object) -> ScriptedReply:
+            return (
+                ScriptedReply([5], error="broken")
+                if len(server.requests) == 2
+                else says("a", latency_s=math.inf)
+            )
+
+        server = ScriptedServer(script)
+        pool = AsyncLLMServerManager([server])
+        with pytest.raises(ServerError, match="broken"):
+            await pool.chat_completion(request(n=3), template=TEMPLATE)
+        assert (pool.balancer.num_leases, server.num_running) == (0, 0)
+
+    run_virtual(scenario())
+
+
+def test_an_aborted_completion_is_no_answer() -> None:
+    async def scenario() -> None:
+        server = ScriptedServer([says("one two", latency_s=10)])
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(expect_abort(server))
+            await asyncio.sleep(1)
+            await server.abort("mine")
+        assert "aborted" in task.result()
+
+    async def expect_abort(server: ScriptedServer) -> str:
+        with pytest.raises(ServerError) as caught:
+            await server.chat_completion(request(session_id="mine"), template=TEMPLATE)
+        return str(caught.value)
+
+    run_virtual(scenario())
+
+
+def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> None:
+    def content_of(tokens: str, **fields) -> str | None:
+        server = ScriptedServer([ScriptedReply(encoded(tokens))])
+        reply = run_virtual(server.chat_completion(request(**fields), template=TEMPLATE))
+        return reply.choices[0].message.content
+
+    assert content_of("Yes.<|endoftext|>") == "Yes."
+    assert content_of("Yes.<|im_end|>") == "Yes."
+    assert content_of("A <|im_start|> B<|im_end|>") == "A <|im_start|> B"
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": [{"type": "input_audio"}]}, r"messages\[0\].content\[0\]: type is"),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "only an assistant calls tools"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            r"tool_calls\[0\].function.arguments is not valid JSON",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+            "JSON object",
+        ),
+        ({"role": "assistant", "tool_calls": [{}]}, "no call of a function"),
+    ],
+)
+def test_messages_that_cannot_be_read_are_named(message: dict, words: str) -> None:
+    server = ScriptedServer([says("Yes.")])
+    with pytest.raises(RequestError, match=words):
+        run_virtual(server.chat_completion(request(messages=[message]), template=TEMPLATE))
+    assert not server.requests
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_of_the_template() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    asked = request(messages=[{"role": "user", "content": [image]}])
+    with pytest.raises(ChatTemplateError, match="no processor"):
+        run_virtual(ScriptedServer([says("Yes.")]).chat_completion(asked, template=TEMPLATE))
+
+
+def test_text_parts_are_one_text_and_arguments_are_mappings() -> None:
+    server = ScriptedServer([says("Yes.")])
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"b": 1, "a": 2}'}}
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    asked = request(
+        messages=[{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call]}]
+    )
+    run_virtual(server.chat_completion(asked, template=TEMPLATE))
+    expected = [
+        *user("one\ntwo"),
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "add", "arguments": {"b": 1, "a": 2}}}],
+        },
+    ]
+    assert server.requests[0].prompt_ids.tolist() == TEMPLATE.open(expected).tolist()
+
+
+def test_a_request_is_read_once_and_says_what_is_wrong_with_it() -> None:
+    read = ChatCompletionRequest.read(request(stop="x", n=2, max_tokens=5, seed=1))
+    assert ChatCompletionRequest.read(read) is read
+    assert read.sampling_params(max_tokens=5, choice=1).seed == 2
+    with pytest.raises(RequestError, match="messages is missing") as caught:
+        ChatCompletionRequest.read({"model": "any"})
+    assert caught.value.param == "messages"

@@ -1,0 +1,153 @@
+"""An application that really listens, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.servers.base import Ability, AsyncServerBase
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.serving.app import Served, create_app
+from agent_loop.serving.process import AppServer, base_url, bound_socket
+from agent_loop.types import TokenChunk
+from tests.helpers import hermes_template, small_tokenizer
+
+ResultT = TypeVar("ResultT")
+MODEL = "tiny"
+TIMEOUT_S = 30.0
+
+
+class SpellingServer(ScriptedServer):
+    """Answers the first request with the first reply, and so on, the last one again and again. Streams token by token;
+    one that hangs never gives the last token."""
+
+    abilities = ScriptedServer.abilities | {Ability.STREAMING}
+
+    def __init__(self, *replies: ScriptedReply, hangs: bool = False) -> None:
+        super().__init__(lambda _: replies[min(len(self.requests), len(replies)) - 1])
+        self._hangs = hangs
+
+    async def stream(
+        self, prompt_ids, sampling_params, request_id, *, attachments=()
+    ) -> AsyncGenerator[TokenChunk]:
+        output = await self.generate(prompt_ids, sampling_params, request_id)
+        last = len(output.token_ids) - 1
+        for position, token in enumerate(output.token_ids):
+            await asyncio.sleep(0)
+            if self._hangs and position == last:
+                await self._hang(request_id)
+            reason = output.stop_reason if position == last else None
+            yield TokenChunk([token], [-0.5], stop_reason=reason)
+
+    async def _hang(self, request_id: str) -> None:
+        never = self._aborts[request_id] = asyncio.Event()
+        try:
+            await never.wait()
+        finally:
+            del self._aborts[request_id]
+
+
+@cache
+def tiny_lm() -> Any:
+    """A random model with the vocabulary of the small tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(small_tokenizer()),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        eos_token_id=small_tokenizer().eos_token_id,
+        bos_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def embedded(name: str = "embedded-0", **settings: Any) -> EmbeddedServer:
+    model = copy.deepcopy(tiny_lm())
+    config = EmbeddedConfig(**{"max_model_len": 256, "max_slots": 64, "verify": False, **settings})
+    return EmbeddedServer(model, name=name, config=config)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What is served, seen from another thread."""
+
+    url: str
+    pool: AsyncLLMServerManager
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Runs a coroutine on the application's event loop."""
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds on the application's event loop."""
+
+        async def check() -> bool:
+            return condition()
+
+        ends_at = time.monotonic() + TIMEOUT_S
+        while not self.run(check()):
+            assert time.monotonic() < ends_at, "it never came to hold"
+
+
+@contextmanager
+def site(
+    servers: Sequence[AsyncServerBase],
+    *,
+    template: ChatTemplate | None = None,
+    request_timeout_s: float | None = None,
+    **options: Any,
+) -> Iterator[Site]:
+    """Serves a pool on a free port meanwhile."""
+    begun: queue.SimpleQueue[tuple[Site, AppServer] | BaseException] = queue.SimpleQueue()
+
+    async def main() -> None:
+        pool = AsyncLLMServerManager(servers, request_timeout_s=request_timeout_s)
+        served = Served(pool=pool, template=template or hermes_template(), model=MODEL, **options)
+        app_server = AppServer(create_app(served))
+        with bound_socket("127.0.0.1", 0) as listener:
+            url = base_url(listener, host="127.0.0.1")
+            await pool.start()
+            begun.put((Site(url, pool, asyncio.get_running_loop()), app_server))
+            await app_server.serve(sockets=[listener])
+            await pool.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            begun.put(error)
+            raise
+
+    thread = threading.Thread(target=run, name="site")
+    thread.start()
+    what = begun.get(timeout=TIMEOUT_S)
+    if isinstance(what, BaseException):
+        raise what
+    where, app_server = what
+    try:
+        yield where
+    finally:
+        app_server.should_exit = True
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()

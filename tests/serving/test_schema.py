@@ -1,0 +1,74 @@
+"""The served OpenAPI, tried out: no request is the server's fault, and every answer has its declared shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.serving.harness import MODEL, Site, embedded, site
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+VALID, INVALID = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+OPERATIONS = [
+    ("/v1/chat/completions", "POST", VALID, 30),
+    ("/v1/chat/completions", "POST", INVALID, 30),
+    ("/v1/completions", "POST", VALID, 30),
+    ("/v1/completions", "POST", INVALID, 30),
+    ("/v1/models", "GET", VALID, 2),
+    ("/v1/models/{name}", "GET", VALID, 10),
+    ("/health", "GET", VALID, 2),
+    ("/metrics", "GET", VALID, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Site]:
+    with site([embedded(max_model_len=48)], max_model_len=48) as where:
+        yield where
+
+
+@pytest.fixture(scope="module")
+def schema(served: Site) -> Any:
+    return schemathesis.openapi.from_url(served.url.removesuffix("/v1") + "/openapi.json")
+
+
+@pytest.mark.parametrize(("path", "method", "mode", "num_examples"), OPERATIONS)
+def test_no_request_brings_out_a_fault_or_an_answer_of_another_shape(
+    schema: Any, path: str, method: str, mode: GenerationMode, num_examples: int
+) -> None:
+    operation = schema[path][method]
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=num_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode), knows_model=st.booleans())
+    def try_out(case: schemathesis.Case, knows_model: bool) -> None:
+        if knows_model and isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = MODEL
+        statuses.add(case.call_and_validate(checks=CHECKS).status_code)
+
+    try_out()
+    usual = 400 if mode is INVALID else 404 if "name" in path else 200
+    assert usual in statuses
