@@ -1,1 +1,61 @@
-"""The way of new weights from a trainer into the processes of engines."""
+"""The way of new weights from a trainer into the processes of engines.
+
+    with WeightSender("shared_memory") as sender:                     # trainer; long-lived
+        with sender.offer(weights, weight_version=7) as handle:
+            control_channel.send(handle.to_json())                    # returns when all receivers are done
+
+    with WeightReceiver() as receiver:                                # engine's process; long-lived
+        for name, tensor in receiver.receive(handle_json): ...
+
+A handle is small text for whatever channel the engine has; the bytes go by the transport. Each name is imported at
+first use, so that what only passes weights on loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_loop.weights.choice import choose_transport
+    from agent_loop.weights.disk import write_checkpoint
+    from agent_loop.weights.expected import check_weights, expected_weights, tied_weights
+    from agent_loop.weights.handle import TensorSpec, WeightHandle
+    from agent_loop.weights.receiver import WeightReceiver
+    from agent_loop.weights.sender import WeightSender
+    from agent_loop.weights.shared import SharedWeights, offered
+
+__all__ = [
+    "SharedWeights",
+    "TensorSpec",
+    "WeightHandle",
+    "WeightReceiver",
+    "WeightSender",
+    "check_weights",
+    "choose_transport",
+    "expected_weights",
+    "offered",
+    "tied_weights",
+    "write_checkpoint",
+]
+
+_MODULE_OF = {
+    "SharedWeights": "shared",
+    "TensorSpec": "handle",
+    "WeightHandle": "handle",
+    "WeightReceiver": "receiver",
+    "WeightSender": "sender",
+    "check_weights": "expected",
+    "choose_transport": "choice",
+    "expected_weights": "expected",
+    "offered": "shared",
+    "tied_weights": "expected",
+    "write_checkpoint": "disk",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'agent_loop.weights' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"agent_loop.weights.{module}"), name)

@@ -1,0 +1,159 @@
+"""Weights through the memory of a GPU that trainer and engine share.
+
+Not tested on a GPU: the tests of this repository run without one and cover what is refused and the form of the handle.
+
+The weights are copied into buckets on the GPU, so that they cost their size once more while the offer lasts. Each
+receiver gets an export of its own: torch counts them, and frees a bucket when all are given back. Allocators with
+expandable segments must be able to export memory (`PYTORCH_CUDA_ALLOC_CONF`).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights.checksum import checksum
+from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
+from agent_loop.weights.packing import from_bytes, pack, to_bytes
+
+BUCKET_BYTES = 256 << 20
+
+_reductions: Any = reductions
+
+
+class CudaIpcSender:
+    """Owns the buckets of the running offer; torch's allocator keeps their memory for the next one."""
+
+    def __init__(self, *, has_checksums: bool, num_receivers: int) -> None:
+        self._has_checksums = has_checksums
+        self._num_receivers = num_receivers
+
+    @contextmanager
+    def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> Generator[WeightHandle]:
+        """See `WeightSender.offer`."""
+        buckets: list[Tensor] = []
+        try:
+            tensors = tuple(self._fill(buckets, weights))
+            refuse_duplicates(tensors)
+            for device in {bucket.device for bucket in buckets}:
+                torch.cuda.synchronize(device)
+            exports = [[_export(bucket) for bucket in buckets] for _ in range(self._num_receivers)]
+            yield WeightHandle(
+                transport="cuda_ipc",
+                weight_version=weight_version,
+                tensors=tensors,
+                source={"gpu": _uuid(buckets[0].device) if buckets else "", "exports": exports},
+                has_checksums=self._has_checksums,
+            )
+        finally:
+            if buckets:
+                buckets.clear()
+                torch.cuda.ipc_collect()
+
+    def close(self) -> None:
+        """Nothing outlives an offer."""
+
+    def _fill(self, buckets: list[Tensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[TensorSpec]:
+        for spec, tensor in pack(weights, bucket_bytes=BUCKET_BYTES):
+            if tensor.device.type != "cuda" or (buckets and tensor.device != buckets[0].device):
+                raise WeightsError(
+                    f"weight {spec.name!r} is on {tensor.device}, but cuda_ipc needs all of them on one GPU; set "
+                    "rollout.weight_transfer=shared_memory for weights elsewhere"
+                )
+            if spec.bucket == len(buckets):
+                num_bytes = max(BUCKET_BYTES, spec.num_bytes)
+                buckets.append(torch.empty(num_bytes, dtype=torch.uint8, device=tensor.device))
+            target = buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes]
+            target.copy_(to_bytes(tensor, name=spec.name))
+            yield replace(spec, checksum=checksum(target) if self._has_checksums else None)
+
+
+def receive_cuda_ipc(handle: WeightHandle, *, rank: int) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Yields views into the sender's buckets: unlike those of other transports, not to be written to or kept."""
+    exports = cast(list[Any], handle.field("exports", list))
+    if rank >= len(exports):
+        raise WeightsError(
+            f"the offer is for {len(exports)} receivers, but this one has rank {rank}; set num_receivers"
+        )
+    device = _device_of(handle.field("gpu", str)) if handle.tensors else None
+    buckets = [_import(row, device=device) for row in exports[rank]]
+    for spec in handle.tensors:
+        end = spec.offset + spec.num_bytes
+        if spec.bucket >= len(buckets) or end > len(buckets[spec.bucket]):
+            raise WeightsError(f"weight {spec.name!r} lies outside the offer's buckets; publish again")
+        yield spec, from_bytes(buckets[spec.bucket][spec.offset : end], spec)
+    if device is not None:
+        torch.cuda.synchronize(device)
+
+
+def _export(bucket: Tensor) -> list[Any]:
+    # torch's own form is a pickle, which nobody should read from a network.
+    _, arguments = _reductions.reduce_tensor(bucket)
+    handle, size, offset, _, counter, counter_offset, event, needs_sync = arguments[7:15]
+    return [
+        _text(handle),
+        size,
+        offset,
+        _text(counter),
+        counter_offset,
+        _text(event),
+        needs_sync,
+    ]
+
+
+def _import(row: Any, *, device: int | None) -> Tensor:
+    match row:
+        case [str(handle), int(size), int(offset), str(counter), int(counter_offset), str(event), bool(sync)]:
+            pass
+        case _:
+            raise WeightsError(f"{row!r} is no export of a bucket; pass the handle on unchanged")
+    try:
+        return _reductions.rebuild_cuda_tensor(
+            Tensor,
+            torch.Size([size]),
+            (1,),
+            0,
+            torch.storage.TypedStorage,
+            torch.uint8,
+            device,
+            base64.b64decode(handle),
+            size,
+            offset,
+            False,
+            base64.b64decode(counter),
+            counter_offset,
+            base64.b64decode(event),
+            sync,
+        )
+    except RuntimeError as error:
+        raise WeightsError(
+            f"the memory of the sender's GPU cannot be opened: {error}; set "
+            "rollout.weight_transfer=shared_memory"
+        ) from error
+
+
+def _uuid(device: torch.device) -> str:
+    return str(cast(Any, torch.cuda).get_device_properties(device).uuid)
+
+
+def _device_of(uuid: str) -> int:
+    """This process's number for a GPU; numbers differ with CUDA_VISIBLE_DEVICES."""
+    for index in range(torch.cuda.device_count()):
+        if _uuid(torch.device("cuda", index)) == uuid:
+            return index
+    raise WeightsError(
+        f"the weights are on GPU {uuid!r}, which this process does not see; set "
+        "rollout.weight_transfer=shared_memory or broadcast"
+    )
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

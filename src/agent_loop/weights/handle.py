@@ -1,0 +1,176 @@
+"""What a sender tells its receivers: which tensors there are, and where to find them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast, get_args
+
+from agent_loop.errors import WeightsError
+
+Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
+
+FieldT = TypeVar("FieldT")
+
+FORMAT = 1
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of an element, by the name that torch has for the dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of an offer."""
+
+    name: str
+    dtype: str
+    """As in `bfloat16`; one of `DTYPE_BYTES`."""
+    shape: tuple[int, ...]
+    bucket: int
+    """Which block, file or message holds it, counted from 0."""
+    offset: int
+    """Its first byte in there; 0 where tensors are found by name."""
+    checksum: int | None = None
+    """See `agent_loop.weights.checksum`; None if it is not in the handle."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHandle:
+    """An offer as text: about 100 bytes per tensor."""
+
+    transport: Transport
+    weight_version: int
+    tensors: tuple[TensorSpec, ...]
+    """In the order in which the sender was given them; names are unique."""
+    source: Mapping[str, Any]
+    """Where the bytes are; its keys are the transport's business."""
+    has_checksums: bool = True
+    """The receiver compares each tensor before it hands it out."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors together."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What `check_weights` takes, so that an engine can refuse before it reads a byte."""
+        return [(spec.name, spec.shape) for spec in self.tensors]
+
+    def field(self, key: str, kind: type[FieldT]) -> FieldT:
+        """An entry of `source`.
+
+        Raises:
+            WeightsError: It is missing or of another type.
+        """
+        value = self.source.get(key)
+        if not isinstance(value, kind):
+            raise _garbage(f"{key} of its source is {value!r}")
+        return value
+
+    def to_json(self) -> str:
+        tensors = [
+            [spec.name, spec.dtype, list(spec.shape), spec.bucket, spec.offset, spec.checksum]
+            for spec in self.tensors
+        ]
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "transport": self.transport,
+                "weight_version": self.weight_version,
+                "has_checksums": self.has_checksums,
+                "source": dict(self.source),
+                "tensors": tensors,
+            },
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> WeightHandle:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            WeightsError: It is something else, or of another version of this package.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, TypeError) as error:
+            raise _garbage(f"it is not JSON ({error})") from None
+        if not isinstance(found, dict):
+            raise _garbage(f"it is a JSON {type(found).__name__}")
+        fields = cast(dict[str, Any], found)
+        if fields.get("format") != FORMAT:
+            raise _garbage(f"its format is {fields.get('format')!r} instead of {FORMAT}")
+        if fields.get("transport") not in get_args(Transport):
+            raise _garbage(f"its transport is {fields.get('transport')!r}")
+        if not _is_count(fields.get("weight_version")):
+            raise _garbage(f"its weight_version is {fields.get('weight_version')!r}")
+        if not isinstance(fields.get("has_checksums"), bool) or not isinstance(fields.get("source"), dict):
+            raise _garbage("has_checksums or source is missing")
+        if not isinstance(fields.get("tensors"), list):
+            raise _garbage("the list of tensors is missing")
+        tensors = tuple(_parse_spec(row) for row in cast(list[Any], fields["tensors"]))
+        refuse_duplicates(tensors)
+        return cls(
+            transport=fields["transport"],
+            weight_version=fields["weight_version"],
+            tensors=tensors,
+            source=cast(dict[str, Any], fields["source"]),
+            has_checksums=fields["has_checksums"],
+        )
+
+
+def refuse_duplicates(tensors: tuple[TensorSpec, ...]) -> None:
+    """Raises: WeightsError: Two tensors have one name."""
+    if len({spec.name for spec in tensors}) < len(tensors):
+        (name, times), *_ = Counter(spec.name for spec in tensors).most_common(1)
+        raise WeightsError(f"weight {name!r} was published {times} times; publish each weight once")
+
+
+def _parse_spec(row: Any) -> TensorSpec:
+    match row:
+        case [str(name), str(dtype), [*shape], bucket, offset, checksum] if dtype in DTYPE_BYTES and all(
+            _is_count(number) for number in (*shape, bucket, offset)
+        ):
+            if checksum is None or _is_count(checksum):
+                return TensorSpec(name, dtype, tuple(shape), bucket, offset, checksum)
+            raise _garbage(f"the checksum of {name!r} is {checksum!r}")
+        case _:
+            raise _garbage(f"a tensor is {row!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _garbage(why: str) -> WeightsError:
+    return WeightsError(
+        f"this is no weight handle: {why}; pass on what WeightHandle.to_json() gave, with the same version of "
+        "agent-loop on both sides"
+    )

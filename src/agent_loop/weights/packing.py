@@ -1,0 +1,68 @@
+"""Tensors as bytes, and bytes as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights.handle import DTYPE_BYTES, TensorSpec
+
+ALIGNMENT = 64
+"""Bytes; what vector units and engines' own loaders like best."""
+
+
+def align(offset: int) -> int:
+    """The next offset at which a tensor may begin."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def to_bytes(tensor: Tensor, *, name: str) -> Tensor:
+    """A tensor's data, shape [num_bytes], uint8, on its device; without a copy if it is contiguous.
+
+    Raises:
+        WeightsError: It holds no data of its own: on the meta device, sharded, sparse or of an unknown dtype.
+    """
+    check_transferable(tensor, name=name)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(data_N: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor whose bytes these are; shares their memory."""
+    dtype: Any = getattr(torch, spec.dtype)
+    return data_N.view(dtype).view(spec.shape)
+
+
+def check_transferable(tensor: Tensor, *, name: str) -> None:
+    """Raises: WeightsError: See `to_bytes`."""
+    if tensor.is_meta:
+        raise WeightsError(f"weight {name!r} is on the meta device and holds no data; materialize it first")
+    if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
+        raise WeightsError(
+            f"weight {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; publish plain dense tensors "
+            "(full_tensor() of a sharded one)"
+        )
+    if dtype_name(tensor.dtype) not in DTYPE_BYTES:
+        raise WeightsError(
+            f"weight {name!r} is of {tensor.dtype}; publish one of {', '.join(sorted(DTYPE_BYTES))}"
+        )
+
+
+def pack(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Gives each tensor a place: in order, aligned, in buckets of `bucket_bytes` or of one tensor that is larger."""
+    bucket = offset = 0
+    for name, tensor in named:
+        check_transferable(tensor, name=name)
+        num_bytes = tensor.numel() * tensor.element_size()
+        if offset and offset + num_bytes > bucket_bytes:
+            bucket, offset = bucket + 1, 0
+        yield TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), bucket, offset), tensor
+        offset = align(offset + num_bytes)

@@ -1,0 +1,177 @@
+"""Weights through POSIX shared memory: one copy by the sender, none by a receiver on the same host.
+
+Blocks are kept for the next offer: fresh pages from the kernel cost about ten times the copy into them. A block is
+unlinked when the sender closes, when an offer did not need it, and when an offer ended with an exception: then a
+receiver may still read, and the next offer must not write there. If the sender is killed, the resource tracker of its
+process unlinks them. A receiver never owns a block, so that it may die at any time.
+"""
+
+from __future__ import annotations
+
+import _posixshmem
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights.checksum import CHUNK_BYTES, checksum, copy_with_checksum
+from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicates
+from agent_loop.weights.packing import from_bytes, pack, to_bytes
+
+BLOCK_BYTES = 1 << 30
+"""Of a block, unless one tensor needs more. Memory is taken only where something is written."""
+NAME_PREFIX = "agent-loop-weights-"
+
+_shm: Any = _posixshmem
+
+
+class SharedMemorySender:
+    """Owns the blocks."""
+
+    def __init__(self, *, has_checksums: bool, block_bytes: int = BLOCK_BYTES) -> None:
+        self._has_checksums = has_checksums
+        self._block_bytes = block_bytes
+        self._blocks: list[_Block] = []
+        self._pinned: Tensor | None = None
+
+    @contextmanager
+    def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> Generator[WeightHandle]:
+        """See `WeightSender.offer`."""
+        try:
+            tensors = tuple(self._write(weights))
+            refuse_duplicates(tensors)
+            num_blocks = 1 + max((spec.bucket for spec in tensors), default=-1)
+            self._drop(after=num_blocks)
+            yield WeightHandle(
+                transport="shared_memory",
+                weight_version=weight_version,
+                tensors=tensors,
+                source={"blocks": [[block.name, block.size] for block in self._blocks]},
+                has_checksums=self._has_checksums,
+            )
+        except BaseException:
+            self._drop(after=0)
+            raise
+
+    def close(self) -> None:
+        self._drop(after=0)
+        self._pinned = None
+
+    def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[TensorSpec]:
+        for spec, tensor in pack(weights, bucket_bytes=self._block_bytes):
+            end = spec.offset + spec.num_bytes
+            target = self._block(spec.bucket, num_bytes=end).reserve(end)[spec.offset : end]
+            source = to_bytes(tensor, name=spec.name)
+            crc = self._copy(source, target) if source.device.type == "cpu" else self._fetch(source, target)
+            yield replace(spec, checksum=crc)
+
+    def _block(self, index: int, *, num_bytes: int) -> _Block:
+        if index < len(self._blocks) and self._blocks[index].size < num_bytes:
+            self._drop(after=index)
+        if index == len(self._blocks):
+            self._blocks.append(_Block(max(num_bytes, self._block_bytes)))
+        return self._blocks[index]
+
+    def _copy(self, source: Tensor, target: Tensor) -> int | None:
+        if self._has_checksums:
+            return copy_with_checksum(source, target_N=target)
+        target.copy_(source)
+        return None
+
+    def _fetch(self, source: Tensor, target: Tensor) -> int | None:
+        """From a GPU: through a piece of pinned memory, which the GPU fills at full speed."""
+        if self._pinned is None:
+            self._pinned = torch.empty(CHUNK_BYTES * 8, dtype=torch.uint8, pin_memory=True)
+        for start in range(0, len(source), len(self._pinned)):
+            part = source[start : start + len(self._pinned)]
+            self._pinned[: len(part)].copy_(part)
+            target[start : start + len(part)].copy_(self._pinned[: len(part)])
+        return checksum(target) if self._has_checksums else None
+
+    def _drop(self, *, after: int) -> None:
+        for block in self._blocks[after:]:
+            block.unlink()
+        del self._blocks[after:]
+
+
+def receive_shared_memory(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Yields views into private mappings: a receiver may write to them, and nobody else sees it."""
+    blocks = [_attach(name, size=size) for name, size in _blocks_of(handle)]
+    for spec in handle.tensors:
+        end = spec.offset + spec.num_bytes
+        if spec.bucket >= len(blocks) or end > len(blocks[spec.bucket]):
+            raise WeightsError(f"weight {spec.name!r} lies outside the offer's blocks; publish again")
+        yield spec, from_bytes(blocks[spec.bucket][spec.offset : end], spec)
+
+
+def _blocks_of(handle: WeightHandle) -> Iterator[tuple[str, int]]:
+    rows = cast(list[Any], handle.field("blocks", list))
+    for row in rows:
+        match row:
+            case [str(name), int(size)] if name.startswith(NAME_PREFIX) and "/" not in name and size > 0:
+                yield name, size
+            case _:
+                raise WeightsError(f"{row!r} is no block of weights; pass the handle on unchanged")
+
+
+class _Block:
+    """One block of shared memory. The mapping lives as long as a tensor on it, unlinked or not."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.name = f"{NAME_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        self._num_reserved = 0
+        self._fd: int = _shm.shm_open(f"/{self.name}", os.O_CREAT | os.O_EXCL | os.O_RDWR, mode=0o600)
+        resource_tracker.register(f"/{self.name}", "shared_memory")
+        os.ftruncate(self._fd, size)
+        self._bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int) -> Tensor:
+        """The block's bytes, of which the first `num_bytes` can be written.
+
+        Raises:
+            WeightsError: The shared memory is full. (Writing without asking would kill the process.)
+        """
+        if num_bytes > self._num_reserved:
+            try:
+                os.posix_fallocate(self._fd, self._num_reserved, num_bytes - self._num_reserved)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                raise WeightsError(
+                    f"the shared memory is full: no place for {num_bytes - self._num_reserved:,} more bytes of "
+                    "weights; enlarge /dev/shm (docker run --shm-size), or set rollout.weight_transfer=disk"
+                ) from None
+            self._num_reserved = num_bytes
+        return self._bytes
+
+    def unlink(self) -> None:
+        os.close(self._fd)
+        _shm.shm_unlink(f"/{self.name}")
+        resource_tracker.unregister(f"/{self.name}", "shared_memory")
+
+
+def _attach(name: str, *, size: int) -> Tensor:
+    # SharedMemory(name) would hand the block to this process's resource tracker, which unlinks it at exit.
+    try:
+        fd: int = _shm.shm_open(f"/{name}", os.O_RDONLY, mode=0o600)
+    except OSError as error:
+        raise WeightsError(
+            f"the weights are gone from the shared memory ({error}): the offer has ended, or its sender does not "
+            "share /dev/shm with this process; receive before the offer ends, or set rollout.weight_transfer=disk"
+        ) from None
+    try:
+        if os.fstat(fd).st_size < size:
+            raise WeightsError(f"block {name!r} of the shared memory is smaller than offered; publish again")
+        return torch.frombuffer(mmap.mmap(fd, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    finally:
+        os.close(fd)

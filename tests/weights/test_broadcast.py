@@ -1,0 +1,132 @@
+"""The broadcast's own failures. Receivers are threads here, with groups of their own all the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights import WeightHandle, WeightReceiver, WeightSender, broadcast
+
+WEIGHTS = {str(i): torch.full((1000,), float(i)) for i in range(6)}
+
+InThread = Callable[..., "Future[dict[str, Tensor]]"]
+
+
+@pytest.fixture
+def in_thread() -> Iterator[InThread]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool.submit
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "GLOO_BUCKET_BYTES", 8500)  # two of the tensors
+
+
+def test_the_default_process_group_is_left_alone_whether_there_is_one_or_not(in_thread: InThread) -> None:
+    def update(sender: WeightSender, receiver: WeightReceiver) -> None:
+        with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+            received = in_thread(receiver.receive_all, handle.to_json()).result(30)
+            assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
+
+    with WeightSender("broadcast", timeout_s=30) as sender, WeightReceiver() as receiver:
+        update(sender, receiver)
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            update(sender, receiver)
+            ones = torch.ones(2)
+            dist.all_reduce(ones)
+            assert ones.tolist() == [1, 1]
+        finally:
+            dist.destroy_process_group()
+
+
+def test_a_receiver_that_never_joins_is_named_after_the_time_limit() -> None:
+    with (
+        WeightSender("broadcast", num_receivers=2, timeout_s=0.2) as sender,
+        pytest.raises(
+            WeightsError, match=r"of 2 receivers of a broadcast, \[0, 1\] did not join within 0.2 s"
+        ),
+        sender.offer(WEIGHTS.items(), weight_version=0),
+    ):
+        pass
+
+
+def test_a_receiver_that_stops_early_ends_the_offer_at_once_and_the_next_works(in_thread: InThread) -> None:
+    def take_one(receiver: WeightReceiver, handle: WeightHandle) -> str:
+        weights = receiver.receive(handle)
+        name, _ = next(weights)
+        weights.close()  # type: ignore[attr-defined]
+        return name
+
+    begun = time.monotonic()
+    with WeightSender("broadcast", timeout_s=30) as sender, WeightReceiver() as receiver:
+        with (
+            pytest.raises(WeightsError, match="broke off"),
+            sender.offer([("large", torch.zeros(10_000_000)), *WEIGHTS.items()], weight_version=0) as handle,
+        ):
+            assert in_thread(take_one, receiver, handle).result(30) == "large"
+        with sender.offer(WEIGHTS.items(), weight_version=1) as handle:
+            assert in_thread(receiver.receive_all, handle).result(30).keys() == WEIGHTS.keys()
+    assert time.monotonic() - begun < 15
+
+
+def test_an_error_of_the_caller_comes_out_and_waiting_receivers_hear_of_it(in_thread: InThread) -> None:
+    with WeightSender("broadcast", num_receivers=2, timeout_s=30) as sender, WeightReceiver(1) as receiver:
+        with (
+            pytest.raises(RuntimeError, match="the control channel broke"),
+            sender.offer(WEIGHTS.items(), weight_version=0) as handle,
+        ):
+            waiting = in_thread(receiver.receive_all, handle)
+            raise RuntimeError("the control channel broke")
+        with pytest.raises(WeightsError, match="given up"):
+            waiting.result(10)
+
+
+def test_damage_on_the_way_is_noticed_and_names_the_tensor(
+    in_thread: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_checksum = broadcast.checksum
+    monkeypatch.setattr(broadcast, "checksum", lambda data: true_checksum(data) ^ (data[0].item() == 0))
+    with (
+        WeightSender("broadcast", timeout_s=30) as sender,
+        WeightReceiver() as receiver,
+        sender.offer(list(WEIGHTS.items())[:1], weight_version=0) as handle,
+        pytest.raises(WeightsError, match="weight '0' arrived damaged"),
+    ):
+        in_thread(receiver.receive_all, handle).result(30)
+
+
+def test_a_rank_that_the_offer_does_not_count_is_refused() -> None:
+    handle = WeightHandle(
+        "broadcast",
+        0,
+        (),
+        {
+            "host": "127.0.0.1",
+            "port": 1,
+            "offer": "a",
+            "backend": "gloo",
+            "num_receivers": 2,
+            "timeout_s": 1.0,
+        },
+    )
+    with pytest.raises(WeightsError, match="for 2 receivers, but this one has rank 2"):
+        WeightReceiver(2).receive_all(handle)
+
+
+def test_a_sender_that_is_gone_is_named(in_thread: InThread) -> None:
+    with WeightSender("broadcast", timeout_s=2) as sender, WeightReceiver() as receiver:
+        with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+            in_thread(receiver.receive_all, handle).result(30)
+        sender.close()
+        with pytest.raises(WeightsError, match="is gone"):
+            receiver.receive_all(handle)

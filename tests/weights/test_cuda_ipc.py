@@ -1,0 +1,46 @@
+"""What of the transport through GPU memory shows without a GPU; the round trip runs where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights import WeightHandle, WeightReceiver, WeightSender
+from tests.weights.receiving import Receiver, flat
+
+EXPORT = ["AAAA", 64, 0, "AAAA", 0, "AAAA", True]
+
+
+def test_weights_on_the_cpu_are_refused() -> None:
+    with (
+        WeightSender("cuda_ipc") as sender,
+        pytest.raises(WeightsError, match=r"weight 'w' is on cpu.*shared_memory"),
+        sender.offer([("w", torch.ones(3))], weight_version=0),
+    ):
+        pass
+
+
+def test_a_rank_that_the_offer_does_not_count_is_refused() -> None:
+    handle = WeightHandle("cuda_ipc", 0, (), {"gpu": "", "exports": [[]]})
+    assert WeightReceiver(0).receive_all(handle) == {}
+    with pytest.raises(WeightsError, match="for 1 receivers, but this one has rank 1"):
+        WeightReceiver(1).receive_all(handle)
+
+
+@pytest.mark.parametrize("row", [None, [], EXPORT[:-1], [3, *EXPORT[1:]]])
+def test_garbage_for_an_export_is_refused(row: object) -> None:
+    handle = WeightHandle("cuda_ipc", 0, (), {"gpu": "", "exports": [[row]]})
+    with pytest.raises(WeightsError, match="no export of a bucket"):
+        WeightReceiver().receive_all(handle)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tensors_on_a_gpu_arrive_in_two_other_processes(receivers: list[Receiver]) -> None:
+    weights = {"a": torch.randn(1000, 30).bfloat16(), "b": torch.arange(5)}
+    on_gpu = {name: tensor.cuda() for name, tensor in weights.items()}
+    with WeightSender("cuda_ipc", num_receivers=2) as sender:
+        for version in range(3):
+            with sender.offer(on_gpu.items(), weight_version=version) as handle:
+                for receiver in receivers:
+                    assert receiver.receive(handle.to_json()) == flat(weights.items())

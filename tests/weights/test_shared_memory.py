@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights import WeightHandle, WeightReceiver, WeightSender
+from agent_loop.weights.shared_memory import SharedMemorySender
+from tests.weights.receiving import SHARED_MEMORY, blocks
+
+WEIGHTS = {"a": torch.arange(3000, dtype=torch.float32), "b": torch.arange(7, dtype=torch.int8)}
+
+
+def block_names(handle: WeightHandle) -> list[str]:
+    return [name for name, _ in handle.field("blocks", list)]
+
+
+def overwrite(path: Path, *, offset: int) -> None:
+    """Changes one byte."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_tensors_begin_at_multiples_of_64_bytes() -> None:
+    with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+        assert [spec.offset for spec in handle.tensors] == [0, 12032]
+        tensors = WeightReceiver().receive_all(handle)
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_one_wrong_bit_is_noticed_before_any_tensor_is_handed_out(name: str) -> None:
+    with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+        spec = next(spec for spec in handle.tensors if spec.name == name)
+        (block,) = block_names(handle)
+        overwrite(SHARED_MEMORY / block, offset=spec.offset + spec.num_bytes - 1)
+        with pytest.raises(WeightsError, match=f"weight '{name}' arrived damaged"):
+            WeightReceiver().receive_all(handle.to_json())
+
+
+def test_a_block_is_used_again_and_gone_when_the_sender_closes() -> None:
+    with WeightSender("shared_memory") as sender:
+        with sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+            first = block_names(handle)
+        with sender.offer(WEIGHTS.items(), weight_version=1) as handle:
+            assert block_names(handle) == first
+        assert set(first) <= blocks()
+    assert not set(first) & blocks()
+    sender.close()
+    with (
+        pytest.raises(WeightsError, match="closed"),
+        sender.offer(WEIGHTS.items(), weight_version=2),
+    ):
+        pass
+
+
+def test_blocks_come_and_go_with_the_size_of_the_weights() -> None:
+    sender = SharedMemorySender(has_checksums=True, block_bytes=4096)
+    numbers: list[int] = []
+    for num_tensors in (1, 5, 2):
+        weights = [(str(i), torch.full((900,), i, dtype=torch.float32)) for i in range(num_tensors)]
+        with sender.offer(weights, weight_version=0) as handle:
+            numbers.append(len(block_names(handle)))
+            assert set(block_names(handle)) <= blocks()
+            received = WeightReceiver().receive_all(handle)
+            assert all(torch.equal(received[name], tensor) for name, tensor in weights)
+    with sender.offer([("large", torch.ones(5000))], weight_version=0) as handle:
+        assert torch.equal(WeightReceiver().receive_all(handle)["large"], torch.ones(5000))
+    sender.close()
+    assert numbers == [1, 5, 2]
+
+
+def test_after_a_failed_offer_its_memory_is_not_written_to_again() -> None:
+    with WeightSender("shared_memory") as sender:
+        with (
+            pytest.raises(RuntimeError, match="control channel"),
+            sender.offer(WEIGHTS.items(), weight_version=0) as handle,
+        ):
+            late = WeightReceiver().receive_all(handle)
+            raise RuntimeError("the control channel broke")
+        assert not set(block_names(handle)) & blocks()
+        with sender.offer([("a", torch.zeros(3000))], weight_version=1):
+            assert torch.equal(late["a"], WEIGHTS["a"])
+
+
+def test_what_a_receiver_writes_nobody_else_sees() -> None:
+    with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+        WeightReceiver().receive_all(handle)["a"].zero_()
+        assert torch.equal(WeightReceiver().receive_all(handle)["a"], WEIGHTS["a"])
+
+
+def test_full_shared_memory_is_an_error_and_not_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with (
+        WeightSender("shared_memory") as sender,
+        pytest.raises(WeightsError, match=r"no place for 12,000 more bytes.*--shm-size"),
+        sender.offer(WEIGHTS.items(), weight_version=0),
+    ):
+        pass
+
+
+def test_an_offer_that_has_ended_is_named_as_the_cause() -> None:
+    with WeightSender("shared_memory") as sender, sender.offer(WEIGHTS.items(), weight_version=0) as handle:
+        pass
+    with pytest.raises(WeightsError, match="the offer has ended"):
+        WeightReceiver().receive_all(handle)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [{}, {"blocks": [["passwd", 10]]}, {"blocks": [["agent-loop-weights-/../x", 10]]}, {"blocks": [3]}],
+)
+def test_a_handle_leads_to_no_other_memory(source: dict[str, object]) -> None:
+    handle = WeightHandle("shared_memory", 0, (), source)
+    with pytest.raises(WeightsError, match=r"unchanged|no weight handle"):
+        WeightReceiver().receive_all(handle)
+
+
+def test_weights_that_hold_no_data_or_come_twice_are_refused() -> None:
+    sparse = torch.eye(3).to_sparse()
+    refused = {
+        "meta device": [("w", torch.empty(2, device="meta"))],
+        "plain dense": [("w", sparse)],
+        "complex64": [("w", torch.ones(2, dtype=torch.complex64))],
+        "published 2 times": [("w", torch.ones(2))] * 2,
+    }
+    with WeightSender("shared_memory") as sender:
+        for complaint, weights in refused.items():
+            with (
+                pytest.raises(WeightsError, match=complaint),
+                sender.offer(weights, weight_version=0),
+            ):
+                pass
