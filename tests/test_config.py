@@ -61,9 +61,9 @@ def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
     ("override", "complaint"),
     [
         ("rolout.n=4", "unknown key 'rolout'; did you mean 'rollout'"),
-        ("rollout.temprature=1", "'temprature'; did you mean 'temperature'"),
+        ("rollout.temprature=1", "'rollout.temprature'; did you mean 'temperature'"),
         ("n=4", "did you mean 'rollout.n'"),
-        ("rollout.multi_turn.max_turns=4", "unknown key rollout.multi_turn.'max_turns'"),
+        ("rollout.multi_turn.max_turns=4", "unknown key 'rollout.multi_turn.max_turns'"),
         ("actor_rollout_ref.rollout.mode=sync", "only 'async' exists"),
         ("rollout.n=0", r"rollout\.n is 0: .* greater than or equal to 1"),
         ("rollout.n=many", r"rollout\.n is 'many'"),

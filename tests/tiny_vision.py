@@ -31,6 +31,9 @@ from tests.helpers import small_tokenizer
 
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
+FRAME_SIZE = {"shortest_edge": 4 * 64, "longest_edge": 24 * 64}
+TOKENS_PER_SECOND = 4
+
 QWEN_CONFIGS: dict[str, Any] = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig}
 IDEFICS_CONFIGS: dict[str, Any] = {"idefics3": Idefics3Config, "smolvlm": SmolVLMConfig}
 
@@ -99,8 +102,12 @@ def vision_processor() -> Any:
 
 
 @cache
-def vision_template(*, tool_parser: ToolParser | str = "hermes") -> ChatTemplate:
-    media = MediaProcessor(vision_processor())
+def vision_template(
+    *, tool_parser: ToolParser | str = "hermes", tokens_per_second: int | None = None
+) -> ChatTemplate:
+    media = MediaProcessor(
+        vision_processor(), videos={"size": FRAME_SIZE}, tokens_per_second=tokens_per_second
+    )
     return ChatTemplate(vision_tokenizer(), tool_parser=tool_parser, media=media)
 
 
@@ -122,6 +129,7 @@ def _qwen_config(kind: str) -> Any:
             "intermediate_size": 48,
             "window_size": 16,
             "fullatt_block_indexes": [1],
+            "tokens_per_second": TOKENS_PER_SECOND,
         },
     }
     vision = {"num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -171,12 +179,24 @@ def idefics_processor() -> Any:
 
 
 def template_of(kind: str) -> ChatTemplate:
+    if kind == "qwen2_5_vl":
+        return vision_template(tokens_per_second=TOKENS_PER_SECOND)
     return vision_template() if kind in QWEN_CONFIGS else idefics_template()
 
 
 def picture(seed: int = 0, *, width: int = 32, height: int = 24) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def film(seed: int = 0, *, num_frames: int = 5, width: int = 32, height: int = 24) -> list[Image.Image]:
+    return [picture(100 * seed + i, width=width, height=height) for i in range(num_frames)]
+
+
+def watches(text: str, *videos: Any, **fields: Any) -> list[dict[str, Any]]:
+    """A user's message with videos before its text."""
+    parts = [{"type": "video", "video": video, **fields} for video in videos]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
 def asks(text: str, *images: Any) -> list[dict[str, Any]]:

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import io
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from agent_loop.attachments import Attachment, position_ids
-from agent_loop.chat.multimodal import Encoded, MediaProcessor, Medium, load_image
+from agent_loop.chat.multimodal import Encoded, MediaProcessor
+from agent_loop.chat.sources import Medium, load_image
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, DataError, EpisodeError
 from agent_loop.trajectory import Segment
@@ -16,6 +22,7 @@ from tests.helpers import hermes_template, user
 from tests.tiny_vision import (
     asks,
     data_url,
+    film,
     idefics_processor,
     idefics_template,
     picture,
@@ -23,6 +30,7 @@ from tests.tiny_vision import (
     vision_model,
     vision_processor,
     vision_template,
+    watches,
 )
 
 PAD = "<|image_pad|>"
@@ -76,7 +84,7 @@ def test_a_placeholder_in_foreign_text_stays_text(template: ChatTemplate) -> Non
 
 def test_token_ids_alone_are_refused_for_images(template: ChatTemplate) -> None:
     for write in (template.open, template.bridge):
-        with pytest.raises(ChatTemplateError, match="1 images are attached to these messages"):
+        with pytest.raises(ChatTemplateError, match="1 images or videos are attached to these messages"):
             write(asks("a", picture()))
 
 
@@ -153,9 +161,9 @@ def test_a_template_without_a_processor_says_why_it_takes_no_images() -> None:
         hermes_template().open(asks("a", picture()))
 
 
-def test_videos_are_refused_by_name(template: ChatTemplate) -> None:
+def test_videos_are_refused_by_name_where_a_model_takes_none() -> None:
     with pytest.raises(ChatTemplateError, match=r"holds a video.*give its frames as images"):
-        template.open([{"role": "user", "content": [{"type": "video", "video": [picture()]}]}])
+        idefics_template().open(watches("a", film()))
 
 
 def test_a_template_that_leaves_an_image_out_is_refused(template: ChatTemplate) -> None:
@@ -166,10 +174,9 @@ def test_a_template_that_leaves_an_image_out_is_refused(template: ChatTemplate) 
 
 def test_features_that_need_other_tokens_than_the_processor_writes_are_refused() -> None:
     processor = vision_processor()
-    template = vision_template()
     wrong = as_token_ids([1, 2])
     with pytest.raises(ChatTemplateError, match=r"need 12 tokens .* wrote 2; .* same merge_size"):
-        MediaProcessor(_WritesTooFew(processor, wrong)).encode([pad_id(template)], _media(picture()))
+        MediaProcessor(_WritesTooFew(processor, wrong)).read(_media(picture()))
 
 
 class _WritesTooFew:
@@ -256,3 +263,130 @@ def test_a_processor_that_cannot_be_loaded_is_named_when_an_image_comes(tmp_path
 def test_a_text_model_has_no_processor(tmp_path: Path) -> None:
     hermes_template().tokenizer.save_pretrained(tmp_path)
     assert load_chat_template(str(tmp_path)).media_kinds == frozenset()
+
+
+class _Counts:
+    """A processor that counts what it is asked to read."""
+
+    def __init__(self) -> None:
+        processor = vision_processor()
+        self._processor, self.num_read = processor, 0
+        self.image_token, self.tokenizer = processor.image_token, processor.tokenizer
+        self.image_processor = processor.image_processor
+
+    def __call__(self, **inputs: Any) -> Any:
+        self.num_read += 1
+        return self._processor(**inputs)
+
+
+def counting_template() -> tuple[ChatTemplate, _Counts]:
+    processor = _Counts()
+    return ChatTemplate(vision_template().tokenizer, media=MediaProcessor(processor)), processor
+
+
+def test_an_image_is_read_once_for_all_members_of_a_group(tmp_path: Path) -> None:
+    template, processor = counting_template()
+    path = tmp_path / "view.png"
+    picture(1).save(path)
+    for source in (picture(0), path):
+        encoded = [template.open_encoded(asks("a", source, source)) for _ in range(3)]
+        assert len({a.digest for each in encoded for a in each.attachments}) == 1
+        assert [a.start for a in encoded[0].attachments] != [0, 0]
+    assert processor.num_read == 2
+
+
+def test_an_array_that_a_tool_writes_over_is_read_again() -> None:
+    template, processor = counting_template()
+    view = np.asarray(picture(0)).copy()
+    first = template.open_encoded(asks("a", view))
+    view[:] = 7
+    second = template.open_encoded(asks("a", view))
+    assert processor.num_read == 2
+    assert first.attachments[0].digest != second.attachments[0].digest
+
+
+def test_a_file_that_is_written_over_is_read_again(tmp_path: Path) -> None:
+    template, processor = counting_template()
+    path = tmp_path / "view.png"
+    for image in (picture(0), picture(1, width=48)):
+        image.save(path)
+        template.open_encoded(asks("a", path))
+    assert processor.num_read == 2
+
+
+def test_what_is_kept_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, processor = counting_template()
+    one = sum(a.nbytes for a in template.open_encoded(asks("a", picture())).attachments[0].features.values())
+    monkeypatch.setattr("agent_loop.chat.multimodal.MAX_CACHED_BYTES", 3 * one)
+    for seed in (1, 2, 3, 1, 2, 3, 0):
+        template.open_encoded(asks("a", picture(seed)))
+    assert processor.num_read == 1 + 3 + 3 + 1
+    template.open_encoded(asks("a", picture(0)))
+    assert processor.num_read == 8
+
+
+async def read_twice(template: ChatTemplate) -> list[Any]:
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(template.read(asks("a", picture(0), picture(1)))) for _ in range(4)]
+        ticks = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            ticks += 1
+    assert ticks > 1
+    return [task.result() for task in tasks]
+
+
+def test_images_are_read_beside_the_event_loop_and_once() -> None:
+    template, processor = counting_template()
+    first, *_ = reads = asyncio.run(read_twice(template))
+    assert processor.num_read == 2
+    assert [r[0].attachment.digest for r in reads] == [first[0].attachment.digest] * 4
+    encoded = template.open_encoded(asks("a", picture(0), picture(1)), read=first)
+    assert processor.num_read == 2
+    assert [a.digest for a in encoded.attachments] == [r.attachment.digest for r in first]
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "bmp", "webp", "tiff"])
+def test_a_damaged_file_is_an_error_that_names_it_or_an_image(suffix: str) -> None:
+    file = io.BytesIO()
+    picture().save(file, format={"jpg": "JPEG", "tiff": "TIFF"}.get(suffix, suffix.upper()))
+    whole = bytearray(file.getvalue())
+    random = np.random.default_rng(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(150):
+            damaged = bytearray(whole[: random.integers(1, len(whole) + 1)])
+            for place in random.integers(0, len(damaged), 3):
+                damaged[place] = random.integers(0, 256)
+            with contextlib.suppress(DataError):
+                load_image(bytes(damaged))
+
+
+def test_an_enormous_image_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match="exceeds limit"):
+        load_image(data_url(picture()))
+
+
+@pytest.mark.parametrize(("width", "height"), [(1, 40), (40, 1), (3, 40), (40, 3), (1, 1), (3, 3)])
+def test_an_image_of_one_or_three_pixels_is_not_taken_for_its_channels(width: int, height: int) -> None:
+    """A library that guesses where the channels are would read such an image on its side."""
+    image = picture(width=width, height=height)
+    [read] = vision_template().open_encoded(asks("a", image)).attachments
+    _, rows, columns = read.features["image_grid_thw"][0].tolist()
+    assert (rows > columns) == (height > width)
+    taller = image.resize((columns * 4, rows * 4), Image.Resampling.BICUBIC)
+    [expected] = vision_template().open_encoded(asks("a", taller)).attachments
+    assert read.features["pixel_values"] == pytest.approx(expected.features["pixel_values"], abs=0.05)
+
+
+def test_an_image_too_long_for_the_model_is_an_error_that_names_it() -> None:
+    with pytest.raises(DataError, match=r"cannot read Image of size \(2000, 5\): .*aspect ratio"):
+        vision_template().open(asks("a", picture(width=2000, height=5)))
+
+
+def test_images_in_the_system_prompt_are_read() -> None:
+    system = {**asks("rules", picture(1))[0], "role": "system"}
+    encoded = vision_template().open_encoded([system, *asks("a", picture(0))])
+    assert [a.num_tokens for a in encoded.attachments] == [12, 12]
+    assert encoded.attachments[0].digest != encoded.attachments[1].digest

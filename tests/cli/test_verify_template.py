@@ -12,8 +12,9 @@ from tests.helpers import HERMES_TEMPLATE, small_tokenizer
 NO_TOOLS = "{{ raise_exception('no tools, please') if messages[-1].role == 'tool' }}" + HERMES_TEMPLATE
 
 
-def verify(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["verify-template", *map(str, arguments)], env={"COLUMNS": "140"})
+def verify(*arguments: object, columns: int = 140) -> Result:
+    environment = {"COLUMNS": str(columns)}
+    return CliRunner().invoke(app, ["verify-template", *map(str, arguments)], env=environment)
 
 
 @pytest.fixture
@@ -36,6 +37,28 @@ def test_a_template_file_alone_can_be_tried(template_file: Path) -> None:
     assert result.exit_code == 1
     assert "no tools, please" in result.output
     assert verify(template_file, "--no-tools").exit_code == 0
+
+
+def test_the_table_fits_eighty_columns(template_file: Path) -> None:
+    """Each probe with its verdict and cause in one line."""
+    lines = verify(template_file, columns=80).output.splitlines()
+    table = lines[: next(number for number, line in enumerate(lines) if line.startswith("adds: "))]
+    assert max(map(len, table)) <= 80
+    for probe in ("control tokens in tool reply", "system prompt and tool", "user follow-up"):
+        [line] = [line for line in table if line.strip().startswith(f"{probe}  ")]
+        assert line.split(probe)[1].split()[0] in {"exact", "differs", "unsupported"}
+
+
+def test_where_tokens_differ_first_is_shown_with_both_texts(tmp_path: Path) -> None:
+    path = tmp_path / "strips.jinja"
+    path.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        encoding="utf-8",
+    )
+    output = verify(path, "--no-tools").output
+    assert "thinking, token " in output
+    assert "full render 'S" in output
 
 
 def test_a_template_file_can_be_tried_with_a_tokenizer(tmp_path: Path, template_file: Path) -> None:

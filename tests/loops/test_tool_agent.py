@@ -9,6 +9,7 @@ import pytest
 from agent_loop.config import MultiTurnConfig
 from agent_loop.errors import ToolError
 from agent_loop.interactions.base import BaseInteraction
+from agent_loop.loops.tool_agent import MAX_MALFORMED_ANSWERS
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, StopReason
@@ -76,6 +77,16 @@ def test_a_malformed_call_beside_a_good_one_does_not_stop_the_good_one() -> None
     both = says(f"<tool_call>oops</tool_call>{call_text('add', a=1, b=2)}")
     trajectory = Stage([both, ANSWER], tools=[Adder()]).run_one()
     assert replies(trajectory)[1] == "3"
+
+
+def test_of_a_thousand_malformed_calls_the_first_are_answered_and_the_rest_are_counted() -> None:
+    many = says("<tool_call>oops</tool_call>" * 1000 + call_text("add", a=1, b=2))
+    trajectory = Stage([many, ANSWER], tools=[Adder()], response_length=50_000).run_one()
+    *errors, result, rest = replies(trajectory)
+    assert len(errors) == MAX_MALFORMED_ANSWERS
+    assert result == "3"
+    assert rest == f"Error: {1000 - MAX_MALFORMED_ANSWERS} more calls cannot be read either"
+    assert kinds(trajectory).count(IncidentKind.MALFORMED_CALL) == 1000
 
 
 def test_turns_with_only_malformed_calls_end_the_episode_after_max_invalid_turns() -> None:

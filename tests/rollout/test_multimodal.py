@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from agent_loop.chat.multimodal import MediaProcessor
 from agent_loop.chat.parsers import ToolParser
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import ActorConfig
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
@@ -31,13 +34,19 @@ from tests.rollout.harness import SCHEMA, Stage
 from tests.tiny_vision import (
     asks,
     data_url,
+    film,
+    idefics_template,
     picture,
+    template_of,
     vision_model,
+    vision_processor,
     vision_template,
     vision_tokenizer,
+    watches,
 )
 
 PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
+VIDEO_PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|video_pad|>")
 
 
 class Camera(BaseTool):
@@ -103,10 +112,50 @@ def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
     assert "tool 'look' answered with an image; only text reaches this model" in output.failure.error
 
 
-def test_a_video_is_refused_by_the_tools_name() -> None:
-    output = stage(ToolResponse(video=[[picture()]])).run_one().output
+def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
+    on_stage = stage(ToolResponse(text="seen", video=[{"frames": film(1), "fps": 4.0}], image=[picture(2)]))
+    output = on_stage.run_one(raw_prompt=watches("what happens?", film(0, num_frames=2))).output
+    assert output.stop_reason is StopReason.ANSWERED
+    assert [(a.kind, a.num_tokens) for a in output.attachments] == [
+        ("video", 12),
+        ("image", 12),
+        ("video", 36),
+    ]
+    whole = np.concatenate([output.prompt_ids, output.response_ids])
+    mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
+    assert not mask[np.isin(whole, [PAD_ID, VIDEO_PAD_ID])].any()
+    record = to_record(on_stage.run_one(raw_prompt=watches("a", film(0), fps=3)))
+    [video, _] = record["messages"][0]["content"]
+    assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_a_video_is_refused_by_the_tools_name_where_the_model_takes_none() -> None:
+    template = ChatTemplate(idefics_template().tokenizer, media=idefics_template().media)
+    reply = ScriptedReply(template.encoder.encode(call_text("look", a=1, b=2) + "<|im_end|>"))
+    tools = [Camera(ToolResponse(video=[[picture()]]))]
+    output = Stage([reply], tools=tools, template=template).run_one().output
     assert output.failure is not None
     assert "answered with a video; only text and image reaches this model" in output.failure.error
+
+
+def test_a_video_file_fails_its_trajectory_with_the_way_out() -> None:
+    output = stage(ToolResponse(video=["clip.mp4"])).run_one().output
+    assert output.failure is not None
+    assert "'clip.mp4', and files are not decoded" in output.failure.error
+
+
+def test_a_deadline_while_images_are_read_ends_the_episode() -> None:
+    class Slow(MediaProcessor):
+        def read(self, media: Any) -> Any:
+            time.sleep(0.3)
+            return super().read(media)
+
+    template = ChatTemplate(vision_tokenizer(), media=Slow(vision_processor()))
+    on_stage = Stage([], template=template, deadline_s=0.05)
+    output = on_stage.run_one(raw_prompt=asks("a", picture())).output
+    assert output.stop_reason is StopReason.DEADLINE
+    assert output.failure is None
 
 
 def test_an_image_that_does_not_fit_is_a_named_loss() -> None:
@@ -149,25 +198,40 @@ def test_a_prompt_is_cut_beside_an_image_not_through_it(side: str) -> None:
     assert sum(a.num_tokens for a in output.attachments) == pads
 
 
-def test_a_batch_has_the_models_own_positions_and_the_features() -> None:
-    template = vision_template()
-    views = ToolResponse(text="two views", image=[picture(1, width=64), picture(2, width=16)])
-    trajectories = stage(views).run(
-        [{"raw_prompt": asks("what is it?", picture(0))}, {"raw_prompt": user("no image in this one")}]
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> None:
+    template = template_of(kind)
+    views = ToolResponse(
+        text="views",
+        image=[picture(1, width=64), picture(2, width=16)],
+        video=[film(3, num_frames=14, width=16)],
+    )
+    script = [says(call_text("look", a=1, b=2)), says("a cat")]
+    trajectories = Stage(script, tools=[Camera(views)], template=template).run(
+        [
+            {"raw_prompt": [*asks("what is it?", picture(0)), *watches("and this?", film(1), film(2))]},
+            {"raw_prompt": user("no image in this one")},
+        ]
     )
     batch = assemble(trajectories, pad_token_id=template.pad_token_id)
-    model = vision_model()
+    model = vision_model(kind)
     for row, trajectory in enumerate(trajectories):
         attachments = batch["attachments"][row]
         assert attachments == trajectory.output.attachments
         mask = batch["attention_mask"][row].bool()
         ids = batch["input_ids"][row, mask][None]
+        grids: dict[str, list[Any]] = {}
+        for attachment in attachments:
+            for name in {
+                "image_grid_thw",
+                "video_grid_thw",
+                "second_per_grid_ts",
+            } & attachment.features.keys():
+                grids.setdefault(name, []).append(attachment.features[name])
         expected, _ = model.model.get_rope_index(
             ids,
-            (ids == PAD_ID).int(),
-            image_grid_thw=torch.from_numpy(
-                np.concatenate([a.features["image_grid_thw"] for a in attachments])
-            ),
+            (ids == PAD_ID).int() + 2 * (ids == VIDEO_PAD_ID).int(),
+            **{name: torch.from_numpy(np.concatenate(parts)) for name, parts in grids.items()},
         )
         assert torch.equal(batch["multi_modal_position_ids"][row][:, mask], expected[:, 0])
         assert not batch["multi_modal_position_ids"][row, :, : int(mask.int().argmax())].any()
@@ -181,9 +245,10 @@ def test_a_batch_without_images_has_no_columns_for_them() -> None:
     assert "attachments" not in batch
 
 
-def test_the_trainer_finds_the_log_probs_of_the_engine() -> None:
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_the_trainer_finds_the_log_probs_of_the_engine(kind: str) -> None:
     """A whole rollout on the embedded engine: the images of the prompt and of the tool's answer are both seen."""
-    trajectories, model = asyncio.run(rollout_on_an_engine())
+    trajectories, model = asyncio.run(rollout_on_an_engine(kind))
     batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
     actor = Actor(model, config=ActorConfig(), temperature=1.0)
     mask = batch["response_mask"].bool()
@@ -199,21 +264,25 @@ def test_an_update_reaches_the_vision_tower() -> None:
     assert not torch.equal(model.model.visual.patch_embed.proj.weight, before)
 
 
-async def rollout_on_an_engine() -> tuple[list[Trajectory], Any]:
-    """Three trajectories of the tool loop, two turns each, with a tool that answers with a picture."""
-    model = vision_model()
+async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory], Any]:
+    """Three trajectories of the tool loop, two turns each, with a tool that answers with a picture and a film."""
+    model = vision_model(kind)
     config = EmbeddedConfig(max_model_len=512, max_slots=4)
     server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=())
     context = LoopContext(
         server_manager=AsyncLLMServerManager([server]),
-        template=vision_template(tool_parser=AlwaysLooks()),
+        template=ChatTemplate(vision_tokenizer(), tool_parser=AlwaysLooks(), media=template_of(kind).media),
         limits=EpisodeLimits(
             prompt_length=256, response_length=256, max_assistant_turns=2, max_turn_tokens=8
         ),
-        tools={"look": Camera(ToolResponse(text="seen from above", image=[picture(7, height=48)]))},
+        tools={
+            "look": Camera(
+                ToolResponse(text="seen from above", image=[picture(7, height=48)], video=[film(8)])
+            )
+        },
     )
     worker = AgentLoopWorker(context, loops=LoopRegistry(), default_agent_loop="tool_agent")
-    prompts = [asks("a", picture(0)), user("nothing yet"), asks("b", picture(5, width=64), picture(6))]
+    prompts = [watches("a", film(0)), user("nothing yet"), asks("b", picture(5, width=64), picture(6))]
     jobs = [
         Job({"raw_prompt": prompt}, i, 0, {"temperature": 1.0, "seed": i}) for i, prompt in enumerate(prompts)
     ]

@@ -15,10 +15,20 @@ from agent_loop.attachments import position_ids
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.errors import ServerError
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
-from agent_loop.servers.embedded.vision import VISION_MODELS, image_features
+from agent_loop.servers.embedded.vision import VIDEO_MODELS, VISION_MODELS, media_features
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import joined, serving, tiny_model
-from tests.tiny_vision import asks, picture, shows, template_of, vision_model, vision_template
+from tests.tiny_vision import (
+    asks,
+    film,
+    idefics_template,
+    picture,
+    shows,
+    template_of,
+    vision_model,
+    vision_template,
+    watches,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 TOLERANCE = 1e-4
@@ -40,14 +50,13 @@ def as_inputs(encoded: Encoded, token_ids: Sequence[int] = ()) -> dict[str, torc
     """What the model itself is given for the prompt and the tokens behind it."""
     ids = joined(encoded.token_ids, token_ids).astype(np.int64)
     kinds = np.zeros_like(ids)
+    joint: dict[str, list[Any]] = {}
     for attachment in encoded.attachments:
-        kinds[attachment.start : attachment.end] = 1
-    features = [a.features for a in encoded.attachments]
-    joint = {
-        name: np.concatenate([each[name] for each in features]) for name in (features[0] if features else ())
-    }
-    arrays = {"input_ids": ids[None], **joint}
-    if "image_grid_thw" in joint:
+        kinds[attachment.start : attachment.end] = {"image": 1, "video": 2}[attachment.kind]
+        for name, array in attachment.features.items():
+            joint.setdefault(name, []).append(array)
+    arrays = {"input_ids": ids[None], **{name: np.concatenate(parts) for name, parts in joint.items()}}
+    if "image_grid_thw" in joint or "video_grid_thw" in joint:
         arrays["mm_token_type_ids"] = kinds[None]
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -201,7 +210,7 @@ async def test_features_of_another_models_processor_fail_their_request_alone() -
         ({"placeholder_id": 3}, "has placeholders 3, but the model's are"),
         ({"start": 0, "num_tokens": 1}, "lies on 0 placeholders"),
         ({"positions": None}, "has no positions"),
-        ({"kind": "video"}, "images only"),
+        ({"kind": "video"}, "a video of 12 tokens has placeholders"),
     ],
 )
 @on_event_loop
@@ -232,7 +241,7 @@ async def test_a_placeholder_that_the_model_sampled_is_text() -> None:
     positions = torch.from_numpy(position_ids(len(ids), [image]))
     with torch.no_grad():
         embeds = model.get_input_embeddings()(ids)
-        embeds[image.start : image.end] = image_features(model, image, num_placeholders=image.num_tokens)
+        embeds[image.start : image.end] = media_features(model, image, num_placeholders=image.num_tokens)
         logits = model(inputs_embeds=embeds[None], position_ids=positions[:, None], use_cache=False).logits[0]
     expected = logits[-4:-1].log_softmax(-1).gather(1, ids[-3:, None])[:, 0].tolist()
     assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
@@ -269,3 +278,112 @@ def test_positions_are_those_of_the_model_itself(kind: str) -> None:
         )
         got = position_ids(len(encoded.token_ids) + 3, encoded.attachments)
         assert got.tolist() == expected[:, 0].tolist()
+
+
+def mixed(kind: str) -> Encoded:
+    """An image, a video of odd length, text, a longer video, and another image."""
+    messages = asks("what is it?", picture(0))
+    messages[0]["content"] += watches("and this", film(1), film(2, num_frames=18, width=16), fps=3.0)[0][
+        "content"
+    ]
+    messages[0]["content"] += asks("then", picture(4, width=64))[0]["content"]
+    return template_of(kind).open_encoded(messages)
+
+
+@pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
+@pytest.mark.parametrize("chunk_tokens", [512, 7])
+@on_event_loop
+async def test_log_probs_behind_videos_are_those_of_the_model_itself(kind: str, chunk_tokens: int) -> None:
+    model = vision_model(kind, seed=1)
+    template = template_of(kind)
+    first = template.open_encoded(watches("what happens?", film(1)))
+    two = template.open_encoded(watches("what differs?", film(1), film(2, num_frames=2, width=64)))
+    async with serving(model, prefill_chunk_tokens=chunk_tokens, max_model_len=512) as server:
+        async with asyncio.TaskGroup() as group:
+            prompts = [first, two, mixed(kind), template.open_encoded(asks("no film"))]
+            tasks = [
+                group.create_task(ask(server, encoded, f"r{i}", temperature=1.0, seed=40 + i))
+                for i, encoded in enumerate(prompts)
+            ]
+        for encoded, task in zip(prompts, tasks, strict=True):
+            output = task.result()
+            expected = own_log_probs(model, encoded, output.token_ids)
+            assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
+@on_event_loop
+async def test_a_tools_reply_with_a_video_computes_only_what_it_adds(kind: str) -> None:
+    model, template = vision_model(kind), template_of(kind)
+    first = template.open_encoded(watches("look", film(1)))
+    async with serving(model) as server:
+        said = (await ask(server, first, "s")).token_ids
+        before = server.stats
+        reply = [{**watches("seen", film(2))[0], "role": "tool", "name": "look"}]
+        bridge = template.bridge_encoded(reply, last_token_id=said[-1])
+        start = len(first.token_ids) + len(said)
+        second = Encoded(
+            joined(first.token_ids, said, bridge.token_ids),
+            (*first.attachments, *(a.moved(start) for a in bridge.attachments)),
+        )
+        output = await ask(server, second, "s")
+        assert server.stats.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
+        expected = own_log_probs(model, second, output.token_ids)
+        assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
+
+
+@on_event_loop
+async def test_the_same_frames_at_another_rate_share_no_prefix() -> None:
+    """Positions in time differ, so keys and values do."""
+    model, template = vision_model("qwen2_5_vl"), template_of("qwen2_5_vl")
+    slow = template.open_encoded(watches("a long question behind the film", film(1), fps=1.0))
+    fast = template.open_encoded(watches("a long question behind the film", film(1), fps=8.0))
+    assert slow.token_ids.tolist() == fast.token_ids.tolist()
+    async with serving(model) as server:
+        await ask(server, slow, "a")
+        output = await ask(server, fast, "b")
+        assert server.stats.reused_tokens <= fast.attachments[0].start
+        assert output.log_probs == pytest.approx(own_log_probs(model, fast, output.token_ids), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
+def test_positions_of_videos_are_those_of_the_model_itself(kind: str) -> None:
+    encoded = mixed(kind)
+    inputs = as_inputs(encoded, [4, 5, 6])
+    names = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    expected, _ = vision_model(kind).model.get_rope_index(
+        inputs["input_ids"], inputs["mm_token_type_ids"], **{n: inputs[n] for n in names if n in inputs}
+    )
+    got = position_ids(len(encoded.token_ids) + 3, encoded.attachments)
+    assert got.tolist() == expected[:, 0].tolist()
+
+
+@on_event_loop
+async def test_a_model_of_images_refuses_a_video_by_name() -> None:
+    encoded = idefics_template().open_encoded(asks("a", picture()))
+    wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], kind="video"),))
+    async with serving(vision_model("idefics3")) as server:
+        with pytest.raises(ServerError, match="idefics3 is given images only; send frames as images"):
+            await ask(server, wrong, "a")
+
+
+@on_event_loop
+async def test_a_video_with_more_features_than_placeholders_is_refused() -> None:
+    template = vision_template()
+    encoded, longer = (template.open_encoded(watches("a", film(1, num_frames=n))) for n in (4, 8))
+    features = longer.attachments[0].features
+    wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
+    async with serving(vision_model()) as server:
+        with pytest.raises(ServerError, match=r"makes 48 rows of a video of .* but 24 placeholders"):
+            await ask(server, wrong, "a")
+
+
+@on_event_loop
+async def test_text_counts_on_behind_a_video_that_ends_the_prompt() -> None:
+    model, template = vision_model(), vision_template()
+    whole = template.open_encoded(watches("a", film(1, num_frames=18, width=16)))
+    cut = whole.first(whole.attachments[0].end)
+    assert len(cut.token_ids) == cut.attachments[0].end
+    async with serving(model) as server:
+        output = await ask(server, cut, "a")
+    assert output.log_probs == pytest.approx(own_log_probs(model, cut, output.token_ids), abs=TOLERANCE)

@@ -15,7 +15,7 @@ from itertools import islice
 from agent_loop.chat.encoding import ControlledEncoder
 from agent_loop.chat.forms import ReplyForms
 from agent_loop.chat.rendering import SENTINEL, Renderer
-from agent_loop.chat.stand_ins import CallKey, StandIn, candidates, tool_replies
+from agent_loop.chat.stand_ins import CallKey, StandIn, candidates, tool_replies, with_made_up_ids
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, ToolCall
 
@@ -96,11 +96,21 @@ class Bridge:
     ) -> list[int]:
         """See `ChatTemplate.bridge`."""
         joint = self.joint(replies)
-        text = self._forms.fill(_key(replies), replies, joint.stand_in.answered(replies, calls=calls))
-        if text is None:
-            text = self._write(replies, joint.stand_in.answered(replies, calls=calls))
+        answered = joint.stand_in.answered(replies, calls=calls)
+        try:
+            text = self._text(replies, answered)
+        except ChatTemplateError:
+            # A model may have written an id that its own template refuses.
+            renamed = with_made_up_ids(answered)
+            if not joint.stand_in.fills_in or renamed == answered:
+                raise
+            text = self._text(replies, renamed)
         ids = self._encoder.encode(text)
         return ids[self._num_sampled(ids, last_token_id, joint) :]
+
+    def _text(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> str:
+        text = self._forms.fill(_key(replies), replies, answered)
+        return self._write(replies, answered) if text is None else text
 
     def _write(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> str:
         joint = self.joint(replies)

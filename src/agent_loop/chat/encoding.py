@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, cast
 from uuid import uuid4
 
-from tokenizers import Encoding, Tokenizer, pre_tokenizers
+from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
 
 MASK_OPEN, MASK_CLOSE = "\ue000", "\ue001"
 _MASK = re.compile(f"{MASK_OPEN}([0-9a-f]{{1,6}}){MASK_CLOSE}")
@@ -31,20 +31,25 @@ class ControlledEncoder:
     def __init__(self, tokenizer: Tokenizer, *, reserved: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._controls = {token_id: token.content for token_id, token in added.items() if token.content}
+        self._controls = {token_id: token.content for token_id, token in added.items() if _is_control(token)}
         self.control_ids = frozenset(self._controls)
-        """Of all added tokens, special or not."""
+        """Of all added tokens, special or not, but words and runs of spaces, which mean themselves."""
         self._word_start = _starts_of({*self._controls.values(), *reserved, MASK_OPEN})
         # The tokenizer looks for such tokens in the normalised text: `<TOOL>` may be found as `<tool>`.
         self._finds_normalised = any(token.normalized for token in added.values())
 
     def mask(self, text: str) -> str:
         """Foreign text in which no control token stands, for rendering."""
+        text = _encodable(text)
         masked = self._word_start.sub(_masked_start, text)
         normalise = self._normalise
         if normalise is not None and self._word_start.search(normalise(text)):
             masked = "".join(char if normalise(char) == char else _mask_of(char) for char in masked)
         return masked
+
+    def escape(self, text: str) -> str:
+        """Text that may speak control tokens, for rendering: nothing in it is taken for a mask."""
+        return _encodable(text).replace(MASK_OPEN, _mask_of(MASK_OPEN))
 
     def unmask(self, text: str) -> str:
         """The text as it was before `mask`."""
@@ -57,6 +62,7 @@ class ControlledEncoder:
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of foreign text: none of them is a control token."""
+        text = _encodable(text)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids if self.control_ids.isdisjoint(ids) else self._encode_text(text, at_start=True)
 
@@ -145,6 +151,20 @@ def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     """How many characters or tokens both begin with."""
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differing, min(len(first), len(second)))
+
+
+def _is_control(token: AddedToken) -> bool:
+    is_word = not token.content.strip() or token.content.replace(" ", "").isalnum()
+    return bool(token.content) and (token.special or not is_word)
+
+
+def _encodable(text: str) -> str:
+    """The text with half surrogates, which no tokenizer takes, replaced; pairs of them become their character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def _starts_of(words: Iterable[str]) -> re.Pattern[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.chat.encoding import ControlledEncoder
@@ -14,8 +14,6 @@ SENTINEL = "@stand.in.for.the.assistant@"
 
 TRUSTED_ROLES = frozenset({"assistant"})
 """Whose text may hold control tokens: the model's own earlier turns."""
-
-FOREIGN_FIELDS = ("content", "name", "tool_call_id")
 
 
 class Renderer:
@@ -49,7 +47,7 @@ class Renderer:
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [self._prepared(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
+                tools=[_each_text(dict(tool), self._encoder.mask) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
@@ -62,31 +60,23 @@ class Renderer:
 
     def _prepared(self, message: Message) -> Message:
         if message.get("role") not in TRUSTED_ROLES:
-            foreign = {key: self._masked(message[key]) for key in FOREIGN_FIELDS if key in message}
-            message = {**message, **foreign}
-        elif message.get("tool_calls"):
-            message = {**message, "tool_calls": [self._named_safely(call) for call in message["tool_calls"]]}
+            foreign = {key: value for key, value in message.items() if key != "role"}
+            message = {**message, **_each_text(foreign, self._encoder.mask)}
+        else:
+            trusted = {key: value for key, value in message.items() if key != "tool_calls"}
+            message = {**message, **_each_text(trusted, self._encoder.escape)}
+            if message.get("tool_calls"):
+                message["tool_calls"] = [self._named_safely(call) for call in message["tool_calls"]]
         if self.takes_parts and isinstance(message.get("content"), str):
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         return message
 
     def _named_safely(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A call whose name and id hold no control tokens; a reply may repeat both."""
-        safe = {**call, "function": {**call["function"], "name": self._masked(call["function"]["name"])}}
-        return {**safe, "id": self._masked(call["id"])} if "id" in call else safe
-
-    def _masked(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._encoder.mask(value)
-        if isinstance(value, list):
-            parts = cast(list[dict[str, Any]], value)
-            return [
-                {**part, "text": self._encoder.mask(part["text"])}
-                if isinstance(part.get("text"), str)
-                else part
-                for part in parts
-            ]
-        return value
+        mask = self._encoder.mask
+        safe = cast(dict[str, Any], _each_text(call, self._encoder.escape))
+        safe["function"]["name"] = mask(call["function"]["name"])
+        return {**safe, "id": mask(call["id"])} if "id" in call else safe
 
     def _writes_said(self) -> bool:
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
@@ -94,3 +84,15 @@ class Renderer:
             return SENTINEL in self.text(said, add_generation_prompt=False)
         except ChatTemplateError:
             return False
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of a value of lists and mappings with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        held = cast(Mapping[Any, Any], value)
+        return {_each_text(key, change): _each_text(inner, change) for key, inner in held.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each_text(inner, change) for inner in cast(Sequence[Any], value)]
+    return value

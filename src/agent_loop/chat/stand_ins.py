@@ -85,8 +85,8 @@ class StandIn:
         known = calls if len(calls) == len(leading) else [ToolCall("", {})] * len(leading)
         return [
             CallKey(
-                reply.get("name") or call.name or "tool",
-                reply.get("tool_call_id") or call.id or _made_up_id(i),
+                str(reply.get("name") or call.name or "tool"),
+                str(reply.get("tool_call_id") or call.id or _made_up_id(i)),
             )
             for i, (reply, call) in enumerate(zip(leading, known, strict=True))
         ]
@@ -138,6 +138,11 @@ def candidates(*, for_tools: bool) -> Iterator[StandIn]:
             )
     for has_system, has_schema in surroundings:
         yield StandIn(has_system=has_system, has_schema=has_schema)
+
+
+def with_made_up_ids(answered: Sequence[CallKey]) -> list[CallKey]:
+    """The same calls under ids that every template takes."""
+    return [CallKey(call.name, _made_up_id(i)) for i, call in enumerate(answered)]
 
 
 def _made_up_id(number: int) -> str:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.attachments import AttachmentKind
 from agent_loop.chat.bridge import Bridge
 from agent_loop.chat.encoding import ControlledEncoder
-from agent_loop.chat.multimodal import Encoded, MediaProcessor, Medium, load_media_processor, split_media
-from agent_loop.chat.parsers import ToolParser, detect_format
+from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium
+from agent_loop.chat.parsers import ToolParser, detect_parser
+from agent_loop.chat.processors import load_media_processor
 from agent_loop.chat.rendering import SENTINEL, Renderer
+from agent_loop.chat.sources import Medium, split_media
 from agent_loop.errors import ChatTemplateError, ConfigError
 from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, ToolCall, as_token_ids
+
+MAX_OPENING_TOKENS = 32
+"""Where in a generation prompt reasoning may be opened, from its end."""
 
 
 class ChatTemplate:
@@ -21,7 +27,8 @@ class ChatTemplate:
 
     Args:
         tokenizer: A fast `transformers` tokenizer with a chat template.
-        tool_parser: A `ToolParser` or the name of one; `auto` is the one that the template's own calls are written for.
+        tool_parser: A `ToolParser` or the name of one; `auto` is the one that the template's own calls are written for,
+            or the tokenizer's own response template.
         media: Reads the images in messages; a string says why there is nothing that does.
 
     Raises:
@@ -46,18 +53,19 @@ class ChatTemplate:
                 "the tokenizer has no chat template; give one with model.chat_template_path"
             )
         self.tokenizer = tokenizer
-        if tool_parser == "auto":
-            tool_parser = detect_format(str(tokenizer.chat_template))
-        self.tool_parser = ToolParser.get(tool_parser) if isinstance(tool_parser, str) else tool_parser
         self.media = media
         self.encoder = ControlledEncoder(backend, reserved=[SENTINEL])
         self.renderer = Renderer(tokenizer, encoder=self.encoder)
+        if tool_parser == "auto":
+            tool_parser = self._detect_parser()
+        self.tool_parser = ToolParser.get(tool_parser) if isinstance(tool_parser, str) else tool_parser
         self.replies = Bridge(
             self.renderer,
             encoder=self.encoder,
             eos_token_id=cast("int | None", tokenizer.eos_token_id),
             chat_template=str(tokenizer.chat_template),
         )
+        self._opened_reasoning = self._find_opened_reasoning()
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -78,6 +86,17 @@ class ChatTemplate:
         """What messages may hold beside text."""
         return frozenset[AttachmentKind]() if isinstance(self.media, str) else self.media.kinds
 
+    async def read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
+        """Reads the images and videos in messages in a thread of its own, for `open_encoded` and `bridge_encoded`,
+        which would keep the event loop waiting.
+
+        Raises:
+            ChatTemplateError: There is nothing that reads them.
+            DataError: One cannot be read.
+        """
+        _, media = self._split(messages)
+        return await self.media.read_in_thread(media) if media and not isinstance(self.media, str) else ()
+
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> IntArray:
         """The first prompt, up to where the model speaks.
 
@@ -94,16 +113,26 @@ class ChatTemplate:
         return _ids_alone(self.open_encoded(messages, tools=tools))
 
     def open_encoded(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        read: Sequence[ReadMedium] | None = None,
     ) -> Encoded:
         """As `open`, with the images that are attached to the tokens.
+
+        Args:
+            messages: The conversation so far.
+            tools: OpenAI function schemas.
+            read: The images in the messages, if they were read before.
 
         Raises:
             ChatTemplateError: The template does not accept these messages, or has nothing that reads their images.
             DataError: An image cannot be read.
         """
         messages, media = self._split(messages)
-        return self._attached(self.encoder.encode(self.renderer.text(messages, tools=tools)), media)
+        ids = self.encoder.encode(self.renderer.text(messages, tools=tools))
+        return self._attached(ids, media, read)
 
     def bridge(
         self,
@@ -133,8 +162,9 @@ class ChatTemplate:
         *,
         last_token_id: int | None = None,
         calls: Sequence[ToolCall] = (),
+        read: Sequence[ReadMedium] | None = None,
     ) -> Encoded:
-        """As `bridge`, with the images that are attached to the tokens.
+        """As `bridge`, with the images that are attached to the tokens; `read` are those that were read before.
 
         Raises:
             ChatTemplateError: The template does not accept these messages after an assistant turn, or has nothing
@@ -143,18 +173,31 @@ class ChatTemplate:
         """
         messages, media = self._split(messages)
         ids = self.replies.ids(messages, last_token_id=last_token_id, calls=calls)
-        return self._attached(ids, media)
+        return self._attached(ids, media, read)
 
-    def parse(self, token_ids: TokenIds, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+    def parse(
+        self,
+        token_ids: TokenIds,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        context: TokenIds | None = None,
+    ) -> ParsedCompletion:
         """Reads one completion; the tokens that end the turn, if it has them, are not part of the text.
 
         Args:
+            token_ids: The completion.
             tools: OpenAI function schemas; formats that write arguments as bare text take their types from them.
+            context: What the model was given. Its end may open reasoning, which nothing else tells where the completion
+                is cut; without it, that is so where every generation prompt does it.
         """
         ids = as_token_ids(token_ids).tolist()
-        while ids and ids[-1] in self.end_ids:
+        while ids and ids[-1] in self.end_ids and not self.tool_parser.reads_end_tokens:
             ids.pop()
-        return self.tool_parser.parse(self.encoder.decode(ids), tools=tools)
+        text = self.encoder.decode(ids)
+        opened = self._opened_reasoning if context is None else self._opened_at_end(context)
+        if opened and not text.lstrip().startswith(opened.strip()):
+            text = opened + text
+        return self.tool_parser.parse(text, tools=tools)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; control tokens in it count as text."""
@@ -170,6 +213,38 @@ class ChatTemplate:
         ids = self.encoder.encode(start) if start else []
         return (ids[0],) if len(ids) == 1 else ()
 
+    def _detect_parser(self) -> ToolParser:
+        response_template = getattr(self.tokenizer, "response_template", None)
+        prompt = ""
+        if response_template is not None:
+            with suppress(ChatTemplateError):
+                prompt = self.renderer.text([{"role": "user", "content": "-"}])
+        return detect_parser(
+            str(self.tokenizer.chat_template), response_template=response_template, prompt=prompt
+        )
+
+    def _find_opened_reasoning(self) -> str:
+        """What every generation prompt opens reasoning with; nothing if one does not."""
+        opened: set[str] = set()
+        for role in ("user", "tool"):
+            with suppress(ChatTemplateError):
+                opened.add(
+                    self._opened_at_end(
+                        self.replies.ids([{"role": role, "content": "-"}], last_token_id=None)
+                    )
+                )
+        return opened.pop() if len(opened) == 1 else ""
+
+    def _opened_at_end(self, context: TokenIds) -> str:
+        if not self.tool_parser.thoughts:
+            return ""
+        end = self.decode(context[-MAX_OPENING_TOKENS:])
+        for opening, _, label in self.tool_parser.thoughts:
+            before, found, behind = end.rpartition(opening)
+            if found and not behind.strip().removeprefix(label):
+                return end[len(before) :]
+        return ""
+
     def _split(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[Medium]]:
         messages, media = split_media(messages)
         if media and isinstance(self.media, str):
@@ -179,10 +254,12 @@ class ChatTemplate:
             )
         return messages, media
 
-    def _attached(self, token_ids: Sequence[int], media: Sequence[Medium]) -> Encoded:
+    def _attached(
+        self, token_ids: Sequence[int], media: Sequence[Medium], read: Sequence[ReadMedium] | None
+    ) -> Encoded:
         if isinstance(self.media, str):
             return Encoded(as_token_ids(token_ids))
-        return self.media.encode(token_ids, media)
+        return self.media.encode(token_ids, self.media.read(media) if read is None else read)
 
 
 def load_chat_template(
@@ -218,7 +295,7 @@ def load_chat_template(
 def _ids_alone(encoded: Encoded) -> IntArray:
     if encoded.attachments:
         raise ChatTemplateError(
-            f"{len(encoded.attachments)} images are attached to these messages, and token ids alone leave them out; "
-            "use an episode, or open_encoded and bridge_encoded"
+            f"{len(encoded.attachments)} images or videos are attached to these messages, and token ids alone leave "
+            "them out; use an episode, or open_encoded and bridge_encoded"
         )
     return encoded.token_ids

@@ -14,6 +14,9 @@ from agent_loop.tools.truncation import truncate_tokens
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import AgentState, MalformedCall, Message, StopReason, ToolCall
 
+MAX_MALFORMED_ANSWERS = 8
+"""So many of a turn's malformed calls are answered one by one; the rest, with their number."""
+
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
@@ -63,7 +66,8 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.TERMINATED
 
     async def _process_tools(self, episode: Episode, completion: Completion) -> AgentState:
-        """Every call is answered, in the order in which they were written; one that cannot be run, with the reason."""
+        """Every call is answered, in the order in which they were written; one that cannot be run, with the reason. Of
+        those that cannot be read, the first are."""
         calls = completion.parsed.tool_calls
         self._invalid_turns = 0 if calls else self._invalid_turns + 1
         if not calls:
@@ -74,15 +78,20 @@ class ToolAgentLoop(AgentLoopBase):
             await episode.call_tools(calls, max_parallel=self.context.multi_turn.max_parallel_calls)
         )
         replies: list[Message] = []
-        is_finished = False
+        num_malformed, is_finished = 0, False
         for call in completion.calls:
             if isinstance(call, MalformedCall):
+                num_malformed += 1
                 episode.note(IncidentKind.MALFORMED_CALL, f"{call.error} in {call.text[:200]!r}")
-                replies.append(self._reply(f"Error: {call.error}", episode))
+                if num_malformed <= MAX_MALFORMED_ANSWERS:
+                    replies.append(self._reply(f"Error: {call.error}", episode))
             else:
                 result = next(results)
                 replies.append(self._answer(result.response, episode, call=call))
                 is_finished = is_finished or result.response.ends_episode
+        if num_malformed > MAX_MALFORMED_ANSWERS:
+            more = num_malformed - MAX_MALFORMED_ANSWERS
+            replies.append(self._reply(f"Error: {more} more calls cannot be read either", episode))
         if is_finished:
             return self._end(episode, StopReason.TOOL_FINISHED, replies)
         if self._invalid_turns > self.context.multi_turn.max_invalid_turns:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agent_loop.chat.multimodal import describe_source, split_media
+from agent_loop.chat.sources import describe_source, split_media
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.types import Message
 
@@ -45,7 +45,8 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
 def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Writes one line per trajectory. Values that JSON does not know are written as text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    # (half a surrogate in a tool's reply is written as JSON's escape for it)
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for trajectory in trajectories:
             file.write(json.dumps(to_record(trajectory), ensure_ascii=False, default=str) + "\n")
 

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.vision import VISION_MODELS, auto_model_class, image_features
+from agent_loop.servers.embedded.vision import VISION_MODELS, auto_model_class, media_features
 from agent_loop.training.losses import token_log_probs
 from agent_loop.training.micro_batches import MicroBatch
 
@@ -109,6 +109,6 @@ def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
         for attachment in attachments:
             run = micro_batch.input_ids_BW[row, attachment.start : attachment.end]
             places = (run == attachment.placeholder_id).nonzero().flatten() + attachment.start
-            features = image_features(model, attachment, num_placeholders=len(places))
+            features = media_features(model, attachment, num_placeholders=len(places))
             embeds_BWH = embeds_BWH.index_put((torch.full_like(places, row), places), features)
     return embeds_BWH

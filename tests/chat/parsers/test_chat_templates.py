@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from agent_loop.chat.parsers import ToolParser, detect_format
+from agent_loop.chat.parsers import ToolParser, detect_parser
 from agent_loop.types import ToolCall
 
 FORMAT_OF = {
@@ -96,7 +96,7 @@ def render(name: str, messages: list[dict[str, Any]], *, add_generation_prompt: 
 
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_the_format_is_found_by_the_template(name: str) -> None:
-    assert detect_format(template_of(name)) == FORMAT_OF[name]
+    assert isinstance(detect_parser(template_of(name)), ToolParser.registered()[FORMAT_OF[name]])
 
 
 @pytest.mark.parametrize("name", FORMAT_OF)

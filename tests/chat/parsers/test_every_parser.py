@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_loop.chat.parsers import ToolParser, detect_format
+from agent_loop.chat.parsers import ToolParser, detect_parser
 from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 from tests.chat.parsers.formats import FORMATS, Format
@@ -121,6 +121,7 @@ def test_no_text_makes_a_parser_raise(written: Format, data: st.DataObject) -> N
 
 
 @every_format
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_arguments_survive(written: Format, data: st.DataObject) -> None:
     names = st.from_regex(r"\A[a-z_]{1,8}\Z")
@@ -211,9 +212,9 @@ def test_formats_are_all_tested() -> None:
 
 def test_a_template_of_no_known_format_is_refused_with_the_list() -> None:
     with pytest.raises(ConfigError, match=r"no known format.*deepseek_v3, gemma, glm, gpt-oss, hermes"):
-        detect_format("{{ messages }}")
+        detect_parser("{{ messages }}")
 
 
 def test_a_template_of_several_formats_is_refused_with_their_names() -> None:
     with pytest.raises(ConfigError, match="fits hermes, mistral"):
-        detect_format("<tool_call> [TOOL_CALLS]")
+        detect_parser("<tool_call> [TOOL_CALLS]")

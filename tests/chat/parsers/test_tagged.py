@@ -13,7 +13,8 @@ QWEN, GLM = Qwen3CoderToolParser(), GlmToolParser()
 
 
 def schema(**properties: Any) -> list[dict[str, Any]]:
-    parameters = {"type": "object", "properties": properties}
+    definitions = {"Text": {"type": "string", "enum": ["123", "red"]}}
+    parameters = {"type": "object", "properties": properties, "$defs": definitions}
     return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 
 
@@ -34,6 +35,18 @@ TYPED = [
     ("true", {"type": "string"}, "true"),
     ('{"a": 1}', {"type": "string"}, '{"a": 1}'),
     ("123", {"enum": ["123", "124"]}, "123"),
+    ("1", {"enum": ["1", 2]}, "1"),
+    ("2", {"enum": ["1", 2]}, 2),
+    ("123", {"allOf": [{"type": "string"}]}, "123"),
+    ("123", {"$ref": "#/$defs/Text"}, "123"),
+    ("123", {"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}]}, "123"),
+    ("null", {"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}]}, None),
+    ("123", {"$ref": "#/$defs/Missing"}, 123),
+    ("123", {"$ref": 5}, 123),
+    ("5", {"type": None}, 5),
+    ("5", {"type": 7, "anyOf": 5, "enum": 3}, "5"),
+    ("5", {"enum": None, "allOf": "x"}, "5"),
+    ("5", {"anyOf": 5}, 5),
     ("123", {"type": "integer"}, 123),
     ("3.0", {"type": "integer"}, 3.0),
     ("3", {"type": "number"}, 3),

@@ -2,7 +2,7 @@
 
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.deepseek_v3 import DeepSeekV3ToolParser
-from agent_loop.chat.parsers.detect import detect_format
+from agent_loop.chat.parsers.detect import detect_parser
 from agent_loop.chat.parsers.gemma import GemmaToolParser
 from agent_loop.chat.parsers.glm import GlmToolParser
 from agent_loop.chat.parsers.gpt_oss import GptOssToolParser
@@ -11,6 +11,7 @@ from agent_loop.chat.parsers.kimi_k2 import KimiK2ToolParser
 from agent_loop.chat.parsers.llama3_json import Llama3JsonToolParser
 from agent_loop.chat.parsers.mistral import MistralToolParser
 from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser
+from agent_loop.chat.parsers.response_template import ResponseTemplateParser
 
 __all__ = [
     "DeepSeekV3ToolParser",
@@ -22,6 +23,7 @@ __all__ = [
     "Llama3JsonToolParser",
     "MistralToolParser",
     "Qwen3CoderToolParser",
+    "ResponseTemplateParser",
     "ToolParser",
-    "detect_format",
+    "detect_parser",
 ]

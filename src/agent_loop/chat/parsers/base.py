@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from agent_loop.chat.parsers.walking import Thought
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.types import ParsedCompletion
 
@@ -27,6 +28,12 @@ class ToolParser(ABC):
 
     call_start: str | None = None
     """The text that opens a call, where the format has one that means nothing else."""
+
+    reads_end_tokens: ClassVar[bool] = False
+    """The completion is given with the tokens that end the turn; else without them."""
+
+    thoughts: ClassVar[tuple[Thought, ...]] = ()
+    """How reasoning is marked, where a generation prompt may open it."""
 
     @abstractmethod
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:

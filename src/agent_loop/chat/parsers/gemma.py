@@ -37,6 +37,7 @@ class GemmaToolParser(ToolParser):
     the templates write it so. Other bare words are malformed."""
 
     call_start = GEMMA_4.opening
+    thoughts = (THOUGHT,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         dialects = (GEMMA_4, FUNCTION_GEMMA)

@@ -37,6 +37,7 @@ class GlmToolParser(ToolParser):
     format's own tags. Types: see `values.py`."""
 
     call_start = OPEN
+    thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return walk(text, readers={OPEN: partial(_read_block, tools=tools)}, ends=ENDS)

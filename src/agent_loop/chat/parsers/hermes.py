@@ -18,6 +18,7 @@ class HermesToolParser(ToolParser):
     """One object per block; two are malformed. Arguments are an object, or left out where there are none."""
 
     call_start = OPEN
+    thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return walk(text, readers={OPEN: _read_block})

@@ -50,7 +50,7 @@ def decode_json(text: str) -> Any:
         raise
     except ValueError as error:
         raise JsonFault("a number in it has too many digits") from error
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
         raise JsonFault(f"it is nested more than {MAX_DEPTH} levels deep")
     if _SURROGATE.search(text) and not _is_encodable(value):
         raise JsonFault("a string in it holds half of a surrogate pair")
@@ -194,7 +194,8 @@ def _finite(digits: str) -> float:
     return number
 
 
-def _is_too_deep(value: Any) -> bool:
+def is_too_deep(value: Any) -> bool:
+    """Whether a value is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _children(outer)]

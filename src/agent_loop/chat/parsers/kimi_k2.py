@@ -10,7 +10,7 @@ from typing import Any
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
 from agent_loop.chat.parsers.sections import SectionMarks, walk_sections
-from agent_loop.chat.parsers.walking import Block, find_first, malformed
+from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed
 from agent_loop.types import ParsedCompletion
 
 MARKS = SectionMarks(
@@ -27,6 +27,7 @@ class KimiK2ToolParser(ToolParser):
     """The id `functions.name:0` names the tool and is kept in the call, as the template wants it back."""
 
     call_start = MARKS.section_open
+    thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return walk_sections(text, marks=MARKS, read_call=_read_call)

@@ -23,6 +23,7 @@ class Llama3JsonToolParser(ToolParser):
     cannot be read is malformed if it mentions parameters or opens the completion; else it is text."""
 
     call_start = PYTHON_TAG
+    thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return walk(text, readers={"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)

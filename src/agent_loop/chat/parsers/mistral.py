@@ -22,6 +22,7 @@ class MistralToolParser(ToolParser):
     it. A list's calls are read one by one, so that one that cannot be read leaves the others whole."""
 
     call_start = OPEN
+    thoughts = THOUGHTS
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return walk(text, readers={OPEN: _read_calls}, thoughts=THOUGHTS)

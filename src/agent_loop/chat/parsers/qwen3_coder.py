@@ -39,6 +39,7 @@ class Qwen3CoderToolParser(ToolParser):
     format's own `<parameter=`, `</parameter>` and `</tool_call>`. Types: see `values.py`."""
 
     call_start = OPEN
+    thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return walk(text, readers={OPEN: partial(_read_block, tools=tools), FUNCTION: _read_bare_function})

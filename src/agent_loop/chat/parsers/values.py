@@ -18,11 +18,13 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mapping[str, Any]:
-    """The JSON schemas of a tool's parameters; none if the tool is unknown."""
+    """The JSON schemas of a tool's parameters, references to definitions resolved; none if the tool is unknown."""
     for tool in tools:
         function = _mapping(tool.get("function", tool))
         if function.get("name") == name:
-            return _mapping(_mapping(function.get("parameters")).get("properties"))
+            parameters = _mapping(function.get("parameters"))
+            properties = _mapping(parameters.get("properties"))
+            return {key: _resolved(schema, parameters) for key, schema in properties.items()}
     return {}
 
 
@@ -34,7 +36,7 @@ def read_value(text: str, *, schema: Any = None) -> Any:
         schema: The parameter's JSON schema, where there is one.
     """
     types = _types(schema)
-    if types == frozenset({"string"}):
+    if types == frozenset({"string"}) or text in _list(_mapping(schema).get("enum")):
         return text
     try:
         value = PYTHON_WORDS[text.strip()] if text.strip() in PYTHON_WORDS else decode_json(text)
@@ -44,20 +46,43 @@ def read_value(text: str, *, schema: Any = None) -> Any:
     return value if fits else text
 
 
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema with the definitions in it that it refers to; those that these refer to are left out."""
+    changed = dict(_mapping(_pointed_at(schema, root)))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in changed:
+            changed[key] = [_pointed_at(option, root) for option in _list(changed[key])]
+    return changed
+
+
+def _pointed_at(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference points at, like `#/$defs/Colour`; any other schema as it is."""
+    reference = _mapping(schema).get("$ref")
+    if not isinstance(reference, str):
+        return schema
+    found: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        found = _mapping(found).get(key)
+    return found
+
+
 def _types(schema: Any) -> frozenset[str]:
     """The JSON types that a schema allows; none means that it does not say."""
     fields = _mapping(schema)
     if "enum" in fields or "const" in fields:
-        values = cast(list[Any], fields.get("enum") or [fields.get("const")])
+        values = _list(fields.get("enum")) or [fields.get("const")]
         return frozenset(name for value in values for name in _types_of(value))
     for key in ("anyOf", "oneOf"):
         if key in fields:
-            options = [_types(option) for option in cast(list[Any], fields[key])]
+            options = [_types(option) for option in _list(fields[key])]
             if not all(options):
                 return frozenset()
             return frozenset(name for option in options for name in option)
-    declared = fields.get("type", [])
-    return frozenset([declared] if isinstance(declared, str) else declared)
+    declared = fields.get("type")
+    if declared is None and "allOf" in fields:
+        stated = [types for types in map(_types, _list(fields["allOf"])) if types]
+        return frozenset[str].intersection(*stated) if stated else frozenset()
+    return frozenset(str(name) for name in ([declared] if isinstance(declared, str) else _list(declared)))
 
 
 def _types_of(value: Any) -> frozenset[str]:
@@ -81,3 +106,7 @@ def _types_of(value: Any) -> frozenset[str]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(cast(Sequence[Any], value)) if isinstance(value, (list, tuple)) else []

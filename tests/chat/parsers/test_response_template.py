@@ -1,0 +1,241 @@
+"""Completions that are read by a tokenizer's own description of them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.chat.parsers import ResponseTemplateParser, detect_parser
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.errors import ConfigError
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from tests.helpers import small_tokenizer
+
+JSON_CALLS: dict[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<bot>",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|im_end|>"},
+    },
+}
+TAGGED_CALLS: dict[str, Any] = {
+    "start_anchor_pattern": "<bot>",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<run (?P<name>\w+)>",
+            "close_pattern": r"</run>\s*",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</(?P=key)>"},
+            "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}
+LINES: dict[str, Any] = {
+    "start_anchor": "<bot>",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"!(?P<name>\w+)\n",
+            "close": "!end",
+            "content": "kv-lines",
+            "transform": [{"name": "{name}", "arguments": "{content}"}],
+        },
+        "content": {},
+    },
+}
+CUSTOM_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<bot><think>{% endif %}"
+)
+SCHEMA = {
+    "function": {
+        "name": "add",
+        "parameters": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    }
+}
+
+JSON, TAGGED, KEYED = map(ResponseTemplateParser, (JSON_CALLS, TAGGED_CALLS, LINES))
+CALL = '<call>{"name": "add", "arguments": {"a": 1, "b": [2, {"c": null}]}}</call>'
+ADD = ToolCall("add", {"a": 1, "b": [2, {"c": None}]})
+
+
+def errors(parsed: ParsedCompletion) -> list[str]:
+    return [call.error for call in parsed.malformed_calls]
+
+
+def test_text_reasoning_and_calls_are_told_apart() -> None:
+    parsed = JSON.parse(f"<think>Or {CALL}?</think>First. {CALL} Then. {CALL} Done.<|im_end|>")
+    assert parsed == ParsedCompletion("First.  Then.  Done.", (ADD, ADD), f"Or {CALL}?")
+
+
+def test_a_completion_without_calls_is_its_text() -> None:
+    assert JSON.parse("It is 7.<|im_end|>") == ParsedCompletion("It is 7.")
+    assert JSON.parse("") == JSON.parse("<|im_end|>") == ParsedCompletion("")
+
+
+def test_what_the_prompt_opened_goes_on_in_the_completion() -> None:
+    parser = ResponseTemplateParser(JSON_CALLS, prompt="<bot>old</think><bot><think>")
+    assert parser.parse(f"no {CALL}</think>yes {CALL}") == ParsedCompletion("yes", (ADD,), f"no {CALL}")
+    assert parser.parse(f"no {CALL}") == ParsedCompletion("", (), f"no {CALL}")
+
+
+def test_a_prompt_without_the_anchor_is_no_part_of_the_completion() -> None:
+    parser = ResponseTemplateParser(JSON_CALLS, prompt="<think> old words")
+    assert parser.parse("hello") == ParsedCompletion("hello")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (CALL.removesuffix("</call>"), "the call is not closed"),
+        ("<call>", "the call is not closed"),
+        ("<call></call>", "not valid JSON"),
+        ('<call>{"name": "add", "arguments": {"a": 1}</call>', "not valid JSON"),
+        ('<call>{"name": "add", "arguments": {"a": 1, "a": 2}}</call>', "given twice"),
+        ('<call>{"name": "add", "arguments": {"a": 1e999}}</call>', "too large"),
+        ('<call>{"name": "add", "arguments": {"a": NaN}}</call>', "NaN is no JSON value"),
+        ('<call>{"name": "add", "arguments": "a"}</call>', "holds no valid JSON"),
+        ('<call>{"name": "", "arguments": {}}</call>', 'no "name"'),
+        ('<call>{"name": 3, "arguments": {}}</call>', 'no "name"'),
+        ('<call>["add"]</call>', "must be a JSON object"),
+        ('<call>{"name": "add", "arguments": [1]}</call>', "must be a JSON object"),
+        (f'<call>{{"name": "add", "arguments": {{"a": {"[" * 200}{"]" * 200}}}}}</call>', "levels deep"),
+        (f'<call>{{"name": "add", "arguments": {{"a": "{"x" * 60_000}"}}}}</call>', "longer than 50000"),
+        ('<call>{"name": "add", "arguments": {"a": "\\ud83c"}}</call>', "surrogate"),
+    ],
+)
+def test_half_a_call_is_malformed_and_says_why(text: str, error: str) -> None:
+    parsed = JSON.parse(f"before {text}")
+    assert [error in found for found in errors(parsed)] == [True]
+    assert parsed.tool_calls == []
+    assert parsed.content == "before"
+
+
+def test_one_broken_call_leaves_the_others_whole() -> None:
+    parsed = JSON.parse(f"{CALL}<call>{{</call>{CALL}<call>")
+    assert [isinstance(call, MalformedCall) for call in parsed.calls] == [False, True, False, True]
+
+
+def test_bare_values_get_the_types_of_the_schema() -> None:
+    text = "<run add><a>7</a><b>8</b></run>"
+    assert TAGGED.parse(text, tools=[SCHEMA]).calls == (ToolCall("add", {"a": 7, "b": "8"}),)
+    assert TAGGED.parse(text).calls == (ToolCall("add", {"a": "7", "b": "8"}),)
+
+
+@pytest.mark.parametrize("left", ["<b>2", "2</b>", "and then", "<b>"])
+def test_arguments_that_the_pattern_passes_over_make_the_call_malformed(left: str) -> None:
+    [error] = errors(TAGGED.parse(f"<run add><a>1</a>{left}</run>"))
+    assert "belongs to none of them" in error or "<b>" in error
+
+
+def test_lines_without_a_key_make_the_call_malformed() -> None:
+    assert KEYED.parse("so !add\na: 1\nb: x y\n!end done").calls == (ToolCall("add", {"a": "1", "b": "x y"}),)
+    [error] = errors(KEYED.parse("!add\na: 1\nb\n!end"))
+    assert "the line 'b' has no ':'" in error
+
+
+def test_the_tokens_that_end_a_turn_may_close_a_call() -> None:
+    """As where a turn with a call ends with a token of its own."""
+    described = copy.deepcopy(JSON_CALLS)
+    described["fields"]["tool_calls"]["close"] = "<|im_end|>"
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template, tokenizer.response_template = CUSTOM_TEMPLATE, described
+    template = ChatTemplate(tokenizer, tool_parser="auto")
+    text = 'so</think><call>{"name": "add", "arguments": {}}'
+    assert template.parse(template.encoder.encode(f"{text}<|im_end|>")).calls == (ToolCall("add", {}),)
+    assert errors(template.parse(template.encoder.encode(text))) == ["the call is not closed"]
+
+
+def test_auto_takes_the_tokenizers_own_description_where_no_format_is_known() -> None:
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.chat_template, tokenizer.response_template = CUSTOM_TEMPLATE, JSON_CALLS
+    template = ChatTemplate(tokenizer, tool_parser="auto")
+    assert isinstance(template.tool_parser, ResponseTemplateParser)
+    parsed = template.parse(template.encoder.encode(f"hm</think>So: {CALL}<|im_end|>"))
+    assert parsed == ParsedCompletion("So:", (ADD,), "hm")
+    assert template.tool_parser.call_start == "<call>"
+
+
+def test_auto_prefers_a_format_that_it_knows() -> None:
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.response_template = JSON_CALLS
+    assert not isinstance(ChatTemplate(tokenizer, tool_parser="auto").tool_parser, ResponseTemplateParser)
+
+
+def test_without_a_description_auto_says_what_it_looked_for() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no known format of tool calls, and the tokenizer has no response_template"
+    ):
+        detect_parser("{{ messages }}")
+
+
+@pytest.mark.parametrize(
+    "described", [{"fields": {}}, {"version": 9}, "text", {"fields": {"a": {"open": ""}}}]
+)
+def test_a_description_that_cannot_be_read_is_refused(described: Any) -> None:
+    with pytest.raises(ConfigError, match=r"response_template cannot be used: .*; name one of"):
+        ResponseTemplateParser(described)
+
+
+PIECES = [
+    "<call>",
+    "</call>",
+    "<think>",
+    "</think>",
+    "<|im_end|>",
+    "<run add>",
+    "<a>",
+    "</a>",
+    "</run>",
+    "!add\n",
+]
+
+
+@given(st.lists(st.sampled_from([*PIECES, "!end", '"', "{", "}", "\\", "x", ":", "\n"]) | st.text()))
+def test_no_text_makes_it_raise(pieces: list[str]) -> None:
+    for parser in (JSON, TAGGED, KEYED):
+        parsed = parser.parse("".join(pieces), tools=[SCHEMA])
+        assert isinstance(parsed, ParsedCompletion)
+        for call in parsed.tool_calls:
+            assert call.name
+            assert isinstance(call.arguments, dict)
+
+
+@pytest.mark.parametrize(
+    "unit", ["<call>", "</call>", "<call>{", "<call></call>", "<think>", "<run add><a>", "!add\n", CALL]
+)
+def test_a_megabyte_is_read_in_bounded_time(unit: str) -> None:
+    for parser in (JSON, TAGGED, KEYED):
+        start = time.process_time()
+        parser.parse(unit * (1_000_000 // len(unit)))
+        assert time.process_time() - start < 10
+
+
+def test_expressions_that_take_forever_are_stopped() -> None:
+    described = copy.deepcopy(TAGGED_CALLS)
+    described["fields"]["tool_calls"]["open_pattern"] = r"(?=[\s\S]*?<go>)(?P<name>x)"
+    parser = ResponseTemplateParser(described)
+    start = time.process_time()
+    [error] = errors(parser.parse("x" * 1_000_000))
+    assert "took over 1 s to read" in error
+    assert time.process_time() - start < 10
+
+
+def test_openings_and_closings_of_nothing_come_to_an_end() -> None:
+    described = copy.deepcopy(TAGGED_CALLS)
+    described["fields"]["tool_calls"] |= {"open_pattern": r"(?P<name>)(?=x)", "close_pattern": ""}
+    assert ResponseTemplateParser(described).parse("axxb").content == "axxb"
