@@ -10,10 +10,16 @@ from agent_loop.servers.base import AsyncServerBase, ServerSpec
 ENGINES = {
     "embedded": "agent_loop.servers.embedded:EmbeddedServer",
     "scripted": "agent_loop.servers.scripted:ScriptedServer",
+    "sglang": "agent_loop.servers.sglang:SGLangServer",
+    "vllm": "agent_loop.servers.vllm:VLLMServer",
 }
 """Engines that run inside a server of ours."""
 
-REMOTE_ENGINES: dict[str, str] = {}
+REMOTE_ENGINES: dict[str, str] = {
+    "openai": "agent_loop.servers.openai_compatible:OpenAIServer",
+    "sglang": "agent_loop.servers.sglang:SGLangClient",
+    "vllm": "agent_loop.servers.vllm:VLLMClient",
+}
 """Engines that are reached by their URL."""
 
 
@@ -23,26 +29,34 @@ def create_servers(model: ModelConfig, *, rollout: RolloutConfig) -> list[AsyncS
     Raises:
         ConfigError: The engine is unknown, or refuses its options.
     """
-    server_class = _server_class(rollout)
+    server_class = server_class_of(rollout)
+    return [server_class.create(spec) for spec in server_specs(model, rollout=rollout)]
+
+
+def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:
+    """What `create_servers` makes its servers from."""
     urls = rollout.server_urls or [None] * rollout.num_servers
     return [
-        server_class.create(
-            ServerSpec(
-                name=f"{rollout.engine.rpartition(':')[2]}-{replica}",
-                model=model,
-                max_model_len=rollout.prompt_length + rollout.response_length,
-                seed=rollout.seed + replica,
-                engine_kwargs=rollout.engine_kwargs,
-                url=url,
-                start_timeout_s=rollout.start_timeout_s,
-                weight_transfer=rollout.weight_transfer,
-            )
+        ServerSpec(
+            name=f"{rollout.engine.rpartition(':')[2]}-{replica}",
+            model=model,
+            max_model_len=rollout.prompt_length + rollout.response_length,
+            seed=rollout.seed + replica,
+            engine_kwargs=rollout.engine_kwargs,
+            url=url,
+            start_timeout_s=rollout.start_timeout_s,
+            weight_transfer=rollout.weight_transfer,
         )
         for replica, url in enumerate(urls)
     ]
 
 
-def _server_class(rollout: RolloutConfig) -> type[AsyncServerBase]:
+def server_class_of(rollout: RolloutConfig) -> type[AsyncServerBase]:
+    """The class of a configuration's servers.
+
+    Raises:
+        ConfigError: The engine is unknown.
+    """
     engines = REMOTE_ENGINES if rollout.server_urls else ENGINES
     custom = rollout.agent.custom_async_server
     key = "rollout.engine" if custom is None else "rollout.agent.custom_async_server"

@@ -45,6 +45,7 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._headers = dict(headers or {})
         self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
 
     async def get_json(self, path: str, *, timeout_s: float | None = None) -> Any:
         """Raises: ServerError: As `post_json`."""
@@ -85,6 +86,7 @@ class HttpClient:
         """
         limit_s = timeout_s or self._timeout_s
         limits = aiohttp.ClientTimeout(total=None, sock_connect=limit_s, sock_read=limit_s)
+        self._refuse_if_closed(request_id)
         with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
             async with self._request("POST", path, body=body, request_id=request_id, limits=limits) as answer:
                 async for line in answer.content:
@@ -96,7 +98,8 @@ class HttpClient:
                     yield self._parsed(value, path=path, request_id=request_id)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections. What still waits fails, and so does what is asked later."""
+        self._is_closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -111,6 +114,7 @@ class HttpClient:
     ) -> Any:
         limit_s = timeout_s or self._timeout_s
         limits = aiohttp.ClientTimeout(total=limit_s)
+        self._refuse_if_closed(request_id)
         with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
             async with self._request(method, path, body=body, request_id=request_id, limits=limits) as answer:
                 text = await answer.text()
@@ -143,6 +147,12 @@ class HttpClient:
                     request_id=request_id,
                 )
             yield answer
+
+    def _refuse_if_closed(self, request_id: str) -> None:
+        if self._is_closed:
+            raise ServerDied(
+                "the connection was closed; make another", server=self._server, request_id=request_id
+            )
 
     def _parsed(self, text: str, *, path: str, request_id: str) -> Any:
         try:

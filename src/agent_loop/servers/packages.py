@@ -16,25 +16,35 @@ def import_engine(module: str, *, package: str, supported: str) -> Any:
 
     Args:
         module: As in `vllm.v1.engine.async_llm`.
-        package: The top-level package, `vllm`; also the name of our extra.
+        package: The top-level package, as in `vllm`.
         supported: The versions that are known to work, as in `>=0.12,<0.33`.
 
     Raises:
         ConfigError: The package is missing, broken, or of another version.
     """
+    found = require_version(package, supported=supported)
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{package} {found} is installed but cannot be imported: {error}") from error
+
+
+def require_version(package: str, *, supported: str) -> str:
+    """The installed version, without importing anything.
+
+    Raises:
+        ConfigError: The package is missing, or of another version.
+    """
     found = installed_version(package)
     if found is None:
         raise ConfigError(
-            f'agent_loop.servers.{package} needs {package}: pip install "agent-loop[{package}]"'
+            f'agent_loop.servers.{package} needs {package}: pip install "{package}{supported}" (docs/engines.md)'
         )
     if not SpecifierSet(supported, prereleases=True).contains(found):
         raise ConfigError(
             f"{package} {found} is installed, but only {supported} is supported; install one of those"
         )
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{package} {found} is installed but cannot be imported: {error}") from error
+    return found
 
 
 def installed_version(package: str) -> str | None:

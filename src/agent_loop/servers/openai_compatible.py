@@ -1,0 +1,280 @@
+"""Any server that speaks OpenAI's completions and takes and gives token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from agent_loop.attachments import Attachment
+from agent_loop.config import parse_section
+from agent_loop.errors import (
+    BadPrompt,
+    BadServerReply,
+    ConfigError,
+    SamplingParamsError,
+    ServerError,
+    WeightsError,
+)
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
+
+if TYPE_CHECKING:
+    import torch
+
+COMPLETIONS = "/v1/completions"
+HEALTH_TIMEOUT_S = 5.0
+ABORTED: Mapping[str, Any] = {"choices": [{"token_ids": [], "finish_reason": "abort"}]}
+STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+class OpenAIOptions(BaseModel):
+    """`rollout.engine_kwargs` of this engine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    served_model_name: str | None = None
+    api_key_env: str | None = None
+    log_probs: Literal["scaled"] | None = None
+
+
+class OpenAIServer(AsyncServerBase):
+    """Talks to `/v1/completions` with token ids both ways.
+
+    It belongs to somebody else: it takes no weights, and `sleep` and `close` leave it as it is. Aborting hangs up, by
+    which such servers notice that a completion is not wanted any more; what came before is kept.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "openai-0",
+        options: OpenAIOptions | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Args:
+        url: As in `http://host:8000`, without `/v1`.
+        timeout_s: How long the next part of a completion may take.
+        """
+        options = options or OpenAIOptions()
+        self.name = name
+        self.abilities = frozenset({Ability.STREAMING, Ability.SEED})
+        if options.log_probs == "scaled":
+            self.abilities |= {Ability.LOG_PROBS}
+        key = os.environ.get(options.api_key_env or "", "")
+        if options.api_key_env and not key:
+            raise ConfigError(
+                f"rollout.engine_kwargs.api_key_env is {options.api_key_env!r}, but that variable is not set"
+            )
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        self._client = HttpClient(url.removesuffix("/v1"), server=name, timeout_s=timeout_s, headers=headers)
+        self._model = options.served_model_name
+        self._running: dict[str, asyncio.Timeout] = {}
+        """What ends the waiting for the next part of each completion."""
+        self._is_asleep = False
+        self._trouble = "the server was not started; await start() first"
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> OpenAIServer:
+        """As `rollout.engine: openai` with `rollout.server_urls` asks for it."""
+        assert spec.url is not None
+        options = parse_section(OpenAIOptions, spec.engine_kwargs, where="rollout.engine_kwargs")
+        return cls(spec.url, name=spec.name, options=options)
+
+    async def start(self) -> None:
+        """Finds the model, and sees that the server gives token ids.
+
+        Raises:
+            ConfigError: It serves no such model, or gives no token ids.
+            ServerError: It cannot be reached.
+        """
+        served = await self._client.get_json("/v1/models")
+        names = [str(model["id"]) for model in served.get("data", [])]
+        if self._model is None and names:
+            self._model = names[0]
+        if self._model not in names:
+            raise ConfigError(
+                f"{self._client.url} serves {', '.join(names) or 'no model'}, not {self._model!r}; set "
+                "rollout.engine_kwargs.served_model_name"
+            )
+        body = {"model": self._model, "prompt": [1], "max_tokens": 1, "return_token_ids": True}
+        try:
+            answer = await self._client.post_json(COMPLETIONS, body)
+        except HttpStatusError as error:
+            raise ConfigError(
+                f"{self._client.url} refuses a prompt of token ids ({error}); only servers that take and give token "
+                "ids can be used"
+            ) from error
+        if answer["choices"][0].get("token_ids") is None:
+            raise ConfigError(
+                f"{self._client.url} gives no token_ids, so that its text would have to be encoded again; only servers "
+                "that take and give token ids can be used"
+            )
+        self._trouble = ""
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        chunks = self.stream(prompt_ids, sampling_params, request_id, attachments=attachments)
+        return TokenOutput.from_chunks([chunk async for chunk in chunks])
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        self._refuse_if_unable(prompt_ids, request_id, attachments)
+        body = self._body(prompt_ids, sampling_params, request_id)
+        self._running[request_id] = asyncio.timeout(None)
+        try:
+            async with aclosing(self._events(body, request_id)) as events:
+                async for event in events:
+                    chunk = self._read(event, request_id)
+                    if chunk is not None:
+                        yield chunk
+                        if chunk.stop_reason is not None:
+                            return
+        except HttpStatusError as error:
+            if error.status in (400, 413, 422):
+                raise BadPrompt(str(error), server=self.name, request_id=request_id) from error
+            raise
+        finally:
+            del self._running[request_id]
+        raise BadServerReply(
+            "the stream ended before the completion did", server=self.name, request_id=request_id
+        )
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._running[request_id].reschedule(asyncio.get_running_loop().time())
+
+    async def end_session(self, request_id: str) -> None:
+        """Nothing to do: the server drops prefixes as it likes."""
+
+    async def wake_up(self) -> None:
+        self._is_asleep = False
+
+    async def sleep(self) -> None:
+        if self._running:
+            raise ServerError(f"{len(self._running)} requests are still running", server=self.name)
+        self._is_asleep = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        """Raises: WeightsError: Always."""
+        raise WeightsError(
+            f"server {self.name} is somebody else's and takes no weights; use rollout.engine vllm or sglang with its "
+            "URL if it is one of these"
+        )
+
+    async def health(self) -> ServerHealth:
+        detail = self._trouble
+        if not detail:
+            try:
+                await self._client.get_json("/v1/models", timeout_s=HEALTH_TIMEOUT_S)
+            except ServerError as error:
+                detail = str(error)
+        return ServerHealth(not detail, len(self._running), 0, weight_version=0, detail=detail)
+
+    async def close(self) -> None:
+        self._trouble = "the server was closed; make another"
+        await self._client.close()
+
+    async def _events(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Any]:
+        """What the server sends; what an abort makes of it comes in the same form."""
+        async with aclosing(self._client.stream_events(COMPLETIONS, body, request_id=request_id)) as events:
+            while True:
+                scope = self._running[request_id]
+                try:
+                    async with scope:
+                        event = await anext(events, None)
+                except TimeoutError:
+                    if not scope.expired():
+                        raise
+                    yield ABORTED
+                    return
+                if event is None:
+                    return
+                self._running[request_id] = asyncio.timeout(None)
+                yield event
+
+    def _body(self, prompt_ids: IntArray, params: SamplingParams, request_id: str) -> dict[str, Any]:
+        if params.repetition_penalty != 1.0:
+            raise SamplingParamsError(
+                f"repetition_penalty is {params.repetition_penalty}; this server offers only 1.0 (none)"
+            )
+        wanted: dict[str, Any] = {
+            "model": self._model,
+            "prompt": prompt_ids.tolist(),
+            "stream": True,
+            "return_token_ids": True,
+            "temperature": params.temperature,
+            "max_tokens": params.max_tokens,
+            "seed": params.seed,
+        }
+        unusual: dict[str, tuple[Any, Any]] = {
+            "top_p": (params.top_p, 1.0),
+            "top_k": (params.top_k, -1),
+            "stop_token_ids": (list(params.stop_token_ids), []),
+            "ignore_eos": (params.ignore_eos, False),
+            "logprobs": (0 if Ability.LOG_PROBS in self.abilities else None, None),
+        }
+        wanted |= {key: value for key, (value, usual) in unusual.items() if value != usual}
+        return {key: value for key, value in wanted.items() if value is not None}
+
+    def _read(self, event: Any, request_id: str) -> TokenChunk | None:
+        """A part of the completion; None for an event without one, such as the usage at the end."""
+        if "error" in event:
+            raise ServerError(f"the server failed: {event['error']}", server=self.name, request_id=request_id)
+        try:
+            if not event["choices"]:
+                return None
+            choice = event["choices"][0]
+            token_ids = [int(token) for token in choice.get("token_ids") or ()]
+            log_probs = None
+            if Ability.LOG_PROBS in self.abilities:
+                given: Any = choice["logprobs"]["token_logprobs"] if token_ids else ()
+                log_probs = [float(log_prob) for log_prob in given]
+                if len(log_probs) != len(token_ids):
+                    raise ValueError(f"{len(token_ids)} token ids with {len(log_probs)} log-probs")
+            reason: str | None = choice.get("finish_reason")
+            stop_reason = None if reason is None else STOP_REASONS[reason]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise BadServerReply(
+                f"an event of {COMPLETIONS} cannot be read ({error!r}): {str(event)[:200]}",
+                server=self.name,
+                request_id=request_id,
+            ) from error
+        return TokenChunk(token_ids, log_probs, stop_reason=stop_reason)
+
+    def _refuse_if_unable(
+        self, prompt_ids: IntArray, request_id: str, attachments: Sequence[Attachment]
+    ) -> None:
+        trouble = self._trouble
+        if self._is_asleep:
+            trouble = "the server is asleep; call wake_up first"
+        elif request_id in self._running:
+            trouble = "a request of this session is already running; await it first"
+        elif attachments:
+            trouble = f"the request has {len(attachments)} attachments, but this server takes text only"
+        if trouble:
+            raise ServerError(trouble, server=self.name, request_id=request_id)
+        if len(prompt_ids) == 0:
+            raise BadPrompt(
+                "the prompt is empty; give at least one token", server=self.name, request_id=request_id
+            )

@@ -1,0 +1,138 @@
+"""A server's side of a weight update: checks what is published, then offers it to the engine's processes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agent_loop.config import ModelConfig, WeightTransfer
+from agent_loop.errors import WeightsError
+from agent_loop.weights import (
+    WeightHandle,
+    WeightSender,
+    check_weights,
+    choose_transport,
+    expected_weights,
+    offered,
+    tied_weights,
+)
+
+
+class WeightPublisher:
+    """Offers weights that fit the model, and refuses others before anything is touched.
+
+    Engines load what they are given and leave the rest as it was; they fuse weights, so that their own tensors do not
+    tell what they expect. The headers of the model's files do.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        transfer: WeightTransfer,
+        is_same_host: bool,
+        num_receivers: int,
+        folder: Path | None = None,
+    ) -> None:
+        """Args:
+        num_receivers: The engine's ranks.
+        folder: Where weights that go by disk are written; a temporary folder if None.
+        """
+        self._model = model
+        self._transfer: WeightTransfer = transfer
+        self._is_same_host = is_same_host
+        self._num_receivers = num_receivers
+        self._folder = folder
+        self._expected: dict[str, tuple[int, ...]] | None = None
+        self._tied: tuple[tuple[str, ...], ...] = ()
+        self._model_folder: Path | None = None
+        self._sender: WeightSender | None = None
+
+    @asynccontextmanager
+    async def offer(
+        self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int
+    ) -> AsyncGenerator[WeightHandle]:
+        """Makes the weights available to the engine's processes while the context is open.
+
+        Args:
+            weights: As `AsyncServerBase.update_weights` got them.
+
+        Raises:
+            WeightsError: A name or a shape does not fit, or a weight is missing.
+            ConfigError: `rollout.weight_transfer` cannot work for these weights.
+        """
+        if iter(weights) is weights:
+            weights = list(weights)
+        tensors = list(weights)
+        self._check(tensors)
+        transport = choose_transport(
+            self._transfer,
+            weights_on_gpu=any(weight.is_cuda for _, weight in tensors),
+            same_host=self._is_same_host,
+        )
+        if self._sender is None or self._sender.transport != transport:
+            self.close()
+            self._sender = WeightSender(
+                transport, num_receivers=self._num_receivers, like=self._model_folder, folder=self._folder
+            )
+        renamed = self._with_embeddings(tensors)
+        async with offered(
+            weights if renamed is None else renamed, sender=self._sender, weight_version=weight_version
+        ) as handle:
+            yield handle
+
+    def close(self) -> None:
+        """Gives back what the offers have set up."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def _check(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        for name, weight in weights:
+            if not torch.is_tensor(weight):
+                raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
+        if self._expected is None:
+            folder = local_folder(self._model)
+            if folder is None:
+                raise WeightsError(
+                    f"model.path is {self._model.path!r}, whose files are not on this machine, so that what is "
+                    "published cannot be checked; download the model and give its folder"
+                )
+            self._expected, self._tied = expected_weights(folder), tied_weights(folder)
+            self._model_folder = folder
+        check_weights(self._expected, [(name, weight.shape) for name, weight in weights], tied=self._tied)
+        given = dict(weights)
+        for group in self._tied:
+            first, *others = [name for name in group if name in given] or [""]
+            for name in others:
+                if not torch.equal(given[name], given[first]):
+                    raise WeightsError(
+                        f"weights {first!r} and {name!r} are one in this model but were published with different "
+                        "values; publish either, or untie them in the model's config"
+                    )
+
+    def _with_embeddings(self, weights: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
+        """The weights under the names that engines load tied ones by; None if they have these already."""
+        names = {name for name, _ in weights}
+        new_names = {
+            name: group[0] for group in self._tied if group[0] not in names for name in group if name in names
+        }
+        return [(new_names.get(name, name), weight) for name, weight in weights] if new_names else None
+
+
+def local_folder(model: ModelConfig) -> Path | None:
+    """Where the model's files are on this machine; None for a hub name that was not downloaded."""
+    if Path(model.path).is_dir():
+        return Path(model.path)
+    import huggingface_hub  # late: only hub names need it
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(cast(Any, huggingface_hub).snapshot_download(model.path, local_files_only=True))
+    except (LocalEntryNotFoundError, ValueError):
+        return None

@@ -1,0 +1,113 @@
+"""SGLang's engine, started by us."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent_loop.errors import WeightsError
+from agent_loop.servers.base import Ability, ServerSpec
+from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.sglang import loader
+from agent_loop.servers.sglang.options import engine_environment, engine_options
+from agent_loop.servers.sglang.process import EngineProcess
+from agent_loop.servers.sglang.server import CONTROL_TIMEOUT_S, Connection, SGLangBase
+
+if TYPE_CHECKING:
+    from agent_loop.weights import WeightHandle
+
+
+class SGLangServer(SGLangBase):
+    """Runs `sgl.Engine`. `engine_kwargs` are fields of SGLang's `ServerArgs`.
+
+    The engine lives in a child process, not in this one. In this one it would replace signal handlers and the event
+    loop's policy, and start its schedulers in a way that runs the user's main module again; and the handler by which it
+    answers the SIGQUIT of a failing scheduler kills the process it is in. So a training run survives its engine:
+    the child's end, whatever the reason, fails the requests in flight with `ServerDied`, which quotes the log.
+
+    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions give them at
+    temperature 1. Seeds of requests need `enable_deterministic_inference: true`.
+
+    `sleep` frees the KV cache and moves the weights to host memory where there is a GPU (`enable_memory_saver` and
+    `enable_weights_cpu_backup` are set then). On a CPU the engine can free nothing: the server refuses requests while
+    asleep, and does not claim `Ability.SLEEP`.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Raises: ConfigError: SGLang is missing or of another version, or an option does not fit."""
+        self._options = engine_options(spec)
+        self._num_ranks = int(self._options.get("tp_size") or 1) * int(self._options.get("pp_size") or 1)
+        super().__init__(
+            spec,
+            publisher=WeightPublisher(
+                spec.model, transfer=spec.weight_transfer, is_same_host=True, num_receivers=self._num_ranks
+            ),
+            takes_seeds=bool(self._options.get("enable_deterministic_inference")),
+        )
+        if self._options.get("enable_memory_saver") and self._options.get("enable_weights_cpu_backup"):
+            self.abilities |= {Ability.SLEEP}
+        self._process = EngineProcess(server=self.name)
+        self._pids: tuple[int, ...] = ()
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> SGLangServer:
+        """As `rollout.engine: sglang` asks for it."""
+        return cls(spec)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The engine's processes: the one that holds it, its schedulers, its detokenizer."""
+        return self._pids
+
+    async def start(self) -> None:
+        about = await self._process.start(
+            self._options,
+            environment=engine_environment(self._spec),
+            timeout_s=self._spec.start_timeout_s,
+        )
+        self._pids = tuple(int(pid) for pid in about["pids"])
+        self._limits = PromptLimits(
+            server=self.name, max_model_len=self._spec.max_model_len, vocab_size=int(about["vocab_size"])
+        )
+        self._connection, self._trouble = self._process, ""
+
+    async def close(self) -> None:
+        await super().close()
+        await self._process.close()
+
+    async def _load(self, connection: Connection, handle: WeightHandle) -> None:
+        with tempfile.TemporaryDirectory(prefix="agent-loop-reports-") as reports:
+            payload = loader.payload(handle.to_json(), report_folder=Path(reports))
+            await _succeed(connection, "/begin_weight_update", {})
+            try:
+                await _succeed(
+                    connection,
+                    "/update_weights_from_tensor",
+                    {
+                        "serialized_named_tensors": [payload] * self._num_ranks,
+                        "load_format": loader.NAME,
+                        "flush_cache": self._has_cache,
+                    },
+                )
+            finally:
+                await _succeed(connection, "/end_weight_update", {})
+            found = loader.read_reports(Path(reports))
+        errors = [error for error, _ in found if error]
+        if any(is_mixed for _, is_mixed in found) or 0 < len(errors) < self._num_ranks:
+            raise self._mixed(errors[0])
+        if errors or len(found) < self._num_ranks:
+            raise WeightsError(
+                f"SGLang did not take the weights of version {handle.weight_version}: "
+                f"{errors[0] if errors else f'only {len(found)} of {self._num_ranks} ranks answered'}"
+            )
+        await connection.call(
+            "/update_weight_version", {"new_version": str(handle.weight_version)}, timeout_s=CONTROL_TIMEOUT_S
+        )
+
+
+async def _succeed(connection: Connection, path: str, body: dict[str, Any]) -> None:
+    answer: Any = await connection.call(path, body, timeout_s=CONTROL_TIMEOUT_S)
+    if not answer["success"]:
+        raise WeightsError(f"SGLang did not do {path}: {answer['message']}")

@@ -1,0 +1,57 @@
+"""Runs in SGLang's schedulers, which it lists as a custom weight loader: takes weights on the way that the trainer
+offers them, instead of SGLang's own."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agent_loop.weights import WeightReceiver
+
+NAME = "agent_loop.servers.sglang.loader.load"
+"""What SGLang imports, and the `load_format` by which it is called."""
+
+_receivers: dict[int, WeightReceiver] = {}
+
+
+def payload(handle_json: str, *, report_folder: Path) -> bytes:
+    """What SGLang takes for tensors to load: the text that `load` reads, as bytes in a tensor."""
+    text = json.dumps({"handle": handle_json, "report_folder": str(report_folder)})
+    named = [("agent_loop", torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
+    return pickle.dumps(named)
+
+
+def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Receives all weights, then has the model load them.
+
+    Never raises, which would end the scheduler: how it went is written into the report folder, in a file per rank; see
+    `read_reports`.
+    """
+    ((_, tensor),) = named_tensors
+    message = json.loads(tensor.cpu().numpy().tobytes())
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    report: dict[str, Any] = {"error": "", "is_mixed": False}
+    try:
+        if rank not in _receivers:
+            _receivers[rank] = WeightReceiver(rank=rank)
+        weights = _receivers[rank].receive_all(message["handle"])
+    except Exception as error:  # noqa: BLE001  (told to the server, which raises it)
+        report["error"] = str(error)
+    else:
+        try:
+            model.load_weights(weights.items())
+        except Exception as error:  # noqa: BLE001  (as above)
+            report = {"error": f"{type(error).__name__}: {error}", "is_mixed": True}
+    (Path(message["report_folder"]) / str(rank)).write_text(json.dumps(report), encoding="utf-8")
+
+
+def read_reports(folder: Path) -> list[tuple[str, bool]]:
+    """Of each rank that answered: what went wrong, if anything, and whether it has a part of the new weights."""
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.iterdir())]
+    return [(str(report["error"]), bool(report["is_mixed"])) for report in reports]

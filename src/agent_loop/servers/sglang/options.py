@@ -1,0 +1,93 @@
+"""What an engine of ours is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.packages import import_engine, require_version
+from agent_loop.servers.sglang import loader
+from agent_loop.servers.sglang.versions import SUPPORTED
+
+CONTEXT_MARGIN = 8
+"""SGLang keeps this many tokens of its context for itself: prompts end 6 before its end, completions 2."""
+
+SET_BY: Mapping[str, str] = {
+    "model_path": "model.path",
+    "trust_remote_code": "model.trust_remote_code",
+    "context_length": "rollout.prompt_length and rollout.response_length",
+    "random_seed": "rollout.seed",
+    "device": "model.device",
+    "dtype": "model.dtype",
+}
+"""Options that are ours to set, and the keys that set them."""
+OURS = ("skip_tokenizer_init", "incremental_streaming_output", "weight_version", "tokenizer_worker_num")
+"""Options that must be as they are."""
+
+
+def engine_options(spec: ServerSpec) -> dict[str, Any]:
+    """Fields of SGLang's `ServerArgs`.
+
+    Raises:
+        ConfigError: SGLang is missing or of another version, or an option is unknown or ours to set.
+    """
+    require_version("sglang", supported=SUPPORTED)
+    given = dict(spec.engine_kwargs)
+    for key in given:
+        if key in SET_BY:
+            raise ConfigError(f"rollout.engine_kwargs.{key} is set by {SET_BY[key]}; set it there")
+        if key in OURS:
+            raise ConfigError(
+                f"rollout.engine_kwargs.{key} cannot be set: the server depends on it; leave it out"
+            )
+    fields = import_engine("sglang.srt.arg_groups.field_order", package="sglang", supported=SUPPORTED)
+    known = [str(name) for name in fields.POSITIONAL_FIELD_ORDER]
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}{did_you_mean(key, known)}")
+    if int(given.get("dp_size") or 1) > 1:
+        raise ConfigError(
+            "rollout.engine_kwargs.dp_size is above 1, but SGLang updates no weights of such an engine; set "
+            "rollout.num_servers instead"
+        )
+    loaders: Any = given.pop("custom_weight_loader", None) or []
+    options: dict[str, Any] = {
+        "log_level": "warning",
+        **_sleep_options(spec),
+        **given,
+        "custom_weight_loader": [*([loaders] if isinstance(loaders, str) else loaders), loader.NAME],
+        "model_path": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "context_length": spec.max_model_len + CONTEXT_MARGIN,
+        "random_seed": spec.seed,
+        "dtype": spec.model.dtype,
+        "skip_tokenizer_init": True,
+        "incremental_streaming_output": True,
+        "weight_version": "0",
+    }
+    if spec.model.device != "auto":
+        options["device"] = spec.model.device
+    return options
+
+
+def engine_environment(spec: ServerSpec) -> dict[str, str]:
+    """What SGLang reads from the environment, beside what is set already."""
+    # The margin may reach beyond the positions of a model whose whole context is used. No token ever lies there.
+    environment = {
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+    }
+    if spec.model.device == "cpu":
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    return environment
+
+
+def _sleep_options(spec: ServerSpec) -> dict[str, Any]:
+    """Memory that can be given back needs an allocator of its own, which exists for GPUs only."""
+    if spec.model.device == "cpu" or not torch.cuda.is_available():
+        return {}
+    return {"enable_memory_saver": True, "enable_weights_cpu_backup": True}

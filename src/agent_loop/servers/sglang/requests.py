@@ -1,0 +1,205 @@
+"""One completion, in SGLang's words and back: bodies of `/generate`, and what they are answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
+from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk
+
+LOWEST_TEMPERATURE = 1e-4
+"""Below this, dividing logits by the temperature loses them in float32, and SGLang takes it for greedy."""
+ONLY_THE_BEST = 1e-6
+"""As `top_p` leaves one candidate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What an answer adds to the answers before it."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    stop_reason: ServerStopReason | None
+    """Set on the last answer."""
+    weight_versions: list[int]
+    """Of each token of the whole completion on the last answer; before, only what the engine runs as it answers."""
+    num_retractions: int
+    num_cached_tokens: int | None
+    """Of the prompt."""
+
+    def chunks(self) -> list[TokenChunk]:
+        """Of an answer that is the whole completion."""
+        return to_chunks(
+            self.token_ids,
+            self.log_probs,
+            first=0,
+            weight_versions=self.weight_versions,
+            stop_reason=self.stop_reason,
+            num_preempted=self.num_retractions,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def to_chunks(
+    token_ids: list[int],
+    log_probs: list[float],
+    *,
+    first: int,
+    weight_versions: Sequence[int],
+    stop_reason: ServerStopReason | None,
+    num_preempted: int = 0,
+    num_cached_tokens: int | None = None,
+) -> list[TokenChunk]:
+    """Tokens as chunks, one per weight version; the last one has the stop reason.
+
+    Args:
+        first: The place of the first token in the completion.
+        weight_versions: Of each token of the completion; the last one holds for all that follow.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for place in range(len(token_ids)):
+        version = weight_versions[min(first + place, len(weight_versions) - 1)]
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1], place + 1)
+        else:
+            runs.append((version, place, place + 1))
+    if not runs:
+        runs.append((weight_versions[-1], 0, 0))
+    return [
+        TokenChunk(
+            token_ids=token_ids[start:end],
+            log_probs=log_probs[start:end],
+            weight_version=version,
+            stop_reason=stop_reason if number == len(runs) else None,
+            num_preempted=num_preempted if number == len(runs) else 0,
+            num_cached_tokens=num_cached_tokens if number == len(runs) else None,
+        )
+        for number, (version, start, end) in enumerate(runs, start=1)
+    ]
+
+
+def check_params(params: SamplingParams, *, takes_seeds: bool) -> None:
+    """Raises: SamplingParamsError: A parameter with which SGLang would not give exact log-probs, or has not."""
+    if params.repetition_penalty != 1.0:
+        raise SamplingParamsError(
+            f"repetition_penalty is {params.repetition_penalty}; with SGLang only 1.0 (none) is offered, because its "
+            "log-probs would be of the penalised logits"
+        )
+    if 0 < params.temperature < LOWEST_TEMPERATURE:
+        raise SamplingParamsError(
+            f"temperature is {params.temperature}; give 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+        )
+    if params.seed is not None and not takes_seeds:
+        raise SamplingParamsError(
+            f"seed is {params.seed}, but SGLang heeds seeds of requests only with "
+            "rollout.engine_kwargs.enable_deterministic_inference=true; set it, or give no seed"
+        )
+
+
+def must_be_cut(params: SamplingParams) -> bool:
+    """SGLang's `ignore_eos` ignores `stop_token_ids` as well, so that we must look for them ourselves."""
+    return params.ignore_eos and bool(params.stop_token_ids)
+
+
+def generate_body(
+    prompt_ids: IntArray, params: SamplingParams, *, rid: str, max_new_tokens: int, stream: bool
+) -> dict[str, Any]:
+    """What `/generate` takes.
+
+    With `top_k` 1 SGLang samples greedily and gives log-probs at temperature 1, unless another request in the batch
+    is not greedy; a tiny `top_p` samples the same and keeps the temperature.
+    """
+    is_best_of_scaled = params.top_k == 1 and params.temperature not in (0.0, 1.0)
+    sampling: dict[str, Any] = {
+        "temperature": params.temperature,
+        "top_p": ONLY_THE_BEST if is_best_of_scaled else params.top_p,
+        "top_k": -1 if is_best_of_scaled else params.top_k,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": params.ignore_eos,
+        "stop_token_ids": list(params.stop_token_ids),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    if params.seed is not None:
+        sampling["sampling_seed"] = params.seed
+    return {
+        "rid": rid,
+        "input_ids": prompt_ids.tolist(),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "stream": stream,
+    }
+
+
+def read_part(event: Any, *, num_seen: int, server: str, request_id: str) -> Part:
+    """Reads one answer, cumulative or incremental.
+
+    Args:
+        num_seen: How many tokens the answers before it had.
+
+    Raises:
+        ServerError: The engine gave the request up.
+        BadServerReply: It is no answer to a request.
+    """
+
+    def bad(why: str) -> BadServerReply:
+        return BadServerReply(f"{why} in SGLang's answer", server=server, request_id=request_id)
+
+    if isinstance(event, dict) and "error" in event:
+        raise ServerError(f"SGLang failed: {event['error']}", server=server, request_id=request_id)
+    try:
+        fields = cast(Mapping[str, Any], event)
+        meta: Mapping[str, Any] = fields["meta_info"]
+        num_new = int(meta["completion_tokens"]) - num_seen
+        output_ids = [int(token) for token in fields["output_ids"]]
+        scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
+        finish: Mapping[str, Any] | None = meta["finish_reason"]
+        versions = _versions(meta.get("weight_versions")) or [_as_version(meta.get("weight_version"))]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise bad(f"{type(error).__name__} {error}") from error
+    if not 0 <= num_new <= min(len(output_ids), len(scored)):
+        raise bad(f"{num_new} new tokens, but {len(output_ids)} ids and {len(scored)} log-probs")
+    token_ids = output_ids[len(output_ids) - num_new :]
+    scored = scored[len(scored) - num_new :]
+    if [token for _, token in scored] != token_ids:
+        raise bad("log-probs of other tokens")
+    if finish is not None and finish.get("type") == "abort" and finish.get("status_code"):
+        raise ServerError(
+            f"SGLang gave the request up: {finish.get('message')}", server=server, request_id=request_id
+        )
+    return Part(
+        token_ids=token_ids,
+        log_probs=[log_prob for log_prob, _ in scored],
+        stop_reason=None if finish is None else _stop_reason(finish, bad),
+        weight_versions=versions,
+        num_retractions=int(meta.get("num_retractions") or 0),
+        num_cached_tokens=meta.get("cached_tokens"),
+    )
+
+
+def _stop_reason(finish: Mapping[str, Any], bad: Any) -> ServerStopReason:
+    match finish.get("type"):
+        case "stop":
+            return "stop"
+        case "length":
+            return "length"
+        case "abort":
+            return "aborted"
+        case other:
+            raise bad(f"finish reason {other!r}")
+
+
+def _versions(spans: Any) -> list[int]:
+    return [
+        _as_version(span["version"])
+        for span in spans or ()
+        for _ in range(int(span["end"]) - int(span["start"]))
+    ]
+
+
+def _as_version(text: Any) -> int:
+    """Servers that we did not start call their first weights `default`."""
+    return int(text) if str(text).isdecimal() else 0

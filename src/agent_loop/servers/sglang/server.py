@@ -1,0 +1,288 @@
+"""What both ways to reach SGLang have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agent_loop.attachments import Attachment
+from agent_loop.concurrency import run_shielded
+from agent_loop.errors import BadServerReply, ServerError
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.sglang.requests import (
+    Part,
+    check_params,
+    generate_body,
+    must_be_cut,
+    read_part,
+)
+from agent_loop.servers.sglang.running import Running, RunningRequests
+from agent_loop.servers.sglang.streams import HeldTokens
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from agent_loop.weights import WeightHandle
+
+NOT_STARTED = "the server was not started; await start() first"
+CLOSED = "the server is closed; make another"
+HEALTH_TIMEOUT_S = 10.0
+CONTROL_TIMEOUT_S = 600.0
+ABORT_AGAIN_S = 0.2
+SLEEP_TAGS = ("kv_cache", "weights")
+
+
+class Connection(Protocol):
+    """Carries what SGLang's HTTP server understands: paths and JSON bodies."""
+
+    async def call(
+        self, path: str, body: Mapping[str, Any], *, request_id: str = "", timeout_s: float | None = None
+    ) -> Any:
+        """Asks once. Cancelling a `/generate` aborts the request. Raises: ServerError: Any trouble."""
+        ...
+
+    def stream(self, path: str, body: Mapping[str, Any], *, request_id: str = "") -> AsyncGenerator[Any]:
+        """Asks once and yields the answers. Leaving early aborts the request. Raises: ServerError: Any trouble."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class SGLangBase(AsyncServerBase):
+    """Completions, aborts, sleep and weight updates in SGLang's words, over any connection.
+
+    An update takes running requests out of the batch, empties the prefix cache, loads, and lets them go on: their
+    context is computed anew under the new weights, which counts as a preemption. SGLang could also leave the old cache
+    in place and go on faster; then tokens that are just being computed would be stamped with the wrong version, and the
+    cache could not be emptied.
+    """
+
+    def __init__(self, spec: ServerSpec, *, publisher: WeightPublisher, takes_seeds: bool) -> None:
+        self.name = spec.name
+        self.abilities = frozenset(
+            {
+                Ability.LOG_PROBS,
+                Ability.STREAMING,
+                Ability.PREFIX_REUSE,
+                Ability.WEIGHT_UPDATE,
+                Ability.UPDATE_IN_FLIGHT,
+            }
+        ) | ({Ability.SEED} if takes_seeds else frozenset[Ability]())
+        self._spec = spec
+        self._publisher = publisher
+        self._running = RunningRequests(spec.name)
+        self._control = asyncio.Lock()
+        self._weight_version = 0
+        self._is_asleep = False
+        self._released: set[str] = set()
+        self._trouble = NOT_STARTED
+        self._connection: Connection | None = None
+        self._limits: PromptLimits | None = None
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        room = self._check(prompt_ids, sampling_params, request_id, attachments)
+        with self._running.enter(request_id) as running:
+            if must_be_cut(sampling_params):
+                async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
+                    return TokenOutput.from_chunks([chunk async for chunk in chunks])
+            if not await self._running.send(running):
+                return TokenOutput([], [], "aborted", weight_version=self._weight_version)
+            body = generate_body(
+                prompt_ids, sampling_params, rid=running.rid, max_new_tokens=room, stream=False
+            )
+            answer = await self._connected.call("/generate", body, request_id=request_id)
+            part = self._read(answer, num_seen=0, request_id=request_id)
+            if part.stop_reason is None:
+                raise BadServerReply(
+                    "SGLang's answer is not finished", server=self.name, request_id=request_id
+                )
+            return TokenOutput.from_chunks([self._offered(chunk) for chunk in part.chunks()])
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        """As the contract says. What is sampled after a weight update comes in one piece at the end: only then does
+        SGLang tell exactly which tokens were sampled by which weights."""
+        room = self._check(prompt_ids, sampling_params, request_id, attachments)
+        with self._running.enter(request_id) as running:
+            async with aclosing(self._parts(prompt_ids, sampling_params, running, room=room)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def abort(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        running.is_aborted = True
+        while running.is_sent and not running.is_over.is_set():
+            # Again and again: the engine forgets an abort that overtakes its request.
+            with suppress(ServerError):  # its own call fails of the same
+                await self._connected.call("/abort_request", {"rid": running.rid})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_AGAIN_S):
+                    await running.is_over.wait()
+
+    async def end_session(self, request_id: str) -> None:
+        """Nothing to do: SGLang drops the oldest prefixes when it needs their place."""
+
+    async def wake_up(self) -> None:
+        async with self._control:
+            await self._resume(self._released)
+            self._is_asleep = False
+
+    async def sleep(self) -> None:
+        async with self._control:
+            if self._running:
+                raise ServerError(
+                    f"{len(self._running)} requests are still running; await or abort them before sleep()",
+                    server=self.name,
+                )
+            if Ability.SLEEP in self.abilities and not self._is_asleep:
+                tags = [tag for tag in SLEEP_TAGS if tag not in self._released]
+                await self._connected.call(
+                    "/release_memory_occupation", {"tags": tags}, timeout_s=CONTROL_TIMEOUT_S
+                )
+                self._released.update(tags)
+            self._is_asleep = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        async with self._control:
+            connection = self._connected
+            async with self._publisher.offer(weights, weight_version=weight_version) as handle:
+                await self._resume(self._released & {"weights"})
+                async with self._paused(connection):
+                    await self._load(connection, handle)
+                    self._weight_version = weight_version
+
+    async def health(self) -> ServerHealth:
+        detail = self._trouble
+        if not detail:
+            try:
+                await self._connected.call("/server_info", {}, timeout_s=HEALTH_TIMEOUT_S)
+            except ServerError as error:
+                detail = str(error)
+        return ServerHealth(
+            is_alive=not detail,
+            num_running=self._running.num_sent,
+            num_waiting=len(self._running) - self._running.num_sent,
+            weight_version=self._weight_version,
+            detail=detail,
+        )
+
+    async def close(self) -> None:
+        self._trouble = CLOSED
+        self._publisher.close()
+        if self._connection is not None:
+            await self._connection.close()
+
+    @abstractmethod
+    async def _load(self, connection: Connection, handle: WeightHandle) -> None:
+        """Has the paused engine take the weights, empty its cache and stamp their version.
+
+        Raises:
+            WeightsError: It did not.
+        """
+
+    @property
+    def _has_cache(self) -> bool:
+        """Whether there is a prefix cache to empty: `sleep` on a GPU has taken it away already."""
+        return "kv_cache" not in self._released
+
+    def _mixed(self, why: str) -> ServerError:
+        """The engine has a part of the new weights. It must not be asked anything any more."""
+        self._trouble = f"its weights are partly old and partly new ({why}); start the server again"
+        return ServerError(self._trouble, server=self.name)
+
+    @property
+    def _connected(self) -> Connection:
+        if self._connection is None or self._trouble:
+            raise ServerError(self._trouble or NOT_STARTED, server=self.name)
+        return self._connection
+
+    def _check(
+        self,
+        prompt_ids: IntArray,
+        params: SamplingParams,
+        request_id: str,
+        attachments: Sequence[Attachment],
+    ) -> int:
+        """How many tokens to sample at most."""
+        trouble = self._trouble or ("the server is asleep; call wake_up first" if self._is_asleep else "")
+        if trouble or self._limits is None:
+            raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
+        check_params(params, takes_seeds=Ability.SEED in self.abilities)
+        room = self._limits.check(request_id, prompt_ids=prompt_ids, attachments=attachments)
+        return room if params.max_tokens is None else min(room, params.max_tokens)
+
+    async def _parts(
+        self, prompt_ids: IntArray, params: SamplingParams, running: Running, *, room: int
+    ) -> AsyncGenerator[TokenChunk]:
+        if not await self._running.send(running):
+            yield TokenChunk([], [], weight_version=self._weight_version, stop_reason="aborted")
+            return
+        num_holds, connection = self._running.num_holds, self._connected
+        body = generate_body(prompt_ids, params, rid=running.rid, max_new_tokens=room, stream=True)
+        stops = frozenset(params.stop_token_ids if must_be_cut(params) else ())
+        held = HeldTokens(stop_token_ids=stops)
+        async with aclosing(connection.stream("/generate", body, request_id=running.request_id)) as answers:
+            async for answer in answers:
+                part = self._read(answer, num_seen=held.num_read, request_id=running.request_id)
+                if held.take(part) and part.stop_reason is None:
+                    await connection.call("/abort_request", {"rid": running.rid})
+                if part.stop_reason is None and (held.is_cut or self._running.num_holds > num_holds):
+                    continue
+                for chunk in held.release(part):
+                    yield self._offered(chunk)
+                if part.stop_reason is not None:
+                    return
+        raise BadServerReply(
+            "SGLang's stream ended before the completion did", server=self.name, request_id=running.request_id
+        )
+
+    def _read(self, answer: Any, *, num_seen: int, request_id: str) -> Part:
+        return read_part(answer, num_seen=num_seen, server=self.name, request_id=request_id)
+
+    def _offered(self, chunk: TokenChunk) -> TokenChunk:
+        return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, log_probs=None)
+
+    @asynccontextmanager
+    async def _paused(self, connection: Connection) -> AsyncGenerator[None]:
+        """Nothing is computed while the context is open."""
+        with self._running.hold():
+            try:
+                await connection.call("/pause_generation", {"mode": "retract"}, timeout_s=CONTROL_TIMEOUT_S)
+                yield
+            finally:
+                await run_shielded(
+                    lambda: connection.call("/continue_generation", {}), timeout_s=CONTROL_TIMEOUT_S
+                )
+
+    async def _resume(self, tags: Iterable[str]) -> None:
+        """Takes memory back that `sleep` gave away."""
+        tags = sorted(tags)
+        if tags:
+            await self._connected.call(
+                "/resume_memory_occupation", {"tags": tags}, timeout_s=CONTROL_TIMEOUT_S
+            )
+            self._released.difference_update(tags)

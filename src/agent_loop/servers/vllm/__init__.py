@@ -1,0 +1,6 @@
+"""vLLM: in this process (`VLLMServer`), or one that runs already (`VLLMClient`)."""
+
+from agent_loop.servers.vllm.client import VLLMClient
+from agent_loop.servers.vllm.engine import VLLMServer
+
+__all__ = ["VLLMClient", "VLLMServer"]

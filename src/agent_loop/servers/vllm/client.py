@@ -1,0 +1,315 @@
+"""vLLM in a server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from agent_loop.attachments import Attachment
+from agent_loop.boundary import DeadlineExpired, run_bounded
+from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout, WeightsError, did_you_mean
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.log_probs import LogProbs
+from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
+from agent_loop.servers.vllm.replies import ReplyReader
+from agent_loop.servers.vllm.stamps import Part, stamped
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+
+if TYPE_CHECKING:
+    import torch
+
+ABORT = "/inference/v1/abort_requests"
+ENGINE_PREFIX = "generate-tokens-"
+"""What vLLM puts before the ids of requests that come this way."""
+ABORT_AGAIN_S = 0.1
+"""An abort that arrives before its request does nothing, so it is sent until the request is over."""
+ANSWER_TIMEOUT_S = 3600.0
+CONTROL_TIMEOUT_S = 600.0
+HEALTH_TIMEOUT_S = 10.0
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+KNOWN_OPTIONS = ("served_model_name",)
+NOT_STARTED = "the server was not started; await start() first"
+CLOSED = "the connection to the server was closed; make another client"
+
+
+class VLLMClient(AsyncServerBase):
+    """Talks to `vllm serve`, started with `--enable-scale-out`, which offers tokens in and tokens out.
+
+    What else it offers depends on how it was started, and shows in `abilities`:
+
+    - our worker extension and vLLM's development mode (`VLLM_SERVER_DEV_MODE=1`): exact log-probs for all sampling
+      parameters, and weight updates, also of requests in flight;
+    - without them, log-probs only where vLLM's own are exact, else None: at temperatures 0 and 1 with its default
+      mode, or without top-k and top-p with `--logprobs-mode processed_logprobs`; and no weight updates;
+    - `--enable-prompt-tokens-details`: it tells how much of a prompt it found in its cache.
+
+    `engine_kwargs` may name the model as the server calls it, with `served_model_name`. It may have other users:
+    `sleep` frees nothing, and `close` leaves it running.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Raises: ConfigError: There is no URL, or an option is unknown."""
+        for key in spec.engine_kwargs:
+            if key not in KNOWN_OPTIONS:
+                raise ConfigError(
+                    f"unknown key rollout.engine_kwargs.{key!r} for a server that runs already"
+                    f"{did_you_mean(key, KNOWN_OPTIONS)}"
+                )
+        if spec.url is None:
+            raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
+        self.name = spec.name
+        self._spec = spec
+        self._http = HttpClient(spec.url, server=spec.name, timeout_s=ANSWER_TIMEOUT_S)
+        self._read = ReplyReader(spec.name)
+        self._calls = RunningCalls(spec.name)
+        self._numbers = count()
+        self._control = asyncio.Lock()
+        self._weight_version = 0
+        self._is_asleep = False
+        self._trouble = NOT_STARTED
+        self._mixed_weights = ""
+        self._facts: RemoteFacts | None = None
+        self._limits: RequestLimits | None = None
+        self._publisher: WeightPublisher | None = None
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> VLLMClient:
+        """As `rollout.engine: vllm` with `rollout.server_urls` asks for it."""
+        return cls(spec)
+
+    async def start(self) -> None:
+        """Checks that the server is one that this client can work with.
+
+        Raises:
+            ConfigError: It is not.
+            ServerError: It cannot be reached.
+        """
+        spec = self._spec
+        try:
+            model = await run_in_thread(ModelFacts.read, spec.model)
+            facts = await run_bounded(lambda: find_out(self._http, spec=spec), timeout_s=spec.start_timeout_s)
+        except DeadlineExpired as error:
+            await self._http.close()
+            raise ServerTimeout(
+                f"{self._http.url} {error} to answer; see that the server runs, or raise rollout.start_timeout_s",
+                server=self.name,
+            ) from None
+        except BaseException:
+            await self._http.close()
+            raise
+        self._limits = RequestLimits(server=self.name, max_model_len=spec.max_model_len, model=model)
+        self._facts, self._weight_version, self._trouble = facts, facts.weight_version, ""
+        self.abilities = _abilities(facts)
+        if facts.takes_weights:
+            self._publisher = WeightPublisher(
+                spec.model,
+                transfer=spec.weight_transfer,
+                is_same_host=urlsplit(self._http.url).hostname in LOCAL_HOSTS,
+                num_receivers=facts.num_workers,
+            )
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        with self._call(request_id, prompt_ids, sampling_params, attachments) as (call, body):
+            async with self._typed_errors(request_id):
+                reply = await self._http.post_json(GENERATE, body, request_id=request_id)
+            return self._read.output(
+                reply,
+                request_id=call.request_id,
+                weight_version=self._weight_version,
+                has_log_probs=self._are_exact(sampling_params),
+            )
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        with self._call(request_id, prompt_ids, sampling_params, attachments) as (_, body):
+            async with self._typed_errors(request_id):
+                parts = self._parts(body, request_id, has_log_probs=self._are_exact(sampling_params))
+                async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+
+    async def abort(self, request_id: str) -> None:
+        call = self._calls.get(request_id)
+        while call is not None and not call.is_over:
+            await self._http.post_json(ABORT, {"request_ids": [ENGINE_PREFIX + call.engine_request_id]})
+            await asyncio.sleep(ABORT_AGAIN_S)
+
+    async def end_session(self, request_id: str) -> None:
+        """Nothing to do: vLLM drops the oldest prefixes when it needs their place."""
+
+    async def wake_up(self) -> None:
+        self._is_asleep = False
+
+    async def sleep(self) -> None:
+        """Frees nothing: the server is not ours alone."""
+        if self._calls:
+            raise ServerError(
+                f"{len(self._calls)} requests are still running; await or abort them before sleep()",
+                server=self.name,
+            )
+        self._is_asleep = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        if self._publisher is None:
+            raise ServerError(
+                f"{self._http.url} takes no weights: start it with {FOR_WEIGHTS}", server=self.name
+            )
+        publisher = self._publisher
+        async with (
+            self._control,
+            publisher.offer(weights, weight_version=weight_version) as handle,
+            self._paused(),
+        ):
+            await self._load(handle.to_json())
+            await self._control_call("/update_weight_version", {"new_version": str(weight_version)})
+            self._weight_version = weight_version
+
+    async def health(self) -> ServerHealth:
+        detail = self._trouble or self._mixed_weights
+        if not detail:
+            try:
+                await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
+            except ServerError as error:
+                detail = str(error)
+        return ServerHealth(
+            is_alive=not detail,
+            num_running=0 if detail else len(self._calls),
+            num_waiting=0,
+            weight_version=self._weight_version,
+            detail=detail,
+        )
+
+    async def close(self) -> None:
+        """Ends the connections; requests that run are aborted by that. The server goes on."""
+        self._trouble = CLOSED
+        if self._publisher is not None:
+            self._publisher.close()
+        await self._http.close()
+
+    @contextmanager
+    def _call(
+        self,
+        request_id: str,
+        prompt_ids: IntArray,
+        params: SamplingParams,
+        attachments: Sequence[Attachment],
+    ) -> Generator[tuple[Call, dict[str, Any]]]:
+        """Counts a call while the context is open; gives the body of its request."""
+        trouble = self._trouble or self._mixed_weights
+        if not trouble and self._is_asleep:
+            trouble = "the server is asleep; call wake_up first"
+        if trouble or self._limits is None or self._facts is None:
+            raise ServerError(trouble or NOT_STARTED, server=self.name, request_id=request_id)
+        wanted = self._limits.sampling(
+            request_id, prompt_ids=prompt_ids, params=params, attachments=attachments
+        )
+        with self._calls.enter(request_id) as call:
+            call.engine_request_id = f"{request_id}-{self.name}-{next(self._numbers)}"
+            yield (
+                call,
+                {
+                    "request_id": call.engine_request_id,
+                    "model": self._facts.model,
+                    "token_ids": prompt_ids.tolist(),
+                    "sampling_params": {"logprobs": 0, "detokenize": False, **wanted},
+                },
+            )
+
+    async def _parts(
+        self, body: dict[str, Any], request_id: str, *, has_log_probs: bool
+    ) -> AsyncGenerator[Part]:
+        events = self._http.stream_events(GENERATE, {**body, "stream": True}, request_id=request_id)
+        async with aclosing(events):
+            async for event in events:
+                yield self._read.part(
+                    event,
+                    request_id=request_id,
+                    weight_version=self._weight_version,
+                    has_log_probs=has_log_probs,
+                )
+
+    def _are_exact(self, params: SamplingParams) -> bool:
+        return self._facts is not None and self._facts.log_probs.are_exact(params)
+
+    @asynccontextmanager
+    async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
+        """A server whose engine died answers with an error first and ends then."""
+        try:
+            yield
+        except (HttpStatusError, ServerDied) as error:
+            if self._trouble:
+                raise ServerError(self._trouble, server=self.name, request_id=request_id) from error
+            if isinstance(error, ServerDied) or error.status < 500:
+                raise
+            try:
+                await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
+            except ServerError as why:
+                raise ServerDied(
+                    f"{self._http.url} is not healthy any more ({why}); see its log, and start another server",
+                    server=self.name,
+                    request_id=request_id,
+                ) from error
+            raise
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncGenerator[None]:
+        """No step is taken while the context is open; requests in flight are set aside, and all caches are empty."""
+        await self._control_call("/pause?mode=keep&clear_cache=true", {})
+        try:
+            yield
+        finally:
+            await run_shielded(lambda: self._control_call("/resume", {}), timeout_s=CONTROL_TIMEOUT_S)
+
+    async def _load(self, handle: str) -> None:
+        answer = await self._control_call(
+            "/collective_rpc", {"method": "agent_loop_load_weights", "args": [handle]}
+        )
+        results: list[dict[str, Any]] = answer["results"]
+        errors = [result for result in results if "error" in result]
+        if not errors:
+            self._mixed_weights = ""
+            return
+        if len(errors) == len(results) and all(error["is_unchanged"] for error in errors):
+            raise WeightsError(errors[0]["error"])
+        self._mixed_weights = (
+            f"loading new weights failed half-way ({errors[0]['error']}), so that the engine holds a mix of old and "
+            "new ones; publish again, or start another server"
+        )
+        raise ServerError(self._mixed_weights, server=self.name)
+
+    async def _control_call(self, path: str, body: dict[str, Any]) -> Any:
+        return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)
+
+
+def _abilities(facts: RemoteFacts) -> frozenset[Ability]:
+    found = {Ability.SEED, Ability.STREAMING}
+    if facts.log_probs in (LogProbs.SCALED, LogProbs.PROCESSED):
+        found.add(Ability.LOG_PROBS)
+    if facts.tells_cached_tokens:
+        found.add(Ability.PREFIX_REUSE)
+    if facts.takes_weights:
+        found |= {Ability.WEIGHT_UPDATE, Ability.UPDATE_IN_FLIGHT}
+    return frozenset(found)

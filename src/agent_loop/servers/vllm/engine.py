@@ -1,0 +1,315 @@
+"""vLLM inside this process: its `AsyncLLM`, whose engine runs in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+from agent_loop.attachments import Attachment
+from agent_loop.boundary import describe_error
+from agent_loop.concurrency import run_in_thread
+from agent_loop.errors import AgentLoopError, ConfigError, ServerError, WeightsError
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.packages import import_engine, require_version
+from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.vllm.core import EngineCore
+from agent_loop.servers.vllm.launch import EngineLauncher
+from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.log_probs import (
+    NUM_TOKENS,
+    PROBE_HOT_AND_CUT,
+    PROBE_PLAIN,
+    LogProbs,
+    tell_apart,
+)
+from agent_loop.servers.vllm.logs import EngineLog
+from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, engine_options
+from agent_loop.servers.vllm.outputs import read_part
+from agent_loop.servers.vllm.stamps import Part, stamp_whole, stamped
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
+
+if TYPE_CHECKING:
+    import torch
+
+NOT_STARTED = "the server was not started; await start() first"
+CLOSED = "the server was closed; start another"
+PROBE_PROMPT = (1, 2, 3)
+
+
+class VLLMServer(AsyncServerBase):
+    """Runs `AsyncLLM`. `engine_kwargs` are fields of vLLM's `AsyncEngineArgs`.
+
+    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions give them at
+    temperature 1. vLLM itself has no such mode: a worker extension exchanges the last stage of its sampler, and `start`
+    proves that it did.
+
+    `update_weights` pauses the engine and empties its caches. Requests in flight keep their tokens; their context is
+    computed anew under the new weights, which counts as a preemption. The engine itself stamps each token.
+
+    `sleep` frees the KV cache and moves the weights to host memory (vLLM's level 1) if `engine_kwargs` has
+    `enable_sleep_mode: true` and the engine runs on a GPU. Builds for CPUs have no sleep mode: there the server refuses
+    requests while asleep, but frees nothing, and does not claim `Ability.SLEEP`.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        """Raises: ConfigError: vLLM is missing or of another version, or an option does not fit."""
+        require_version(PACKAGE, supported=SUPPORTED)
+        self.name = spec.name
+        self.abilities = frozenset(
+            {
+                Ability.LOG_PROBS,
+                Ability.SEED,
+                Ability.STREAMING,
+                Ability.PREFIX_REUSE,
+                Ability.WEIGHT_UPDATE,
+                Ability.UPDATE_IN_FLIGHT,
+            }
+        )
+        self._spec = spec
+        self._options = engine_options(spec)
+        self._publisher = WeightPublisher(
+            spec.model,
+            transfer=spec.weight_transfer,
+            is_same_host=True,
+            num_receivers=int(self._options.get("tensor_parallel_size", 1))
+            * int(self._options.get("pipeline_parallel_size", 1)),
+        )
+        self._calls = RunningCalls(spec.name)
+        self._control = asyncio.Lock()
+        self._weight_version = 0
+        self._is_asleep = False
+        self._are_weights_awake = True
+        self._trouble = NOT_STARTED
+        self._mixed_weights = ""
+        self._core: EngineCore | None = None
+        self._log: EngineLog | None = None
+        self._limits: RequestLimits | None = None
+        self._vllm: Any = None
+
+    @classmethod
+    def create(cls, spec: ServerSpec) -> VLLMServer:
+        """As `rollout.engine: vllm` asks for it."""
+        return cls(spec)
+
+    async def start(self) -> None:
+        facts = await run_in_thread(ModelFacts.read, self._spec.model)
+        self._limits = RequestLimits(server=self.name, max_model_len=self._spec.max_model_len, model=facts)
+        self._log = EngineLog(self.name)
+        launcher = EngineLauncher(self.name, options=self._options, log=self._log)
+        llm = await launcher.launch(timeout_s=self._spec.start_timeout_s)
+        self._core = EngineCore(llm, server=self.name, log=self._log, scheduler=launcher.scheduler)
+        self._vllm = import_engine("vllm", package=PACKAGE, supported=SUPPORTED)
+        self._trouble = ""
+        try:
+            await self._prepare(self._core)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def generate(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        core = self._ready_core(request_id)
+        wanted = self._limited.sampling(
+            request_id, prompt_ids=prompt_ids, params=sampling_params, attachments=attachments
+        )
+        with self._calls.enter(request_id) as call, self._typed_errors(core, request_id):
+            last: Any = None
+            async for last in self._ask(core, call, prompt_ids, wanted, parts="FINAL_ONLY"):  # noqa: B007
+                pass
+            part = self._read(call, last)
+            return TokenOutput.from_chunks(stamp_whole(part))
+
+    async def stream(
+        self,
+        prompt_ids: IntArray,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        core = self._ready_core(request_id)
+        wanted = self._limited.sampling(
+            request_id, prompt_ids=prompt_ids, params=sampling_params, attachments=attachments
+        )
+        with self._calls.enter(request_id) as call, self._typed_errors(core, request_id):
+            parts = self._parts(call, self._ask(core, call, prompt_ids, wanted, parts="DELTA"))
+            async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def abort(self, request_id: str) -> None:
+        if self._core is not None and self._calls.get(request_id) is not None:
+            await self._core.llm.abort(request_id)
+
+    async def end_session(self, request_id: str) -> None:
+        """Nothing to do: vLLM drops the oldest prefixes when it needs their place."""
+
+    async def wake_up(self) -> None:
+        async with self._control:
+            core = self._live_core()
+            if self._is_asleep and Ability.SLEEP in self.abilities:
+                tags = ["kv_cache"] if self._are_weights_awake else None
+                await core.call(core.llm.wake_up(tags))
+                self._are_weights_awake = True
+            self._is_asleep = False
+
+    async def sleep(self) -> None:
+        async with self._control:
+            core = self._live_core()
+            if self._calls:
+                raise ServerError(
+                    f"{len(self._calls)} requests are still running; await or abort them before sleep()",
+                    server=self.name,
+                )
+            if not self._is_asleep and Ability.SLEEP in self.abilities:
+                await core.call(core.llm.sleep(level=1, mode="abort"))
+                self._are_weights_awake = False
+            self._is_asleep = True
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        async with self._control:
+            core = self._live_core()
+            async with self._publisher.offer(weights, weight_version=weight_version) as handle:
+                if not self._are_weights_awake:
+                    await core.call(core.llm.wake_up(["weights"]))
+                    self._are_weights_awake = True
+                # Asleep on a GPU, the engine is paused already, and has no cache to pause with.
+                is_paused = self._is_asleep and Ability.SLEEP in self.abilities
+                async with nullcontext() if is_paused else core.paused():
+                    await self._load(core, handle.to_json())
+                    await core.call(core.llm.update_weight_version(str(weight_version)))
+                    self._weight_version = weight_version
+
+    async def health(self) -> ServerHealth:
+        detail = self._trouble or self._mixed_weights
+        if self._core is not None and self._core.is_dead and not detail:
+            detail = str(self._core.died())
+        unfinished = 0 if detail or self._core is None else len(self._calls)
+        running = 0 if self._core is None else self._core.num_running(unfinished)
+        return ServerHealth(
+            is_alive=not detail,
+            num_running=running,
+            num_waiting=unfinished - running,
+            weight_version=self._weight_version,
+            detail=detail,
+        )
+
+    async def close(self) -> None:
+        core, self._core, self._trouble = self._core, None, CLOSED
+        self._publisher.close()
+        if core is not None:
+            was_alive = not core.is_dead
+            with suppress(Exception):  # it may die at this moment; then its requests fail by themselves
+                await core.llm.abort([call.request_id for call in self._calls.all])
+            await core.stop()
+            if was_alive and self._log is not None:
+                self._log.remove()
+
+    async def _prepare(self, core: EngineCore) -> None:
+        """Has the workers give exact log-probs, and proves that they do."""
+        await core.call(core.llm.get_supported_tasks())  # asked for once; later it takes no time
+        workers = await core.ask_workers("agent_loop_hello")
+        for answer in await core.ask_workers("agent_loop_scale_log_probs"):
+            if "error" in answer:
+                raise ConfigError(f"vLLM cannot be had to give exact log-probs: {answer['error']}")
+        await core.call(core.llm.update_weight_version("0"))
+        plain = await self._probe(core, PROBE_PLAIN)
+        found = tell_apart(plain, await self._probe(core, PROBE_HOT_AND_CUT))
+        if found not in (LogProbs.SCALED, LogProbs.UNKNOWN):
+            raise ConfigError(
+                f"vLLM gives {found} log-probs in spite of our worker extension; report this with the version of vLLM "
+                "and rollout.engine_kwargs"
+            )
+        if self._options.get("enable_sleep_mode") and all(worker["device"] == "cuda" for worker in workers):
+            self.abilities |= {Ability.SLEEP}
+
+    async def _probe(self, core: EngineCore, params: SamplingParams) -> dict[int, float]:
+        prompt_ids = as_token_ids(PROBE_PROMPT)
+        wanted = self._limited.sampling("probe", prompt_ids=prompt_ids, params=params, attachments=())
+        more = {"logprobs": NUM_TOKENS, "flat_logprobs": False}
+        with self._calls.enter("probe") as call, self._typed_errors(core, "probe"):
+            last: Any = None
+            async for last in self._ask(core, call, prompt_ids, wanted | more, parts="FINAL_ONLY"):  # noqa: B007
+                pass
+        return {token: entry.logprob for token, entry in last.outputs[0].logprobs[0].items()}
+
+    def _ask(
+        self, core: EngineCore, call: Call, prompt_ids: IntArray, wanted: Mapping[str, Any], *, parts: str
+    ) -> AsyncGenerator[Any]:
+        """vLLM's own outputs. Up to the first of them nothing is awaited before the request is known to the engine's
+        client, so that an abort always finds it."""
+        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, **wanted}
+        kind = getattr(self._vllm.sampling_params.RequestOutputKind, parts)
+        return core.llm.generate(
+            {"type": "token", "prompt_token_ids": prompt_ids.tolist()},
+            self._vllm.SamplingParams(output_kind=kind, **options),
+            call.request_id,
+        )
+
+    async def _load(self, core: EngineCore, handle: str) -> None:
+        answers = await core.ask_workers("agent_loop_load_weights", handle)
+        errors = [answer for answer in answers if "error" in answer]
+        if not errors:
+            self._mixed_weights = ""
+            return
+        if len(errors) == len(answers) and all(error["is_unchanged"] for error in errors):
+            raise WeightsError(errors[0]["error"])
+        self._mixed_weights = (
+            f"loading new weights failed half-way ({errors[0]['error']}), so that the engine holds a mix of old and "
+            "new ones; publish again, or start another server"
+        )
+        raise ServerError(self._mixed_weights, server=self.name)
+
+    @property
+    def _limited(self) -> RequestLimits:
+        assert self._limits is not None, "checked by _ready_core"
+        return self._limits
+
+    def _live_core(self, request_id: str = "") -> EngineCore:
+        if self._core is None:
+            raise ServerError(self._trouble, server=self.name, request_id=request_id)
+        if self._core.is_dead:
+            raise self._core.died(request_id)
+        return self._core
+
+    def _ready_core(self, request_id: str) -> EngineCore:
+        core = self._live_core(request_id)
+        trouble = "the server is asleep; call wake_up first" if self._is_asleep else self._mixed_weights
+        if trouble:
+            raise ServerError(trouble, server=self.name, request_id=request_id)
+        return core
+
+    @contextmanager
+    def _typed_errors(self, core: EngineCore, request_id: str) -> Generator[None]:
+        try:
+            yield
+        except (AgentLoopError, GeneratorExit):
+            raise
+        except Exception as error:
+            if self._core is None:
+                raise ServerError(CLOSED, server=self.name, request_id=request_id) from error
+            if core.is_dead:
+                raise core.died(request_id) from error
+            raise ServerError(
+                f"vLLM failed the request ({describe_error(error)})", server=self.name, request_id=request_id
+            ) from error
+
+    async def _parts(self, call: Call, answers: AsyncGenerator[Any]) -> AsyncGenerator[Part]:
+        async with aclosing(answers):
+            async for answer in answers:
+                yield self._read(call, answer)
+
+    def _read(self, call: Call, answer: Any) -> Part:
+        if self._core is None:
+            raise ServerError(CLOSED, server=self.name, request_id=call.request_id)
+        return read_part(answer, call=call, server=self.name, weight_version=self._weight_version)

@@ -1,0 +1,135 @@
+"""Brings an in-process `AsyncLLM` up, in a thread, and takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from agent_loop.boundary import DeadlineExpired, run_bounded
+from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
+from agent_loop.servers.packages import import_engine
+from agent_loop.servers.vllm.logs import EngineLog
+from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, check_names
+
+ABANDON_TIMEOUT_S = 20.0
+POLL_S = 0.2
+
+
+class SchedulerState:
+    """The scheduler's counts after its last step; vLLM makes it and writes to it."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.num_running = 0
+
+    def record(self, scheduler_stats: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM after each step."""
+        if scheduler_stats is not None:
+            self.num_running = int(scheduler_stats.num_running_reqs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _ignore
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of the methods that vLLM calls on loggers."""
+
+
+class EngineLauncher:
+    """One start of one engine; knows its processes, to end them if it takes too long.
+
+    vLLM starts processes of its own. It does not say which while it starts, so that they are told by being new.
+    """
+
+    def __init__(self, server: str, *, options: Mapping[str, Any], log: EngineLog) -> None:
+        self._server = server
+        self._options = dict(options)
+        self._log = log
+        self._is_abandoned = False
+        self._is_over = threading.Event()
+        self._before = {process.pid for process in multiprocessing.active_children()}
+        self.scheduler: SchedulerState | None = None
+
+    async def launch(self, *, timeout_s: float) -> Any:
+        """Returns the `AsyncLLM`.
+
+        Raises:
+            ConfigError: vLLM refuses an option.
+            ServerTimeout: It is not up in time.
+            ServerDied: It failed.
+        """
+        try:
+            return await run_bounded(lambda: run_in_thread(self._build), timeout_s=timeout_s)
+        except DeadlineExpired:
+            await run_in_thread(self._abandon)
+            raise ServerTimeout(
+                f"vLLM did not come up within {timeout_s:g} s; raise rollout.start_timeout_s, or see what holds it up"
+                + self._log.tail(),
+                server=self._server,
+            ) from None
+        except asyncio.CancelledError:
+            await run_shielded(lambda: run_in_thread(self._abandon), timeout_s=2 * ABANDON_TIMEOUT_S)
+            raise
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._died(error) from error
+
+    def _build(self) -> Any:
+        try:
+            engine = self._make()
+            if self._is_abandoned:
+                engine.shutdown()
+            return engine
+        finally:
+            self._is_over.set()
+
+    def _make(self) -> Any:
+        arguments = import_engine("vllm.engine.arg_utils", package=PACKAGE, supported=SUPPORTED)
+        async_llm = import_engine("vllm.v1.engine.async_llm", package=PACKAGE, supported=SUPPORTED)
+        config = import_engine("vllm.config.logging", package=PACKAGE, supported=SUPPORTED)
+        usage = import_engine("vllm.usage.usage_lib", package=PACKAGE, supported=SUPPORTED)
+        args_class: Any = arguments.AsyncEngineArgs
+        check_names(self._options, known=[field.name for field in dataclasses.fields(args_class)])
+        # The trainer's process has threads and maybe a GPU context, which do not survive a fork.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        logging_config = config.LoggingConfig(pylogging_config_file=str(self._log.config_path))
+        try:
+            args = args_class(**self._options, logging_config=logging_config)
+            vllm_config = args.create_engine_config(usage.UsageContext.ENGINE_CONTEXT)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"vLLM refuses model.path or rollout.engine_kwargs: {error}") from error
+        return async_llm.AsyncLLM.from_vllm_config(
+            vllm_config,
+            usage_context=usage.UsageContext.ENGINE_CONTEXT,
+            stat_loggers=[self._make_scheduler_state],
+            disable_log_stats=True,
+        )
+
+    def _make_scheduler_state(self, vllm_config: Any, engine_index: int = 0) -> SchedulerState:
+        self.scheduler = SchedulerState(vllm_config, engine_index)
+        return self.scheduler
+
+    def _abandon(self) -> None:
+        """Ends the engine's processes as they appear, until vLLM gives up."""
+        self._is_abandoned = True
+        deadline = time.monotonic() + ABANDON_TIMEOUT_S
+        while not self._is_over.wait(POLL_S) and time.monotonic() < deadline:
+            for process in multiprocessing.active_children():
+                if process.pid not in self._before and process.name.startswith("EngineCore"):
+                    process.kill()
+                    process.join(POLL_S)
+
+    def _died(self, error: Exception) -> ServerDied:
+        return ServerDied(
+            f"vLLM ended while it came up ({type(error).__name__}: {error}){self._log.tail()}",
+            server=self._server,
+        )

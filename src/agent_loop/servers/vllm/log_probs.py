@@ -1,0 +1,65 @@
+"""Which log-probs a vLLM gives, found out by asking it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from agent_loop.types import SamplingParams
+
+NUM_TOKENS = 5
+"""Candidates that a probe asks for."""
+PROBE_PLAIN = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
+PROBE_HOT_AND_CUT = SamplingParams(temperature=2.0, top_k=1, max_tokens=1, seed=0)
+NOTHING = -1e3
+"""What has a lower log-prob was cut away; over HTTP minus infinity is -9999."""
+TOLERANCE = 0.02
+
+
+class LogProbs(StrEnum):
+    """Of which distribution log-probs are."""
+
+    SCALED = "scaled"
+    """`log_softmax(logits / temperature)` before top-k and top-p: what `TokenOutput.log_probs` is defined as."""
+    RAW = "raw"
+    """`log_softmax(logits)`: vLLM's `raw_logprobs`, its default."""
+    PROCESSED = "processed"
+    """After temperature, top-k and top-p: vLLM's `processed_logprobs`."""
+    UNKNOWN = "unknown"
+    """None of these, or the model is so sure or unsure that they cannot be told apart."""
+
+    def are_exact(self, params: SamplingParams) -> bool:
+        """Whether they are what `TokenOutput.log_probs` is defined as, for a completion sampled like this."""
+        match self:
+            case LogProbs.SCALED:
+                return True
+            case LogProbs.RAW:
+                return params.temperature in (0.0, 1.0)
+            case LogProbs.PROCESSED:
+                return params.temperature == 0.0 or (params.top_p == 1.0 and params.top_k == -1)
+            case LogProbs.UNKNOWN:
+                return False
+
+
+def tell_apart(plain: Mapping[int, float], hot_and_cut: Mapping[int, float]) -> LogProbs:
+    """Reads the answers to the two probes.
+
+    Args:
+        plain: The likeliest tokens after a prompt, with their log-probs, for `PROBE_PLAIN`.
+        hot_and_cut: The same for `PROBE_HOT_AND_CUT`.
+    """
+    left = {token: value for token, value in hot_and_cut.items() if value > NOTHING}
+    if len(left) < len(plain):
+        return LogProbs.PROCESSED if len(left) == 1 and max(left.values()) > -TOLERANCE else LogProbs.UNKNOWN
+    common = sorted(plain.keys() & left.keys(), key=lambda token: plain[token])
+    if len(common) < 2:
+        return LogProbs.UNKNOWN
+    lowest, highest = common[0], common[-1]
+    gap = plain[highest] - plain[lowest]
+    hot_gap = left[highest] - left[lowest]
+    if gap < 4 * TOLERANCE:
+        return LogProbs.UNKNOWN
+    for kind, wanted in ((LogProbs.RAW, gap), (LogProbs.SCALED, gap / 2)):
+        if abs(hot_gap - wanted) < TOLERANCE * max(1.0, gap):
+            return kind
+    return LogProbs.UNKNOWN

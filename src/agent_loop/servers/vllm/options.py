@@ -1,0 +1,73 @@
+"""`rollout.engine_kwargs` for vLLM: what goes to `AsyncEngineArgs`, and what is not the user's to set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.servers.base import ServerSpec
+
+PACKAGE = "vllm"
+SUPPORTED = ">=0.32,<0.33"
+"""Every test of this server ran on 0.32.0. Earlier versions lack what it stands on: pausing that keeps requests, and
+a weight version on every token."""
+WORKER_EXTENSION = "agent_loop.servers.vllm.worker.WeightWorker"
+LOG_PROBS_MODE = "processed_logprobs"
+"""The mode in which the sampler takes the log-probs of the function that the worker extension exchanges."""
+
+REFUSED: Mapping[str, str] = {
+    "speculative_config": "log-probs of accepted drafts are not those of the model",
+    "kv_transfer_config": "its cache outlives a weight update",
+    "data_parallel_size": "set rollout.num_servers instead",
+    "enable_lora": "weights are published whole",
+}
+"""Options that would break what servers promise, and why."""
+
+
+def engine_options(spec: ServerSpec) -> dict[str, Any]:
+    """The arguments of `AsyncEngineArgs`, ours and the user's.
+
+    Raises:
+        ConfigError: An option contradicts the rest of the configuration, or is refused.
+    """
+    ours: dict[str, Any] = {
+        "model": spec.model.path,
+        "trust_remote_code": spec.model.trust_remote_code,
+        "dtype": spec.model.dtype,
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
+        "logprobs_mode": LOG_PROBS_MODE,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+    }
+    set_by = {
+        "model": "model.path",
+        "trust_remote_code": "model.trust_remote_code",
+        "dtype": "model.dtype",
+        "max_model_len": "rollout.prompt_length and rollout.response_length",
+        "seed": "rollout.seed",
+    }
+    for key, value in spec.engine_kwargs.items():
+        if key in REFUSED:
+            raise ConfigError(f"rollout.engine_kwargs.{key} is not offered: {REFUSED[key]}; leave it out")
+        if key in ours and value != ours[key]:
+            raise ConfigError(
+                f"rollout.engine_kwargs.{key} is {value!r}, but "
+                + (
+                    f"{set_by[key]} makes it {ours[key]!r}; set that instead"
+                    if key in set_by
+                    else f"this server needs {ours[key]!r}; leave it out"
+                )
+            )
+    return {"disable_log_stats": True, **ours, **spec.engine_kwargs}
+
+
+def check_names(options: Iterable[str], *, known: Iterable[str]) -> None:
+    """Raises: ConfigError: vLLM has no option of this name."""
+    known = list(known)
+    for key in options:
+        if key not in known:
+            near = did_you_mean(key, known)
+            raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}: no option of vLLM's{near}")

@@ -1,0 +1,49 @@
+"""Reads the outputs of `AsyncLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent_loop.errors import BadServerReply
+from agent_loop.servers.vllm.limits import Call
+from agent_loop.servers.vllm.stamps import Part
+from agent_loop.types import ServerStopReason, TokenChunk, VersionSpan
+
+STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
+"""vLLM's finish reasons; it has others, all of them failures."""
+
+
+def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> Part:
+    """One `RequestOutput`, asked for with flat log-probs of the sampled tokens.
+
+    Raises:
+        BadServerReply: It is no completion.
+    """
+    output = answer.outputs[0]
+    reason = output.finish_reason
+    if reason is not None and reason not in STOP_REASONS:
+        raise BadServerReply(
+            f"vLLM ended the completion with {reason!r}; see its log",
+            server=server,
+            request_id=call.request_id,
+        )
+    token_ids, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
+    if len(token_ids) != len(log_probs):
+        raise BadServerReply(
+            f"vLLM gave {len(log_probs)} log-probs for {len(token_ids)} tokens",
+            server=server,
+            request_id=call.request_id,
+        )
+    num_preempted = 0 if answer.metrics is None else answer.metrics.num_preemptions
+    new_ones, call.num_preempted = num_preempted - call.num_preempted, num_preempted
+    chunk = TokenChunk(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        weight_version=weight_version,
+        stop_reason=None if reason is None else STOP_REASONS[reason],
+        num_preempted=new_ones,
+        num_cached_tokens=None if reason is None else answer.num_cached_tokens,
+    )
+    spans = [VersionSpan(int(s.version), s.end - s.start) for s in output.weight_versions or ()]
+    return Part(chunk, spans=spans)

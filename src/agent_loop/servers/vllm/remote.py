@@ -1,0 +1,147 @@
+"""Finds out what a running vLLM server offers, and refuses one that this client cannot work with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, cast
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from agent_loop.errors import BadServerReply, ConfigError
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.vllm.log_probs import NUM_TOKENS, LogProbs, tell_apart
+from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
+from agent_loop.servers.vllm.replies import ReplyReader, as_version, cached_tokens
+
+GENERATE = "/inference/v1/generate"
+PROBE_PROMPT = [1, 2, 3]
+PROBE_TIMEOUT_S = 60.0
+FOR_WEIGHTS = f"VLLM_SERVER_DEV_MODE=1 in its environment and --worker-extension-cls {WORKER_EXTENSION}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFacts:
+    """One running server."""
+
+    model: str
+    """What the server calls it."""
+    log_probs: LogProbs
+    tells_cached_tokens: bool
+    takes_weights: bool
+    """It has our worker extension, and vLLM's development mode to reach it by."""
+    num_workers: int
+    weight_version: int
+
+
+async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
+    """Asks the server for all of it; has it give exact log-probs if it can be had to.
+
+    Raises:
+        ConfigError: It is no vLLM, of another version, serves another model or a shorter context, or offers no
+            tokens in and out.
+        ServerError: It cannot be reached.
+    """
+    await _check_version(http, url=http.url)
+    model = await _find_model(http, spec=spec)
+    workers: list[dict[str, Any]] = []
+    version = 0
+    if await _has_extension(http):
+        workers = await _ask_workers(http, "agent_loop_hello")
+        await _ask_workers(http, "agent_loop_scale_log_probs")
+        label = (await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)).get("weight_version")
+        version = as_version(label, default=0)
+        await http.post_json(
+            "/update_weight_version", {"new_version": str(version)}, timeout_s=PROBE_TIMEOUT_S
+        )
+    reader = ReplyReader(spec.name)
+    plain = await _probe(http, model=model, url=http.url, temperature=1.0, top_k=-1)
+    hot_and_cut = await _probe(http, model=model, url=http.url, temperature=2.0, top_k=1)
+    return RemoteFacts(
+        model=model,
+        log_probs=tell_apart(
+            reader.top_tokens(plain, request_id="probe"), reader.top_tokens(hot_and_cut, request_id="probe")
+        ),
+        tells_cached_tokens=cached_tokens(plain) is not None,
+        takes_weights=bool(workers),
+        num_workers=len(workers),
+        weight_version=version,
+    )
+
+
+async def _check_version(http: HttpClient, *, url: str) -> None:
+    try:
+        version = str((await http.get_json("/version", timeout_s=PROBE_TIMEOUT_S))["version"])
+        is_supported = SpecifierSet(SUPPORTED, prereleases=True).contains(version)
+    except (HttpStatusError, BadServerReply, InvalidVersion, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{url} does not tell a version of vLLM ({error}); give the URL of a vLLM server, without /v1"
+        ) from error
+    if not is_supported:
+        raise ConfigError(
+            f"{url} runs vLLM {version}, but only {SUPPORTED} is supported; run one of those there"
+        )
+
+
+async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
+    served = cast(
+        list[dict[str, Any]], (await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S))["data"]
+    )
+    wanted = spec.engine_kwargs.get("served_model_name")
+    base = PurePath(spec.model.path).name
+    for entry in served:
+        names = (str(entry.get("id")), str(entry.get("root")))
+        if wanted in names or (wanted is None and base in [PurePath(name).name for name in names]):
+            longest = entry.get("max_model_len")
+            if longest is not None and int(longest) < spec.max_model_len:
+                raise ConfigError(
+                    f"{http.url} takes contexts of {longest} tokens, but rollout.prompt_length and "
+                    f"rollout.response_length make {spec.max_model_len}; start it with --max-model-len "
+                    f"{spec.max_model_len}, or lower them"
+                )
+            return names[0]
+    have = ", ".join(repr(entry.get("id")) for entry in served)
+    raise ConfigError(
+        f"{http.url} serves {have}, not {wanted or base!r}; start it with the model in model.path, or, if it is the "
+        "same model under another name, give that as rollout.engine_kwargs.served_model_name"
+    )
+
+
+async def _has_extension(http: HttpClient) -> bool:
+    """Whether our worker extension is there and can be reached. The workers themselves cannot be asked: an engine dies
+    of a method that they do not have."""
+    try:
+        info = await http.get_json("/server_info?config_format=json", timeout_s=PROBE_TIMEOUT_S)
+        return info["vllm_config"]["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
+    except (HttpStatusError, BadServerReply, KeyError, TypeError):
+        return False  # outside of its development mode, vLLM does not tell
+
+
+async def _ask_workers(http: HttpClient, method: str) -> list[dict[str, Any]]:
+    answer = await http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
+    return cast(list[dict[str, Any]], answer["results"])
+
+
+async def _probe(http: HttpClient, *, model: str, url: str, temperature: float, top_k: int) -> dict[str, Any]:
+    body = {
+        "model": model,
+        "token_ids": PROBE_PROMPT,
+        "sampling_params": {
+            "temperature": temperature,
+            "top_k": top_k,
+            "max_tokens": 1,
+            "seed": 0,
+            "logprobs": NUM_TOKENS,
+            "ignore_eos": True,
+        },
+    }
+    try:
+        return await http.post_json(GENERATE, body, request_id="probe", timeout_s=PROBE_TIMEOUT_S)
+    except HttpStatusError as error:
+        if error.status != 404:
+            raise
+        raise ConfigError(
+            f"{url} offers no {GENERATE}, which takes and gives tokens; start it with --enable-scale-out"
+        ) from error

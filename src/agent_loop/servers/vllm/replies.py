@@ -1,0 +1,108 @@
+"""Reads what a vLLM server answers on `/inference/v1/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from agent_loop.boundary import one_line
+from agent_loop.errors import BadServerReply
+from agent_loop.servers.vllm.outputs import STOP_REASONS
+from agent_loop.servers.vllm.stamps import Part, stamp_whole
+from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+
+
+class ReplyReader:
+    """Turns JSON into tokens, or refuses it."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+
+    def chunk(self, reply: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> TokenChunk:
+        """The tokens of one part of a stream, or of a whole completion.
+
+        Args:
+            weight_version: For a part whose version the reply does not tell.
+            has_log_probs: Whether the log-probs in the reply are what `TokenOutput.log_probs` is defined as.
+
+        Raises:
+            BadServerReply: It is no completion.
+        """
+        try:
+            choice = cast(dict[str, Any], reply["choices"][0])
+            token_ids = [int(token) for token in choice["token_ids"] or ()]
+            found = cast("dict[str, Any]", choice["logprobs"] or {})
+            entries = cast(list[dict[str, Any]], found.get("content") or [])
+            reason = cast("str | None", choice["finish_reason"])
+            scored = [int(entry["token_id"]) for entry in entries]
+            log_probs = [float(entry["logprob"]) for entry in entries]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise self._bad(f"an answer has no completion in it ({error!r})", reply, request_id) from error
+        if scored != token_ids:
+            raise self._bad(f"log-probs are for {len(scored)} tokens of {len(token_ids)}", reply, request_id)
+        if reason is not None and reason not in STOP_REASONS:
+            raise self._bad(f"the completion ended with {reason!r}", reply, request_id)
+        return TokenChunk(
+            token_ids=token_ids,
+            log_probs=log_probs if has_log_probs else None,
+            weight_version=weight_version,
+            stop_reason=None if reason is None else STOP_REASONS[reason],
+            num_cached_tokens=cached_tokens(reply),
+        )
+
+    def part(self, event: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> Part:
+        """One part of a stream. See `chunk`."""
+        chunk = self.chunk(
+            event, request_id=request_id, weight_version=weight_version, has_log_probs=has_log_probs
+        )
+        return Part(chunk, spans=self._spans(event, request_id, default=weight_version))
+
+    def output(self, reply: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> TokenOutput:
+        """A whole completion, stamped by the engine itself. See `chunk`."""
+        part = self.part(
+            reply, request_id=request_id, weight_version=weight_version, has_log_probs=has_log_probs
+        )
+        output = TokenOutput.from_chunks(stamp_whole(part))
+        # Each update sets the requests in flight aside; the server does not tell of other times.
+        return replace(output, num_preempted=max(0, len(part.spans) - 1))
+
+    def top_tokens(self, reply: Any, *, request_id: str) -> dict[int, float]:
+        """The likeliest candidates for the first token, with their log-probs.
+
+        Raises:
+            BadServerReply: There are none.
+        """
+        try:
+            entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            return {int(entry["token_id"]): float(entry["logprob"]) for entry in entries}
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._bad(f"an answer has no log-probs in it ({error!r})", reply, request_id) from error
+
+    def _spans(self, reply: Any, request_id: str, *, default: int) -> list[VersionSpan]:
+        try:
+            return [
+                VersionSpan(
+                    as_version(span["version"], default=default), int(span["end"]) - int(span["start"])
+                )
+                for span in reply["choices"][0].get("weight_versions") or ()
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._bad(f"weight_versions cannot be read ({error!r})", reply, request_id) from error
+
+    def _bad(self, what: str, reply: Any, request_id: str) -> BadServerReply:
+        return BadServerReply(
+            f"{what}: {one_line(str(reply), max_length=200)}", server=self._server, request_id=request_id
+        )
+
+
+def cached_tokens(reply: Mapping[str, Any]) -> int | None:
+    """Prompt tokens that vLLM found in its cache; None if it does not tell."""
+    usage = cast("dict[str, Any]", reply.get("usage") or {})
+    details = cast("dict[str, Any]", usage.get("prompt_tokens_details") or {})
+    return details.get("cached_tokens")
+
+
+def as_version(label: Any, *, default: int) -> int:
+    """The number in vLLM's label of a weight version; the default if it is none of ours."""
+    return int(label) if isinstance(label, str) and label.isdecimal() else default

@@ -1,0 +1,289 @@
+"""What the tests of all engines share: a tiny model made on the spot, what it should say, and whole runs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agent_loop.config import Config, load_config
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import load_rows
+from agent_loop.servers.base import AsyncServerBase, ServerSpec
+from agent_loop.servers.factory import create_servers
+from agent_loop.tools.registry import load_tools
+from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from examples.common.demonstrations import Habit, demonstrations
+from examples.common.tokenizer import end_id, pad_id, train_tokenizer
+from examples.common.warm_start import encode, warm_start
+from examples.two_hop_lookup import task
+
+TASK_CONFIG = "examples/two_hop_lookup/config.yaml"
+TOKENIZER_CONVERSATIONS = 500
+MAX_MODEL_LEN = 192
+"""Of the configurations here: the example's prompt and response limits together."""
+LOG_PROB_TOLERANCE = 2e-5
+"""Between two float32 implementations of one forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCase:
+    """One engine as a configuration names it: the only thing that differs between the tests of two engines."""
+
+    engine: str
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    server_urls: tuple[str, ...] = ()
+
+    def config(self, model_path: Path, **changes: Any) -> Config:
+        """The two-hop example on this engine; changes are dotted keys with `__` for the dot."""
+        values: dict[str, Any] = {
+            "model.path": model_path,
+            "rollout.engine": self.engine,
+            "rollout.start_timeout_s": 300,
+            "rollout.request_timeout_s": 120,
+            **{f"rollout.engine_kwargs.{key}": value for key, value in self.engine_kwargs.items()},
+            **{key.replace("__", "."): value for key, value in changes.items()},
+        }
+        if self.server_urls:
+            values["rollout.server_urls"] = f"[{','.join(self.server_urls)}]"
+        return load_config(TASK_CONFIG, overrides=[f"{key}={value}" for key, value in values.items()])
+
+    def server(self, model_path: Path, **changes: Any) -> AsyncServerBase:
+        """One server, not yet started."""
+        config = self.config(model_path, **changes)
+        (server,) = create_servers(config.model, rollout=config.rollout)
+        return server
+
+    def spec(self, model_path: Path, **changes: Any) -> ServerSpec:
+        """What a configuration asks such a server to be."""
+        config = self.config(model_path, **changes)
+        return ServerSpec(
+            name=f"{self.engine}-0",
+            model=config.model,
+            max_model_len=config.rollout.prompt_length + config.rollout.response_length,
+            engine_kwargs=config.rollout.engine_kwargs,
+            start_timeout_s=config.rollout.start_timeout_s,
+        )
+
+
+def make_model_folder(
+    path: Path, *, is_tied: bool, seed: int = 0, warm_start_steps: int = 0, **changes: Any
+) -> Path:
+    """Writes a Qwen3 model of about 140,000 weights with the example's tokenizer and chat template.
+
+    Heads have 32 dimensions: the least that CPU builds of engines compute. Without warm start the weights are random,
+    but large enough that two tokens hardly ever tie; a few hundred steps teach it to call the example's tools.
+    """
+    tokenizer, tools = _tokenizer()
+    config = Qwen3Config(
+        **{
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "tie_word_embeddings": is_tied,
+            "initializer_range": 0.06 if warm_start_steps else 0.2,
+            "eos_token_id": end_id(tokenizer),
+            "pad_token_id": pad_id(tokenizer),
+            **changes,
+        }
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = end_id(tokenizer)
+    model.generation_config.pad_token_id = pad_id(tokenizer)
+    if warm_start_steps:
+        conversations = demonstrations(task, rng=random.Random(seed), habit=Habit(first_step_share=0.5))
+        examples = encode(conversations, tokenizer=tokenizer, tools=tools)
+        for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=warm_start_steps):
+            pass
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def load_reference(path: Path) -> Qwen3ForCausalLM:
+    """The model as `transformers` computes it: what every engine is compared with."""
+    torch.set_num_threads(1)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def changed_weights(model: Any, *, seed: int, scale: float = 0.02) -> dict[str, torch.Tensor]:
+    """All weights, tied ones once, each moved enough to change what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: weight.detach() + scale * torch.randn(weight.shape, generator=generator)
+        for name, weight in model.named_parameters()
+    }
+
+
+def load_into(model: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Gives a reference model the weights that an engine was given."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def prompts(count: int, *, length: int = 24, seed: int = 0, vocab_size: int = 250) -> list[IntArray]:
+    """Random token ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(5, vocab_size, length).astype(np.int32) for _ in range(count)]
+
+
+def reference_log_probs(
+    model: Any, prompt_ids: IntArray, token_ids: Sequence[int], *, temperature: float = 1.0
+) -> list[float]:
+    """Log-probs of a completion as `TokenOutput.log_probs` defines them, by one plain forward over all of it."""
+    ids = torch.tensor([*prompt_ids.tolist(), *token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
+    log_probs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> list[int]:
+    """A greedy completion by plain forwards, the end token included if it comes."""
+    ids = prompt_ids.tolist()
+    with torch.no_grad():
+        for _ in range(max_tokens):
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            ids.append(int(logits.argmax()))
+            if ids[-1] == model.generation_config.eos_token_id:
+                break
+    return ids[len(prompt_ids) :]
+
+
+def largest_difference(model: Any, prompt_ids: IntArray, output: TokenOutput, *, temperature: float) -> float:
+    """How far the log-probs of a completion are from the reference's."""
+    assert output.log_probs is not None
+    wanted = reference_log_probs(model, prompt_ids, output.token_ids, temperature=temperature)
+    return max(abs(got - want) for got, want in zip(output.log_probs, wanted, strict=True))
+
+
+async def generate_all(
+    server: AsyncServerBase, all_prompts: Sequence[IntArray], params: SamplingParams, *, prefix: str = "r"
+) -> list[TokenOutput]:
+    """All at once, each in a session of its own."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(server.generate(prompt, params, f"{prefix}{index}"))
+            for index, prompt in enumerate(all_prompts)
+        ]
+    return [task.result() for task in tasks]
+
+
+async def assert_says_what_the_reference_says(
+    server: AsyncServerBase, model: Any, *, seed: int = 0, max_tokens: int = 24
+) -> float:
+    """Greedy tokens equal, log-probs within tolerance; returns the largest difference of a log-prob."""
+    asked = prompts(4, seed=seed)
+    outputs = await generate_all(
+        server, asked, SamplingParams(temperature=0, max_tokens=max_tokens), prefix=f"reference-{seed}-"
+    )
+    worst = 0.0
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert output.token_ids == reference_greedy(model, prompt, max_tokens=max_tokens)
+        if output.log_probs is not None:
+            worst = max(worst, largest_difference(model, prompt, output, temperature=1.0))
+    assert worst < LOG_PROB_TOLERANCE
+    return worst
+
+
+async def roll_out(case: EngineCase, model_path: Path, *, num_rows: int = 64) -> list[Trajectory]:
+    """A tool-agent rollout of so many rows, as `AgentLoopManager.from_config` makes it."""
+    config = case.config(model_path, rollout__n=1, rollout__max_failed_share=0.0)
+    rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)[:num_rows]
+    async with AgentLoopManager.from_config(config) as manager:
+        return await manager.run(rows)
+
+
+def assert_is_token_exact(model: Any, trajectories: Iterable[Trajectory]) -> float:
+    """Log-probs of all model tokens of whole trajectories, against one forward each; returns the worst difference."""
+    worst = 0.0
+    for trajectory in trajectories:
+        output = trajectory.output
+        assert output is not None, trajectory
+        wanted = reference_log_probs(
+            model, np.asarray(output.prompt_ids, dtype=np.int32), output.response_ids
+        )
+        assert output.response_logprobs is not None
+        for got, want, is_model in zip(output.response_logprobs, wanted, output.response_mask, strict=True):
+            if is_model:
+                worst = max(worst, abs(got - want))
+    assert worst < LOG_PROB_TOLERANCE
+    return worst
+
+
+class WatchedManager(AgentLoopManager):
+    """After each publishing, has the engine say something and compares it with a fresh load of the same weights."""
+
+    published: list[int]
+    differences: list[float]
+
+    def watch(self, *, model_path: Path, folder: Path) -> None:
+        """Checkpoints are written to the folder, then loaded from it."""
+        self.published, self.differences = [], []
+        self._model_path, self._folder = model_path, folder
+
+    async def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
+    ) -> None:
+        collected = [(name, weight.clone()) for name, weight in weights]
+        await super().update_weights(collected, weight_version=weight_version)
+        checkpoint = load_reference(self._model_path)
+        load_into(checkpoint, dict(collected))
+        path = self._folder / f"published-{weight_version}"
+        checkpoint.save_pretrained(path)
+        await self.wake_up()
+        difference = await assert_says_what_the_reference_says(
+            self.server_manager.servers[0], load_reference(path), seed=weight_version
+        )
+        await self.sleep()
+        self.published.append(weight_version)
+        self.differences.append(difference)
+
+
+async def train_three_steps(case: EngineCase, model_path: Path, *, folder: Path) -> WatchedManager:
+    """GRPO on the example, with the engine compared to a fresh load after each of its three steps."""
+    config = case.config(
+        model_path,
+        data__train_batch_size=8,
+        rollout__n=4,
+        actor__lr="1e-3",
+        trainer__total_steps=3,
+        trainer__save_every=3,
+        trainer__run_dir=folder / "run",
+    )
+    async with WatchedManager.from_config(config) as manager:
+        manager.watch(model_path=model_path, folder=folder)
+        result = await PPOTrainer(config, manager=manager, console=Console(quiet=True)).fit()
+    assert result.step == 3
+    return manager
+
+
+@cache
+def _tokenizer() -> tuple[Any, list[dict[str, Any]]]:
+    schemas = [
+        tool.tool_schema for tool in load_tools(load_config(TASK_CONFIG).rollout.multi_turn.tools).values()
+    ]
+    conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.5))
+    return train_tokenizer(islice(conversations, TOKENIZER_CONVERSATIONS), tools=schemas), schemas

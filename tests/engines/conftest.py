@@ -1,0 +1,46 @@
+"""Tests of real engines, each skipped where its engine is not installed. `make test-engines` installs and runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ENGINES = ("vllm", "sglang")
+TIMEOUT_S = 600
+"""Of one test, the start of its engine included."""
+FOR_CPUS = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Environment in which builds for CPUs behave on a small machine without network."""
+
+collect_ignore_glob = [f"test_{engine}_*.py" for engine in ENGINES if find_spec(engine) is None]
+
+IS_ENGINE_ENVIRONMENT = any(find_spec(engine) is not None for engine in ENGINES)
+if IS_ENGINE_ENVIRONMENT:
+    for name, value in FOR_CPUS.items():
+        os.environ.setdefault(name, value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Engines warn of much that is not ours to mend, at the very end of the process, too."""
+    if IS_ENGINE_ENVIRONMENT:
+        config.addinivalue_line("filterwarnings", "default")
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Engines take long to start."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))

@@ -1,0 +1,40 @@
+"""SGLang as the tests here start it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agent_loop.servers.sglang import SGLangServer
+from tests.engines.common import EngineCase
+
+ENGINE_KWARGS = {
+    "attention_backend": "torch_native",
+    "max_total_tokens": 16384,
+    "max_running_requests": 64,
+}
+"""The only attention that runs on any CPU; and no more memory than a tiny model needs."""
+CASE = EngineCase("sglang", ENGINE_KWARGS)
+
+
+@contextmanager
+def started(model_path: Path, **changes: object) -> Iterator[tuple[SGLangServer, asyncio.Runner]]:
+    """An engine and the event loop that it belongs to."""
+    server = CASE.server(model_path, **changes)
+    assert isinstance(server, SGLangServer)
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(server.start())
+            yield server, runner
+        finally:
+            runner.run(server.close())
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is not just waiting to be forgotten."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False

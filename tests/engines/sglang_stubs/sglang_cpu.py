@@ -1,0 +1,29 @@
+"""Lets a CPU build of torch import torchvision: declares two operators of its compiled part, which is missing.
+
+Imported at the interpreter's start by a `.pth` file; does nothing before torchvision is imported.
+"""
+
+import sys
+from importlib.abc import MetaPathFinder
+
+OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_libraries = []
+
+
+class _DeclaresOperators(MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            import torch
+
+            library = torch.library.Library("torchvision", "DEF")
+            for operator in OPERATORS:
+                library.define(operator)
+            _libraries.append(library)
+        return None
+
+
+sys.meta_path.insert(0, _DeclaresOperators())

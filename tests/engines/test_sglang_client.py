@@ -1,0 +1,190 @@
+"""The client of a SGLang server that somebody else started: a real one, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.servers.base import Ability
+from agent_loop.servers.check import Reference, check_server
+from agent_loop.servers.sglang import SGLangClient
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.engines.common import (
+    LOG_PROB_TOLERANCE,
+    MAX_MODEL_LEN,
+    EngineCase,
+    assert_says_what_the_reference_says,
+    changed_weights,
+    load_into,
+    load_reference,
+    make_model_folder,
+    prompts,
+    reference_log_probs,
+)
+
+pytestmark = pytest.mark.timeout(600)
+START_TIMEOUT_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("sglang") / "served", is_tied=True)
+
+
+@pytest.fixture(scope="module")
+def case(
+    model_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineCase, subprocess.Popen[bytes]]]:
+    """A server as a user would start it, with its tokenizer and cumulative streams."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    command = [
+        sys.executable,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model_path),
+        "--port",
+        str(port),
+    ]
+    command += ["--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"]
+    command += ["--context-length", str(MAX_MODEL_LEN + 8), "--max-total-tokens", "16384"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, process, log)
+        yield EngineCase("sglang", server_urls=(url,)), process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=30):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.5)
+    pytest.fail(f"the server did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+async def connect(case: EngineCase, model_path: Path) -> SGLangClient:
+    client = SGLangClient.create(replace(case.spec(model_path), url=case.server_urls[0]))
+    await client.start()
+    return client
+
+
+def test_a_server_with_too_short_a_context_or_another_model_is_refused(
+    case: tuple[EngineCase, object], model_path: Path, tmp_path: Path
+) -> None:
+    spec = replace(case[0].spec(model_path), url=case[0].server_urls[0], max_model_len=1000)
+    with pytest.raises(ConfigError, match="--context-length 1008"):
+        asyncio.run(SGLangClient.create(spec).start())
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 10}')
+    other = replace(case[0].spec(tmp_path), url=case[0].server_urls[0])
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        asyncio.run(SGLangClient.create(other).start())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_new_weights_reach_requests_in_flight_by_way_of_files(
+    case: tuple[EngineCase, object], model_path: Path, streams: bool
+) -> None:
+    async def scenario() -> None:
+        client = await connect(case[0], model_path)
+        assert Ability.LOG_PROBS in client.abilities
+        version = (await client.health()).weight_version
+        old, new = load_reference(model_path), load_reference(model_path)
+        weights = changed_weights(old, seed=31)
+        load_into(new, weights)
+        prompt, beside = prompts(2, seed=30)
+        params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+
+        async def ask() -> TokenOutput:
+            if not streams:
+                return await client.generate(prompt, params, "flying")
+            return TokenOutput.from_chunks([part async for part in client.stream(prompt, params, "flying")])
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(ask())
+            await client.generate(beside, SamplingParams(max_tokens=10, ignore_eos=True), "beside")
+            await client.update_weights(weights.items(), weight_version=version + 1)
+        output = task.result()
+        assert [span.weight_version for span in output.version_spans] == [version, version + 1]
+        first = output.version_spans[0].num_tokens
+        context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
+        wanted = [
+            *reference_log_probs(old, prompt, output.token_ids[:first]),
+            *reference_log_probs(new, context, output.token_ids[first:]),
+        ]
+        np.testing.assert_allclose(output.log_probs, wanted, atol=LOG_PROB_TOLERANCE)
+        await client.update_weights(old.named_parameters(), weight_version=version + 2)
+        await assert_says_what_the_reference_says(client, old)
+        await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_it_keeps_the_contract_of_servers(case: tuple[EngineCase, object], model_path: Path) -> None:
+    async def scenario() -> None:
+        client = await connect(case[0], model_path)
+        report = await check_server(client, max_model_len=MAX_MODEL_LEN, reference=Reference.load(model_path))
+        report.raise_if_failed()
+
+    asyncio.run(scenario())
+
+
+def test_killing_the_server_fails_all_64_requests_at_once(
+    case: tuple[EngineCase, subprocess.Popen[bytes]], model_path: Path
+) -> None:
+    """Last: the server does not come back."""
+
+    async def scenario() -> list[BaseException | None]:
+        client = await connect(case[0], model_path)
+        params = SamplingParams(max_tokens=150, ignore_eos=True)
+
+        async def ask(index: int) -> BaseException | None:
+            try:
+                await client.generate(prompts(1, seed=index)[0], params, f"doomed-{index}")
+            except ServerDied as error:
+                return error
+            return None
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask(index)) for index in range(64)]
+            await client.generate(prompts(1)[0], SamplingParams(max_tokens=3, ignore_eos=True), "beside")
+            os.killpg(case[1].pid, signal.SIGKILL)
+            killed = time.monotonic()
+        assert time.monotonic() - killed < 10
+        assert not (await client.health()).is_alive
+        await client.close()
+        return [task.result() for task in tasks]
+
+    for index, error in enumerate(asyncio.run(scenario())):
+        assert isinstance(error, ServerDied)
+        assert error.request_id == f"doomed-{index}"

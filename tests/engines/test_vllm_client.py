@@ -1,0 +1,113 @@
+"""The client of a vLLM server that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.check import Reference, check_server
+from agent_loop.types import SamplingParams
+from tests.engines.common import (
+    MAX_MODEL_LEN,
+    EngineCase,
+    assert_is_token_exact,
+    load_reference,
+    make_model_folder,
+    prompts,
+    roll_out,
+)
+from tests.engines.vllm_cases import WORKER_EXTENSION, ServerProcess
+
+LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+DEATH_DEADLINE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "tied", is_tied=True)
+
+
+@pytest.fixture(scope="module")
+def process(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[ServerProcess]:
+    process = ServerProcess(
+        model_path,
+        tmp_path_factory.mktemp("logs") / "vllm.log",
+        *("--enable-scale-out", "--enable-prompt-tokens-details"),
+        *("--worker-extension-cls", WORKER_EXTENSION),
+    )
+    try:
+        process.wait_until_ready()
+        yield process
+    finally:
+        process.stop()
+
+
+def client(process: ServerProcess, model_path: Path, **changes: object) -> AsyncServerBase:
+    return EngineCase("vllm", server_urls=(process.url,)).server(model_path, **changes)
+
+
+def test_the_client_keeps_the_contract_of_servers(process: ServerProcess, model_path: Path) -> None:
+    server = client(process, model_path)
+
+    async def main() -> None:
+        await server.start()
+        try:
+            report = await check_server(
+                server, max_model_len=MAX_MODEL_LEN, reference=Reference.load(model_path), on_result=print
+            )
+        finally:
+            await server.close()
+        report.raise_if_failed()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())
+
+
+def test_64_rows_of_a_tool_agent(process: ServerProcess, model_path: Path) -> None:
+    case = EngineCase("vllm", server_urls=(process.url,))
+    trajectories = asyncio.run(roll_out(case, model_path))
+    assert len(trajectories) == 64
+    assert_is_token_exact(load_reference(model_path), trajectories)
+
+
+def test_a_server_with_too_short_a_context_is_refused(process: ServerProcess, model_path: Path) -> None:
+    server = client(process, model_path, rollout__response_length=4000)
+    with pytest.raises(ConfigError, match="start it with --max-model-len 4064"):
+        asyncio.run(server.start())
+
+
+def test_a_server_of_another_model_is_refused(process: ServerProcess, tmp_path: Path) -> None:
+    other = make_model_folder(tmp_path / "other", is_tied=True)
+    with pytest.raises(ConfigError, match="served_model_name"):
+        asyncio.run(client(process, other).start())
+
+
+def test_when_the_server_is_killed_all_64_requests_fail_by_name(
+    process: ServerProcess, model_path: Path
+) -> None:
+    server = client(process, model_path)
+
+    async def main() -> None:
+        await server.start()
+        names = [f"victim-{index}" for index in range(64)]
+        tasks = [asyncio.ensure_future(server.generate(prompts(1)[0], LONG, name)) for name in names]
+        await server.generate(prompts(1)[0], SamplingParams(max_tokens=4), "first")
+        began = time.monotonic()
+        process.kill()
+        await asyncio.wait(tasks, timeout=DEATH_DEADLINE_S)
+        print(f"all requests had failed after {time.monotonic() - began:.2f} s")
+        for name, task in zip(names, tasks, strict=True):
+            error = task.exception()
+            assert isinstance(error, ServerDied)
+            assert (error.server, error.request_id) == ("vllm-0", name)
+        assert not (await server.health()).is_alive
+        await server.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())

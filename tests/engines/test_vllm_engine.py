@@ -1,0 +1,304 @@
+"""The in-process vLLM server, on a model whose head is tied to its embedding."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, WeightsError
+from agent_loop.servers.base import Ability
+from agent_loop.servers.vllm import VLLMServer
+from agent_loop.servers.vllm.core import engine_processes
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.engines.common import (
+    LOG_PROB_TOLERANCE,
+    MAX_MODEL_LEN,
+    assert_says_what_the_reference_says,
+    changed_weights,
+    generate_all,
+    largest_difference,
+    load_into,
+    load_reference,
+    make_model_folder,
+    prompts,
+    reference_log_probs,
+)
+from tests.engines.vllm_cases import VLLM, kill_engine, started
+
+LONG = SamplingParams(max_tokens=120, ignore_eos=True)
+DEATH_DEADLINE_S = 20.0
+
+
+class Engine:
+    """One server for all tests here, and the reference that has the same weights."""
+
+    def __init__(self, server: VLLMServer, runner: asyncio.Runner, path: Path) -> None:
+        self.server = server
+        self.run = runner.run
+        self.path = path
+        self.reference = load_reference(path)
+        self.version = 0
+
+    async def publish(self, *, seed: int) -> dict[str, Any]:
+        """New weights for the engine; the reference keeps the old ones."""
+        weights = changed_weights(self.reference, seed=seed)
+        self.version += 1
+        await self.server.update_weights(list(weights.items()), weight_version=self.version)
+        return weights
+
+
+async def until_running(server: VLLMServer, count: int) -> None:
+    """Waits until so many requests hold a place in the batch; the engine, in another process, tells nobody."""
+    async with asyncio.timeout(60):
+        while (health := await server.health()).num_running < count:
+            assert health.is_alive
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
+    path = make_model_folder(tmp_path_factory.mktemp("models") / "tied", is_tied=True)
+    server = VLLM.server(path)
+    assert isinstance(server, VLLMServer)
+    began = time.monotonic()
+    with started(server) as runner:
+        print(f"vLLM was up after {time.monotonic() - began:.1f} s")
+        yield Engine(server, runner, path)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 2.0, "top_p": 0.5, "top_k": 40},
+    ],
+)
+def test_log_probs_are_of_the_scaled_distribution_before_any_cut(
+    engine: Engine, sampling: dict[str, Any]
+) -> None:
+    asked = prompts(8, seed=1)
+    params = SamplingParams(max_tokens=32, ignore_eos=True, **sampling)
+    outputs = engine.run(generate_all(engine.server, asked, params))
+    for prompt, output in zip(asked, outputs, strict=True):
+        difference = largest_difference(engine.reference, prompt, output, temperature=sampling["temperature"])
+        assert difference < LOG_PROB_TOLERANCE
+
+
+def test_requests_of_one_batch_get_log_probs_by_their_own_temperatures(engine: Engine) -> None:
+    async def main() -> list[tuple[float, TokenOutput]]:
+        temperatures = [0.0, 0.5, 1.0, 1.5]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    engine.server.generate(
+                        prompts(1)[0], SamplingParams(temperature=t, top_k=3, max_tokens=24), f"mixed-{t}"
+                    )
+                )
+                for t in temperatures
+            ]
+        return [(t, task.result()) for t, task in zip(temperatures, tasks, strict=True)]
+
+    for temperature, output in engine.run(main()):
+        difference = largest_difference(engine.reference, prompts(1)[0], output, temperature=temperature)
+        assert difference < LOG_PROB_TOLERANCE
+
+
+def test_stop_tokens_are_returned_and_told_from_length(engine: Engine) -> None:
+    async def main() -> None:
+        prompt = prompts(1, seed=2)[0]
+        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        whole = await engine.server.generate(prompt, greedy, "stops")
+        assert (len(whole.token_ids), whole.stop_reason) == (12, "length")
+        stop = whole.token_ids[5]
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
+        cut = await engine.server.generate(prompt, params, "stops")
+        assert cut.stop_reason == "stop"
+        assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+    engine.run(main())
+
+
+def test_without_max_tokens_a_completion_fills_the_context(engine: Engine) -> None:
+    prompt = prompts(1, length=MAX_MODEL_LEN - 10)[0]
+    output = engine.run(engine.server.generate(prompt, SamplingParams(ignore_eos=True), "fills"))
+    assert (len(output.token_ids), output.stop_reason) == (10, "length")
+
+
+def test_what_vllm_cannot_do_exactly_is_refused(engine: Engine) -> None:
+    async def main() -> None:
+        for params in (
+            SamplingParams(repetition_penalty=1.2),
+            SamplingParams(temperature=0.001),
+            SamplingParams(temperature=3.0),
+        ):
+            with pytest.raises(SamplingParamsError, match="vLLM"):
+                await engine.server.generate(prompts(1)[0], params, "refused")
+
+    engine.run(main())
+
+
+def test_a_later_turn_finds_its_prefix_in_the_cache(engine: Engine) -> None:
+    async def main() -> None:
+        prompt = prompts(1, length=100, seed=3)[0]
+        params = SamplingParams(max_tokens=4)
+        assert (await engine.server.generate(prompt, params, "turns")).num_cached_tokens == 0
+        assert (await engine.server.generate(prompt, params, "turns")).num_cached_tokens == 96
+
+    engine.run(main())
+
+
+def test_an_abort_returns_the_tokens_so_far_even_when_it_comes_at_once(engine: Engine) -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(engine.server.generate(prompts(1)[0], LONG, "aborted"))
+            await asyncio.sleep(0)
+            await engine.server.abort("aborted")
+        assert task.result().stop_reason == "aborted"
+        chunks = []
+        async for chunk in engine.server.stream(prompts(1)[0], LONG, "aborted"):
+            chunks.append(chunk)
+            if len(chunks) == 5:
+                await engine.server.abort("aborted")
+        output = TokenOutput.from_chunks(chunks)
+        assert output.stop_reason == "aborted"
+        assert 5 <= len(output.token_ids) < 120
+        difference = largest_difference(engine.reference, prompts(1)[0], output, temperature=1.0)
+        assert difference < LOG_PROB_TOLERANCE
+
+    engine.run(main())
+
+
+def test_a_cancelled_request_leaves_the_engine(engine: Engine) -> None:
+    async def main() -> None:
+        task = asyncio.ensure_future(engine.server.generate(prompts(1)[0], LONG, "cancelled"))
+        await until_running(engine.server, 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        output = await engine.server.generate(prompts(1)[0], SamplingParams(max_tokens=2), "cancelled")
+        assert output.token_ids
+        assert engine.server._core is not None
+        assert engine.server._core.llm.get_num_unfinished_requests() == 0
+
+    engine.run(main())
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_after_an_update_tied_weights_say_what_the_new_model_says(engine: Engine, seed: int) -> None:
+    async def main() -> None:
+        prompt = prompts(1, length=100, seed=4)[0]
+        before = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
+        began = time.monotonic()
+        weights = await engine.publish(seed=seed)
+        print(f"the update took {time.monotonic() - began:.3f} s")
+        load_into(engine.reference, weights)
+        worst = await assert_says_what_the_reference_says(engine.server, engine.reference, seed=seed)
+        print(f"largest difference after it: {worst:.1e}")
+        after = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
+        assert (before.weight_version, after.weight_version) == (engine.version - 1, engine.version)
+        assert after.num_cached_tokens == 0
+
+    engine.run(main())
+
+
+def test_requests_in_flight_go_on_under_new_weights_each_token_with_its_version(engine: Engine) -> None:
+    async def main() -> None:
+        asked = prompts(6, seed=5)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(engine.server.generate(prompt, LONG, f"flight-{index}"))
+                for index, prompt in enumerate(asked)
+            ]
+            streamed = []
+            weights = None
+            async for chunk in engine.server.stream(asked[0], LONG, "flight-stream"):
+                streamed.append(chunk)
+                if len(streamed) == 20:
+                    weights = await engine.publish(seed=21)
+        assert weights is not None
+        new = load_reference(engine.path)
+        load_into(new, weights)
+        outputs = [*(task.result() for task in tasks), TokenOutput.from_chunks(streamed)]
+        for prompt, output in zip([*asked, asked[0]], outputs, strict=True):
+            assert [span.weight_version for span in output.version_spans] == [
+                engine.version - 1,
+                engine.version,
+            ]
+            assert output.num_preempted >= 1
+            split = output.version_spans[0].num_tokens
+            old_ones = reference_log_probs(engine.reference, prompt, output.token_ids)[:split]
+            new_ones = reference_log_probs(new, prompt, output.token_ids)[split:]
+            assert output.log_probs == pytest.approx([*old_ones, *new_ones], abs=LOG_PROB_TOLERANCE)
+        load_into(engine.reference, weights)
+
+    engine.run(main())
+
+
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(engine: Engine) -> None:
+    async def main() -> None:
+        weights = changed_weights(engine.reference, seed=31)
+        name = "model.layers.0.mlp.down_proj.weight"
+        wrong_shape = {**weights, name: weights[name][:-1]}
+        wrong_name = {**weights, "model.layers.9.mlp.down_proj.weight": weights[name]}
+        missing = {key: weight for key, weight in weights.items() if key != name}
+        for bad, message in (
+            (wrong_shape, "has shape"),
+            (wrong_name, "has no weight"),
+            (missing, "missing"),
+        ):
+            with pytest.raises(WeightsError, match=message):
+                await engine.server.update_weights(list(bad.items()), weight_version=99)
+        assert (await engine.server.health()).weight_version == engine.version
+        await assert_says_what_the_reference_says(engine.server, engine.reference, seed=31)
+
+    engine.run(main())
+
+
+def test_asleep_it_refuses_requests_and_takes_weights(engine: Engine) -> None:
+    """A build for CPUs frees nothing while asleep, and does not claim to."""
+
+    async def main() -> None:
+        assert Ability.SLEEP not in engine.server.abilities
+        await engine.server.sleep()
+        with pytest.raises(ServerError, match="asleep"):
+            await engine.server.generate(prompts(1)[0], LONG, "asleep")
+        load_into(engine.reference, await engine.publish(seed=41))
+        await engine.server.wake_up()
+        await assert_says_what_the_reference_says(engine.server, engine.reference, seed=41)
+
+    engine.run(main())
+
+
+def test_when_the_engine_is_killed_all_64_requests_fail_by_name(engine: Engine) -> None:
+    async def main() -> None:
+        assert engine.server._core is not None
+        names = [f"victim-{index}" for index in range(64)]
+        tasks = [asyncio.ensure_future(engine.server.generate(prompts(1)[0], LONG, name)) for name in names]
+        await until_running(engine.server, 64)
+        began = time.monotonic()
+        kill_engine(engine_processes(engine.server._core.llm))
+        await asyncio.wait(tasks, timeout=DEATH_DEADLINE_S)
+        print(f"all requests had failed after {time.monotonic() - began:.2f} s")
+        for name, task in zip(names, tasks, strict=True):
+            error = task.exception()
+            assert isinstance(error, ServerDied)
+            assert (error.server, error.request_id) == ("vllm-0", name)
+            assert "exit code -9" in str(error)
+        with pytest.raises(ServerDied):
+            await engine.server.update_weights(
+                list(changed_weights(engine.reference, seed=51).items()), weight_version=100
+            )
+        assert not (await engine.server.health()).is_alive
+        await engine.server.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    engine.run(main())

@@ -1,0 +1,141 @@
+"""The client of other people's servers, against `agent-loop serve`'s own application on a real port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agent_loop.config import ModelConfig, RolloutConfig
+from agent_loop.errors import BadPrompt, BadServerReply, ConfigError, ServerDied, WeightsError
+from agent_loop.servers.check import Reference, check_server
+from agent_loop.servers.factory import create_servers
+from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
+from agent_loop.types import SamplingParams, as_token_ids
+from tests.servers.test_http import engine, events
+from tests.serving.harness import MODEL, embedded, site, tiny_lm
+
+
+def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
+    with site([embedded()]) as served:
+        server = OpenAIServer(served.url, options=OpenAIOptions(log_probs="scaled"))
+
+        async def main() -> None:
+            await server.start()
+            report = await check_server(server, max_model_len=256, reference=Reference(tiny_lm()))
+            report.raise_if_failed()
+            assert report.named("skipped") == [
+                "a session's next turn does not compute its context again",
+                "new weights are what is sampled from",
+                "weights that do not fit change nothing",
+                "requests in flight go on across an update",
+            ]
+
+        asyncio.run(main())
+
+
+def test_a_configuration_names_servers_by_their_urls() -> None:
+    rollout = RolloutConfig(engine="openai", server_urls=["http://a:1", "http://b:2/v1"])
+    servers = create_servers(ModelConfig(), rollout=rollout)
+    assert [server.name for server in servers] == ["openai-0", "openai-1"]
+    with pytest.raises(ConfigError, match=r"server_urls is empty; give URLs for one of openai, sglang, vllm"):
+        create_servers(ModelConfig(), rollout=RolloutConfig(engine="openai"))
+    with pytest.raises(ConfigError, match=r"this engine is not reached by a URL"):
+        create_servers(ModelConfig(), rollout=RolloutConfig(engine="embedded", server_urls=["http://a:1"]))
+    with pytest.raises(ConfigError, match="log_prob"):
+        create_servers(
+            ModelConfig(),
+            rollout=RolloutConfig(engine="openai", server_urls=["http://a:1"], engine_kwargs={"log_prob": 1}),
+        )
+
+
+def test_a_server_that_gives_no_token_ids_is_refused() -> None:
+    async def no_ids(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": MODEL}]})
+        return web.json_response({"choices": [{"text": "x", "finish_reason": "length"}]})
+
+    assert isinstance(starting(no_ids), ConfigError)
+    assert "gives no token_ids" in str(starting(no_ids))
+
+
+def test_another_model_is_refused_by_name() -> None:
+    async def other(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": "other"}]})
+
+    assert "serves other, not 'mine'" in str(starting(other, served_model_name="mine"))
+
+
+def test_an_api_key_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="'NO_SUCH_KEY', but that variable is not set"):
+        OpenAIServer("http://a:1", options=OpenAIOptions(api_key_env="NO_SUCH_KEY"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (['data: {"choices": [{"token_ids": [1], "finish_reason": "because"}]}\n\n'], BadServerReply),
+        (['data: {"choices": 3}\n\n'], BadServerReply),
+        (['data: {"choices": [{"token_ids": [1]}]}\n\n', "data: [DONE]\n\n"], BadServerReply),
+        (['data: {"error": {"message": "no memory"}}\n\n'], Exception),
+    ],
+)
+def test_garbage_is_a_typed_error(lines: list[str], error: type[Exception]) -> None:
+    async def garbage(request: web.Request) -> web.StreamResponse:
+        return await events(request, *lines)
+
+    with pytest.raises(error, match="server openai-0 request r"):
+        raise asking(garbage)
+
+
+def test_a_refused_prompt_a_dead_server_and_weights_are_told_apart() -> None:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    async def die(request: web.Request) -> web.StreamResponse:
+        response = await events(request, 'data: {"choices": [{"token_ids": [1]}]}\n\n')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    assert isinstance(asking(refuse), BadPrompt)
+    assert isinstance(asking(die), ServerDied)
+    with pytest.raises(WeightsError, match="takes no weights"):
+        asyncio.run(OpenAIServer("http://a:1").update_weights([], weight_version=1))
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def starting(handler: Handler, **options: Any) -> Exception:
+    async def main() -> Exception:
+        async with engine(handler) as client:
+            server = OpenAIServer(client.url, options=OpenAIOptions(**options))
+            try:
+                await server.start()
+            except Exception as error:
+                return error
+            finally:
+                await server.close()
+        raise AssertionError("it started")
+
+    return asyncio.run(main())
+
+
+def asking(handler: Handler) -> Exception:
+    async def main() -> Exception:
+        async with engine(handler) as client:
+            server = OpenAIServer(client.url)
+            server._trouble = ""
+            try:
+                await server.generate(as_token_ids([1, 2]), SamplingParams(), "r")
+            except Exception as error:
+                return error
+            finally:
+                await server.close()
+        raise AssertionError("it answered")
+
+    return asyncio.run(main())

@@ -1,0 +1,279 @@
+"""What SGLang is asked and how it is read, without SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.config import ModelConfig
+from agent_loop.errors import (
+    BadPrompt,
+    BadServerReply,
+    ConfigError,
+    SamplingParamsError,
+    ServerError,
+    WeightsError,
+)
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
+from agent_loop.servers.sglang.requests import check_params, generate_body, must_be_cut, read_part
+from agent_loop.servers.sglang.running import RunningRequests
+from agent_loop.servers.sglang.streams import HeldTokens
+from agent_loop.servers.sglang.wire import Frame, FrameProtocol
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
+from agent_loop.weights import WeightSender
+
+PROMPT = np.array([5, 6, 7], dtype=np.int32)
+
+
+def answer(
+    token_ids: list[int],
+    *,
+    total: int | None = None,
+    finish: dict[str, Any] | None = None,
+    versions: list[tuple[str, int, int]] | None = None,
+) -> dict[str, Any]:
+    """As SGLang writes it."""
+    return {
+        "output_ids": token_ids,
+        "meta_info": {
+            "finish_reason": finish,
+            "completion_tokens": len(token_ids) if total is None else total,
+            "output_token_logprobs": [[-0.1 * token, token, None] for token in token_ids],
+            "weight_version": "3",
+            "weight_versions": [
+                {"version": version, "start": start, "end": end} for version, start, end in versions or ()
+            ],
+            "num_retractions": 1,
+            "cached_tokens": 2,
+        },
+    }
+
+
+def joined(answers: list[dict[str, Any]], *, stops: frozenset[int] = frozenset()) -> TokenOutput:
+    held, chunks = HeldTokens(stop_token_ids=stops), list[TokenChunk]()
+    for event in answers:
+        part = read_part(event, num_seen=held.num_read, server="s", request_id="r")
+        held.take(part)
+        if part.stop_reason is not None or not held.is_cut:
+            chunks += held.release(part)
+    return TokenOutput.from_chunks(chunks)
+
+
+def test_a_cumulative_and_an_incremental_stream_are_read_alike() -> None:
+    stop = {"type": "stop", "matched": 4}
+    versions = [("3", 0, 3)]
+    cumulative = [answer([2]), answer([2, 3]), answer([2, 3, 4], finish=stop, versions=versions)]
+    incremental = [
+        answer([2], total=1),
+        answer([3], total=2),
+        answer([4], total=3, finish=stop, versions=versions),
+    ]
+    output = joined(cumulative)
+    assert output == joined(incremental)
+    assert (output.token_ids, output.stop_reason, output.weight_version) == ([2, 3, 4], "stop", 3)
+    assert output.log_probs == pytest.approx([-0.2, -0.3, -0.4])
+    assert (output.num_preempted, output.num_cached_tokens) == (1, 2)
+
+
+def test_tokens_are_stamped_with_the_weights_that_sampled_them() -> None:
+    finish = {"type": "length", "length": 4}
+    whole = answer([1, 2, 3, 4], finish=finish, versions=[("7", 0, 3), ("8", 3, 4)])
+    part = read_part(whole, num_seen=0, server="s", request_id="r")
+    output = TokenOutput.from_chunks(part.chunks())
+    assert [tuple(span) for span in output.version_spans] == [(7, 3), (8, 1)]
+    assert (output.weight_version, output.stop_reason) == (8, "length")
+
+
+def test_a_stream_is_cut_after_the_first_stop_token_and_what_comes_later_is_dropped() -> None:
+    events = [
+        answer([1], total=1),
+        answer([2, 9, 3], total=4),
+        answer([4], total=5, finish={"type": "abort"}, versions=[("3", 0, 5)]),
+    ]
+    output = joined(events, stops=frozenset({9}))
+    assert (output.token_ids, output.stop_reason) == ([1, 2, 9], "stop")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        None,
+        [],
+        {},
+        {"meta_info": {}, "output_ids": []},
+        answer([1], total=5),
+        answer([1], finish={"type": "coffee"}),
+        {**answer([1]), "output_ids": [2]},
+    ],
+)
+def test_garbage_is_a_bad_reply_that_names_the_request(event: Any) -> None:
+    with pytest.raises(BadServerReply, match="server s request r"):
+        read_part(event, num_seen=0, server="s", request_id="r")
+
+
+def test_a_request_that_the_engine_gives_up_is_no_abort() -> None:
+    finish = {"type": "abort", "message": "out of memory", "status_code": 500}
+    with pytest.raises(ServerError, match="out of memory"):
+        read_part(answer([], finish=finish), num_seen=0, server="s", request_id="r")
+    with pytest.raises(ServerError, match="too long"):
+        read_part({"error": {"message": "too long"}}, num_seen=0, server="s", request_id="r")
+
+
+def test_one_candidate_keeps_the_temperature_of_its_log_probs() -> None:
+    params = SamplingParams(temperature=0.7, top_k=1)
+    sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4, stream=False)["sampling_params"]
+    assert (sampling["top_k"], sampling["temperature"]) == (-1, 0.7)
+    assert sampling["top_p"] < 1e-3
+
+
+def test_what_sglang_cannot_do_exactly_is_refused_by_name() -> None:
+    for params, name in (
+        (SamplingParams(repetition_penalty=1.1), "repetition_penalty"),
+        (SamplingParams(temperature=1e-6), "temperature"),
+        (SamplingParams(seed=1), "seed"),
+    ):
+        with pytest.raises(SamplingParamsError, match=name):
+            check_params(params, takes_seeds=False)
+    assert must_be_cut(SamplingParams(ignore_eos=True, stop_token_ids=(3,)))
+    assert not must_be_cut(SamplingParams(stop_token_ids=(3,)))
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [250], [1] * 16])
+def test_a_prompt_that_does_not_fit_is_refused(ids: list[int]) -> None:
+    limits = PromptLimits(server="s", max_model_len=16, vocab_size=250)
+    with pytest.raises(BadPrompt, match="server s request r"):
+        limits.check("r", prompt_ids=np.array(ids, dtype=np.int32), attachments=())
+    assert limits.check("r", prompt_ids=np.array([249] * 15, dtype=np.int32), attachments=()) == 1
+
+
+def test_nothing_is_sent_while_weights_change_and_what_was_aborted_meanwhile_never_is() -> None:
+    async def scenario() -> tuple[bool, bool]:
+        requests = RunningRequests("s")
+        with requests.enter("a") as first, requests.enter("b") as second:
+            async with asyncio.TaskGroup() as group:
+                with requests.hold():
+                    sends = [group.create_task(requests.send(running)) for running in (first, second)]
+                    await asyncio.sleep(0)
+                    assert requests.num_sent == 0
+                    second.is_aborted = True
+            return sends[0].result(), sends[1].result()
+
+    assert asyncio.run(scenario()) == (True, False)
+
+
+def test_frames_survive_any_cut() -> None:
+    frames = [Frame("part", 3, {"a": [1, 2]}), Frame("end", 4, None), Frame("call", 5, b"x" * 5000)]
+
+    async def scenario() -> list[Frame]:
+        got, is_over = list[Frame](), asyncio.Event()
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        _, sender = await loop.create_unix_connection(
+            lambda: FrameProtocol(on_frame=got.append, on_end=lambda: None), sock=ours
+        )
+        receiver = FrameProtocol(on_frame=got.append, on_end=is_over.set)
+        for frame in frames:
+            sender.send(frame)
+        sender.close()
+        theirs.setblocking(False)
+        while data := await loop.sock_recv(theirs, 7):
+            receiver.data_received(data)
+        receiver.connection_lost(None)
+        theirs.close()
+        assert is_over.is_set()
+        return got
+
+    assert asyncio.run(scenario()) == frames
+
+
+class FakeModel:
+    """Takes weights as SGLang's models do."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self._fails = fails
+
+    def load_weights(self, weights: Any) -> None:
+        for name, weight in weights:
+            self.loaded[name] = weight.clone()
+            if self._fails:
+                raise ValueError("no room")
+
+
+def test_the_loader_takes_an_offer_and_reports(tmp_path: Path) -> None:
+    weights = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}
+    with WeightSender("shared_memory") as sender, sender.offer(weights.items(), weight_version=4) as handle:
+        payload = loader.payload(handle.to_json(), report_folder=tmp_path)
+        model, broken = FakeModel(), FakeModel(fails=True)
+        loader.load(model, _named(payload))
+        assert loader.read_reports(tmp_path) == [("", False)]
+        loader.load(broken, _named(payload))
+        assert loader.read_reports(tmp_path) == [("ValueError: no room", True)]
+    assert all(torch.equal(model.loaded[name], weight) for name, weight in weights.items())
+    loader.load(model, _named(payload))
+    ((error, is_mixed),) = loader.read_reports(tmp_path)
+    assert error
+    assert not is_mixed
+
+
+def _named(payload: bytes) -> Any:
+    import pickle
+
+    return pickle.loads(payload)
+
+
+def spec(**changes: Any) -> ServerSpec:
+    return ServerSpec(**{"name": "sglang-0", "model": ModelConfig(path="m"), "max_model_len": 64, **changes})
+
+
+def test_a_client_refuses_what_only_an_engine_of_ours_takes() -> None:
+    url = "http://127.0.0.1:1"
+    with pytest.raises(ConfigError, match="server_urls"):
+        SGLangClient.create(spec())
+    with pytest.raises(ConfigError, match="did you mean 'api_key'"):
+        SGLangClient.create(spec(url=url, engine_kwargs={"apikey": "x"}))
+    with pytest.raises(ConfigError, match="shared_memory"):
+        SGLangClient.create(spec(url=url, weight_transfer="shared_memory"))
+
+
+def test_without_sglang_an_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: None)
+    with pytest.raises(ConfigError, match=r"agent-loop\[sglang\]"):
+        SGLangServer.create(spec())
+    monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: "0.4.1")
+    with pytest.raises(ConfigError, match=r"sglang 0\.4\.1 is installed"):
+        SGLangServer.create(spec())
+
+
+def test_a_server_that_was_not_started_refuses_and_can_be_closed() -> None:
+    async def scenario() -> None:
+        server = SGLangClient.create(spec(url="http://127.0.0.1:1"))
+        with pytest.raises(ServerError, match="not started"):
+            await server.generate(PROMPT, SamplingParams(), "r")
+        assert not (await server.health()).is_alive
+        await server.close()
+        with pytest.raises(ServerError, match="closed"):
+            await server.generate(PROMPT, SamplingParams(), "r")
+
+    asyncio.run(scenario())
+
+
+def test_weights_of_a_model_whose_files_are_nowhere_are_refused() -> None:
+    async def scenario() -> None:
+        publisher = WeightPublisher(
+            ModelConfig(path="no/such-model"), transfer="auto", is_same_host=True, num_receivers=1
+        )
+        async with publisher.offer([("a", torch.ones(2))], weight_version=1):
+            pass
+
+    with pytest.raises(WeightsError, match="not on this machine"):
+        asyncio.run(scenario())

@@ -1,0 +1,329 @@
+"""The parts of the vLLM servers that need no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agent_loop.config import ModelConfig
+from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.vllm.limits import ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.log_probs import LogProbs, tell_apart
+from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
+from agent_loop.servers.vllm.options import check_names, engine_options
+from agent_loop.servers.vllm.replies import ReplyReader
+from agent_loop.servers.vllm.stamps import Part, stamped
+from agent_loop.servers.vllm.worker import BeforeCut, WeightWorker, keep_logits_before_cut
+from agent_loop.types import SamplingParams, TokenChunk, VersionSpan, as_token_ids
+from tests.servers.tiny_embedded import tiny_model
+
+LIMITS = RequestLimits(
+    server="vllm-0", max_model_len=20, model=ModelFacts(vocab_size=50, eos_token_ids=(7, 9))
+)
+
+
+def spec(**engine_kwargs: Any) -> ServerSpec:
+    return ServerSpec(
+        name="vllm-0", model=ModelConfig(path="m"), max_model_len=64, seed=3, engine_kwargs=engine_kwargs
+    )
+
+
+def wanted(prompt: list[int], **params: Any) -> dict[str, Any]:
+    return LIMITS.sampling(
+        "r", prompt_ids=as_token_ids(prompt), params=SamplingParams(**params), attachments=()
+    )
+
+
+def test_engine_kwargs_go_to_vllm_beside_what_the_configuration_says() -> None:
+    options = engine_options(spec(gpu_memory_utilization=0.5, tensor_parallel_size=2))
+    assert options["tensor_parallel_size"] == 2
+    assert (options["model"], options["max_model_len"], options["seed"]) == ("m", 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_model_len": 128}, "rollout.prompt_length and rollout.response_length makes it 64|make"),
+        ({"logprobs_mode": "raw_logprobs"}, "this server needs 'processed_logprobs'"),
+        ({"enable_prefix_caching": False}, "leave it out"),
+        ({"speculative_config": {}}, "log-probs of accepted drafts"),
+    ],
+)
+def test_an_option_that_contradicts_the_server_is_refused(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_options(spec(**kwargs))
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
+        check_names(["max_num_seq"], known=["max_num_seqs", "seed"])
+
+
+def test_end_tokens_are_stop_tokens_unless_they_are_to_be_ignored() -> None:
+    assert wanted([1], stop_token_ids=(3,))["stop_token_ids"] == [3, 7, 9]
+    assert wanted([1], stop_token_ids=(3,), ignore_eos=True)["stop_token_ids"] == [3]
+    assert wanted([1])["ignore_eos"] is True
+
+
+def test_a_completion_never_outgrows_the_context() -> None:
+    assert wanted([1, 2, 3])["max_tokens"] == 17
+    assert wanted([1, 2, 3], max_tokens=40)["max_tokens"] == 17
+    assert wanted([1, 2, 3], max_tokens=4)["max_tokens"] == 4
+
+
+@pytest.mark.parametrize("prompt", [[], list(range(20)), [1, 50], [-1]])
+def test_a_prompt_that_cannot_be_continued_is_refused(prompt: list[int]) -> None:
+    with pytest.raises(ServerError, match="server vllm-0 request r: the prompt"):
+        wanted(prompt)
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.005}, {"temperature": 2.5}, {"repetition_penalty": 1.1}]
+)
+def test_what_vllm_would_round_or_not_tell_exactly_is_refused(params: dict[str, Any]) -> None:
+    with pytest.raises(SamplingParamsError, match="vLLM"):
+        wanted([1], **params)
+
+
+def test_end_tokens_are_read_from_the_models_files(tmp_path: Path) -> None:
+    model = tiny_model(eos_token_id=5)
+    model.generation_config.eos_token_id = [5, 6]
+    model.save_pretrained(tmp_path)
+    facts = ModelFacts.read(ModelConfig(path=str(tmp_path)))
+    assert facts.eos_token_ids == (5, 6)
+    with pytest.raises(ConfigError, match="no configuration"):
+        ModelFacts.read(ModelConfig(path=str(tmp_path / "nothing")))
+
+
+def test_one_call_of_a_session_runs_at_a_time() -> None:
+    calls = RunningCalls("vllm-0")
+    with calls.enter("a") as call, calls.enter("b"):
+        assert len(calls) == 2
+        with pytest.raises(ServerError, match="request a: a request of this session is already running"):
+            calls.enter("a").__enter__()
+    assert (len(calls), call.is_over) == (0, True)
+
+
+LOGITS = {1: 2.0, 2: 0.5, 3: -1.0}
+
+
+def log_softmax(temperature: float) -> dict[int, float]:
+    total = math.log(sum(math.exp(value / temperature) for value in LOGITS.values()))
+    return {token: value / temperature - total for token, value in LOGITS.items()}
+
+
+@pytest.mark.parametrize(
+    ("hot_and_cut", "kind"),
+    [
+        (log_softmax(2.0), LogProbs.SCALED),
+        (log_softmax(1.0), LogProbs.RAW),
+        ({1: 0.0, 2: -9999.0, 3: -math.inf}, LogProbs.PROCESSED),
+        ({1: 0.0}, LogProbs.PROCESSED),
+        (log_softmax(0.3), LogProbs.UNKNOWN),
+        ({1: -1.0, 8: -2.0, 9: -3.0}, LogProbs.UNKNOWN),
+    ],
+)
+def test_kinds_of_log_probs_are_told_apart(hot_and_cut: dict[int, float], kind: LogProbs) -> None:
+    assert tell_apart(log_softmax(1.0), hot_and_cut) == kind
+
+
+def test_a_model_that_is_unsure_of_everything_tells_nothing() -> None:
+    flat = {1: -1.0, 2: -1.001}
+    assert tell_apart(flat, flat) == LogProbs.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "is_exact"),
+    [
+        (LogProbs.SCALED, {"temperature": 0.7, "top_p": 0.5}, True),
+        (LogProbs.RAW, {"temperature": 1.0, "top_p": 0.5}, True),
+        (LogProbs.RAW, {"temperature": 0.0}, True),
+        (LogProbs.RAW, {"temperature": 0.7}, False),
+        (LogProbs.PROCESSED, {"temperature": 0.7}, True),
+        (LogProbs.PROCESSED, {"temperature": 1.0, "top_p": 0.9}, False),
+        (LogProbs.PROCESSED, {"temperature": 1.0, "top_k": 5}, False),
+        (LogProbs.PROCESSED, {"temperature": 0.0, "top_k": 5}, True),
+        (LogProbs.UNKNOWN, {}, False),
+    ],
+)
+def test_log_probs_are_given_only_where_they_are_exact(
+    kind: LogProbs, params: dict[str, Any], is_exact: bool
+) -> None:
+    assert kind.are_exact(SamplingParams(**params)) is is_exact
+
+
+class CutToOne(torch.nn.Module):
+    """The last stage of a sampler: takes the likeliest token and writes over the others' logits."""
+
+    def __init__(self, logprobs_mode: str = "processed_logprobs", use_fp64_gumbel: bool = False) -> None:
+        super().__init__()
+        self.logprobs_mode = logprobs_mode
+
+    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, None]:
+        chosen = logits.argmax(-1)
+        logits.fill_(-math.inf)
+        return chosen, None
+
+
+class Sampler:
+    def __init__(self) -> None:
+        self.topk_topp_sampler: Any = CutToOne()
+
+
+def test_the_exchanged_stage_gives_log_probs_from_before_the_cut() -> None:
+    sampler = Sampler()
+    stage = sampler.topk_topp_sampler = BeforeCut.around(sampler)
+    assert BeforeCut.around(sampler) is stage
+    logits = torch.tensor([[0.5, 2.0, -1.0]])
+    sampled, log_probs = stage(logits.clone(), {}, None, None)
+    assert sampled.tolist() == [1]
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1))
+    assert stage.inner.logprobs_mode == "raw_logprobs"
+
+
+def test_the_second_model_runner_keeps_its_logits_from_before_the_cut() -> None:
+    def sample_random(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.argmax(-1), logits.fill_(-math.inf)
+
+    kept = keep_logits_before_cut(sample_random)
+    assert keep_logits_before_cut(kept) is kept
+    logits = torch.tensor([[0.5, 2.0]])
+    _, before = kept(logits.clone(), None)
+    torch.testing.assert_close(before, logits)
+
+
+def test_a_worker_answers_garbage_with_an_error_and_does_not_raise() -> None:
+    worker = WeightWorker()
+    worker.rank = 0
+    answer = worker.agent_loop_load_weights("no handle")
+    assert answer["is_unchanged"] is True
+    assert "weight handle" in answer["error"]
+
+
+def reply(**changes: Any) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "token_ids": [4, 5],
+        "logprobs": {"content": [{"token_id": 4, "logprob": -0.5}, {"token_id": 5, "logprob": -0.25}]},
+        "finish_reason": "stop",
+        "weight_versions": [
+            {"version": "2", "start": 0, "end": 1},
+            {"version": "3", "start": 1, "end": 2},
+        ],
+    }
+    return {
+        "choices": [{**choice, **changes}],
+        "usage": {"prompt_tokens_details": {"cached_tokens": 32}},
+    }
+
+
+def read(answer: Any, *, has_log_probs: bool = True) -> Any:
+    return ReplyReader("vllm-0").output(answer, request_id="r", weight_version=3, has_log_probs=has_log_probs)
+
+
+def test_a_reply_is_read_to_tokens_log_probs_and_versions() -> None:
+    output = read(reply())
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
+    assert output.version_spans == (VersionSpan(2, 1), VersionSpan(3, 1))
+    assert output.num_cached_tokens == 32
+    assert read(reply(), has_log_probs=False).log_probs is None
+    assert read(reply(finish_reason="abort")).stop_reason == "aborted"
+    assert read(reply(weight_versions=None)).weight_version == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {"choices": []},
+        reply(token_ids=["x"]),
+        reply(finish_reason="error"),
+        reply(logprobs=None),
+        reply(token_ids=[4, 6]),
+        reply(weight_versions=[{"version": "1"}]),
+    ],
+)
+def test_garbage_is_refused_by_name(answer: Any) -> None:
+    with pytest.raises(BadServerReply, match="server vllm-0 request r"):
+        read(answer)
+
+
+def test_the_log_ends_an_error_with_its_last_lines() -> None:
+    log = EngineLog("vllm-0")
+    assert log.tail() == ""
+    log.path.write_text("ValueError: too little\n" + "\n".join(f"line {number}" for number in range(100)))
+    assert "the first error in its log is 'ValueError: too little'" in log.tail()
+    assert log.tail().endswith("\nline 99")
+    assert len(log.tail().splitlines()) == TAIL_LINES + 1
+    log.remove()
+    assert not log.path.parent.exists()
+
+
+def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from agent_loop.servers import packages
+    from agent_loop.servers.vllm import VLLMServer
+
+    monkeypatch.setattr(packages, "installed_version", lambda package: None)
+    with pytest.raises(ConfigError, match=r"pip install .agent-loop\[vllm\]"):
+        VLLMServer.create(spec())
+    monkeypatch.setattr(packages, "installed_version", lambda package: "0.9.1")
+    with pytest.raises(ConfigError, match=r"vllm 0\.9\.1 is installed, but only"):
+        VLLMServer.create(spec())
+
+
+def test_a_worker_reports_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Damaged:
+        def receive_all(self, handle: str) -> dict[str, torch.Tensor]:
+            raise WeightsError("weight 'a' arrived damaged")
+
+    worker = WeightWorker()
+    worker.rank = 0
+    worker.__dict__["_agent_loop_weights"] = Damaged()
+    assert worker.agent_loop_load_weights("handle") == {
+        "error": "weight 'a' arrived damaged",
+        "is_unchanged": True,
+    }
+
+
+def part(*token_ids: int, reason: Any = None, spans: Any = ()) -> Part:
+    return Part(TokenChunk(list(token_ids), [-1.0] * len(token_ids), stop_reason=reason), spans=spans)
+
+
+def streamed(parts: list[Part], versions: list[int]) -> list[TokenChunk]:
+    """What comes out if the server's version, each time it is looked at, is the next of these."""
+    looks = iter(versions)
+
+    async def source() -> AsyncGenerator[Part]:
+        for each in parts:
+            yield each
+
+    async def main() -> list[TokenChunk]:
+        return [chunk async for chunk in stamped(source(), current_version=lambda: next(looks))]
+
+    return asyncio.run(main())
+
+
+def test_a_stream_without_an_update_comes_as_it_is() -> None:
+    chunks = streamed([part(1), part(2, 3), part(4, reason="stop", spans=[VersionSpan(5, 4)])], [5, 5, 5])
+    assert [chunk.token_ids for chunk in chunks] == [[1], [2, 3], [4]]
+    assert {chunk.weight_version for chunk in chunks} == {5}
+
+
+def test_what_is_read_after_an_update_waits_for_the_engines_own_stamps() -> None:
+    parts = [part(1), part(2), part(3), part(4, reason="stop", spans=[VersionSpan(5, 3), VersionSpan(6, 1)])]
+    chunks = streamed(parts, [5, 5, 6, 6])
+    assert [(chunk.token_ids, chunk.weight_version) for chunk in chunks] == [([1], 5), ([2, 3], 5), ([4], 6)]
+    assert [chunk.stop_reason for chunk in chunks] == [None, None, "stop"]
+
+
+def test_a_last_part_without_tokens_has_the_last_version() -> None:
+    chunks = streamed([part(1), part(reason="aborted", spans=[VersionSpan(5, 1)])], [5, 5])
+    assert [(chunk.token_ids, chunk.weight_version) for chunk in chunks] == [([1], 5), ([], 5)]
+    assert streamed([part(reason="aborted")], [5])[0].weight_version == 5
