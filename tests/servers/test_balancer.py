@@ -82,6 +82,41 @@ def test_a_faster_server_gets_more() -> None:
     assert chosen.count("fast") == 30
 
 
+def test_a_server_that_proves_slow_gets_less_and_its_sessions_leave() -> None:
+    balancer = LoadBalancer(servers(4))
+    seconds = {server: 2.0 if server == "s0" else 1.0 for server in servers(4)}
+    for _ in range(60):
+        round_of = [held(balancer, f"a{next(ids)}") for _ in range(12)]
+        for lease in round_of:
+            balancer.release(lease.request.id, num_new_tokens=100, seconds=seconds[lease.server])
+            balancer.end_session(lease.request.session)
+    homes = [held(balancer, f"b{number}").server for number in range(40)]
+    assert homes.count("s0") < 5
+    assert all(homes.count(server) > 10 for server in ("s1", "s2", "s3"))
+
+
+def test_equal_servers_count_as_equal_whatever_chance_says() -> None:
+    random, balancer = Random(1), LoadBalancer(servers(4))
+    for _ in range(300):
+        lease = held(balancer, f"a{next(ids)}")
+        balancer.release(lease.request.id, num_new_tokens=100, seconds=random.uniform(0.9, 1.1))
+        balancer.end_session(lease.request.session)
+    homes = [held(balancer, f"b{number}").server for number in range(40)]
+    assert [homes.count(server) for server in servers(4)] == [10] * 4
+
+
+def test_where_batches_are_small_so_is_the_margin() -> None:
+    small, large = (balancer_of(2, max_in_flight=limit, prefill_cost=0.0) for limit in (8, 64))
+    for balancer in (small, large):
+        lease = held(balancer, "a")
+        balancer.release(lease.request.id, num_new_tokens=256)
+        while balancer.in_flight[lease.server] < 4:
+            held(balancer, f"b{next(ids)}")
+        for other in [x for x in list(balancer._leases.values()) if x.server != lease.server]:
+            balancer.release(other.request.id)
+        assert (held(balancer, "a").server == lease.server) == (balancer is large)
+
+
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 

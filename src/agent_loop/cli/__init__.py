@@ -12,6 +12,7 @@ from agent_loop.cli.check_server import check_server_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
+from agent_loop.cli.simulate import simulate_command
 from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.errors import AgentLoopError
@@ -30,6 +31,7 @@ app.command("eval")(eval_command)
 app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
 app.command("check-server")(check_server_command)
+app.command("simulate")(simulate_command)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from agent_loop.cli.arguments import (
     read_rows,
 )
 from agent_loop.cli.running import by_id, run_rows
-from agent_loop.errors import RolloutError
+from agent_loop.errors import JournalError, RolloutError
 from agent_loop.rollout.records import write_records
 from agent_loop.trajectory import Trajectory
 
@@ -39,6 +39,9 @@ def rollout_command(
     data: DataOption = None,
     max_rows: MaxRowsOption = None,
     n: SamplesOption = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where a run with this `--out` was stopped or killed.")
+    ] = False,
 ) -> None:
     """Run agent loops on rows and write their trajectories: tokens, masks, log-probs, messages, rewards.
 
@@ -48,21 +51,38 @@ def rollout_command(
 
         agent-loop rollout config.yaml --data rows.jsonl --max-rows 8 -n 4 --out sampled.jsonl
 
+        agent-loop rollout config.yaml --out sampled.jsonl --resume
+
         agent-loop rollout config.yaml --model runs/train/checkpoints/step-000040/model rollout.temperature=0.7
     """
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
     console = Console()
     finished: list[Trajectory] = []
+    journal = out.with_name(f"{out.name}.journal")
+    if resume and not journal.is_file():
+        raise JournalError(f"there is no journal {str(journal)!r} to resume from; run it without --resume")
     try:
         trajectories = asyncio.run(
-            run_rows(settings, rows=rows, n=n, validate=False, console=console, finished=finished)
+            run_rows(
+                settings,
+                rows=rows,
+                n=n,
+                validate=False,
+                console=console,
+                finished=finished,
+                journal_path=journal if settings.rollout.journal else None,
+                resume=resume,
+            )
         )
     except (KeyboardInterrupt, RolloutError):
         write_records(out, sorted(finished, key=by_id))
         console.print(f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False)
+        if settings.rollout.journal:
+            console.print("go on with --resume", markup=False)
         raise
     write_records(out, trajectories)
+    journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
     console.print(f"{len(trajectories)} trajectories in {out}", markup=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -27,18 +28,27 @@ async def run_rows(
     validate: bool,
     console: Console,
     finished: list[Trajectory],
+    journal_path: Path | None = None,
+    resume: bool = False,
 ) -> list[Trajectory]:
     """Starts the servers of the configuration, runs the rows and closes the servers again.
 
     Args:
         finished: Gets each trajectory as it ends, so that they are there even if the run is stopped.
+        journal_path: Keeps each turn there; None keeps none.
+        resume: Go on from what the journal holds.
+
+    Raises:
+        JournalError: The journal cannot be written, or is of another rollout.
     """
-    from agent_loop.rollout.manager import AgentLoopManager  # late: keeps `--help` quick
+    # late: keeps `--help` quick
+    from agent_loop.distributed import create_manager
+    from agent_loop.rollout.journal.step import StepKey, open_journal, rollout_settings
 
     num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    async with AgentLoopManager.from_config(config) as manager:
+    async with create_manager(config) as manager:
         with Progress(*columns, *times, console=console) as progress:
             task = progress.add_task("trajectories", total=len(rows) * num_samples)
 
@@ -46,7 +56,17 @@ async def run_rows(
                 finished.append(trajectory)
                 progress.advance(task)
 
-            return await manager.run(rows, n=n, validate=validate, on_trajectory=on_trajectory)
+            if journal_path is None:
+                return await manager.run(rows, n=n, validate=validate, on_trajectory=on_trajectory)
+            key = StepKey.of(
+                rows, step=0, weight_version=0, num_samples=num_samples, settings=rollout_settings(config)
+            )
+            async with open_journal(journal_path, key=key, rows=rows, resume=resume, refuse=True) as journal:
+                for note in journal.notes:
+                    console.print(note, markup=False)
+                return await manager.run(
+                    rows, n=n, validate=validate, on_trajectory=on_trajectory, journal=journal
+                )
 
 
 def by_id(trajectory: Trajectory) -> tuple[int, int, int]:

@@ -1,52 +1,28 @@
-"""Which server gets the next request. Pure: no I/O, no clock.
-
-Work is counted in tokens to decode. A token of the prompt that the server has not computed yet costs
-`prefill_cost` of that.
-"""
+"""Which server gets the next request: the books of who runs where and who waits. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.servers.policy import (
+    BalancerConfig,
+    LeastWork,
+    Line,
+    Policy,
+    Rank,
+    Request,
+    ServerState,
+    SessionState,
+)
 from agent_loop.servers.ranking import Ranking
 
-LENGTH_MEMORY = 0.02
-"""Share of the newest completion in the running mean of their lengths."""
+__all__ = ["BalancerConfig", "Lease", "LoadBalancer", "Request"]
+
 NUM_STEAL_CANDIDATES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class BalancerConfig:
-    """How servers are chosen."""
-
-    prefill_cost: float = 0.05
-    """Of one prompt token, in decoded tokens: prefill is that much cheaper."""
-    escape_margin: float = 4.0
-    """A session leaves its server if that has so many completions' worth of work more than another one, beside the
-    cost of computing the session's prefix again."""
-    expected_tokens: float = 256.0
-    """Length of a completion before any has ended."""
-    longest_first: bool = False
-    """Of the requests that wait, first the one whose trajectory has the most left to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One completion that wants a place on a server."""
-
-    id: str
-    """Asking twice with one id is asking once."""
-    session: str
-    owner: str = ""
-    """Who asks: if it dies, all that it holds falls at once."""
-    num_prompt_tokens: int = 0
-    max_tokens: int | None = None
-    expected_remaining: float = 0.0
-    """Tokens that the trajectory is expected to take yet, where somebody knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,61 +36,41 @@ class Lease:
     """The server that the session left, which may forget it."""
 
 
-@dataclass(slots=True)
-class _Server:
-    name: str
-    max_in_flight: float
-    speed: float = 1.0
-    work: float = 0.0
-    num_in_flight: int = 0
-    num_sessions: int = 0
-    last_chosen: int = -1
-    waiting: Ranking[tuple[float, int]] = field(default_factory=Ranking[tuple[float, int]])
-    """Requests whose session lives here."""
-
-    @property
-    def load(self) -> float:
-        """Work in flight, in tokens of a server of speed 1."""
-        return self.work / self.speed
-
-    @property
-    def has_place(self) -> bool:
-        return self.num_in_flight < self.max_in_flight
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     request: Request
-    line: Ranking[tuple[float, int]]
+    line: Line
     place: tuple[float, int]
 
 
-@dataclass(slots=True)
-class _Session:
-    server: _Server | None
-    num_cached: int = 0
-    """Tokens of its context that its server has computed."""
-
-
 class LoadBalancer:
-    """Least outstanding work first, ties to the least recently chosen; a session stays where its prefix is until the
-    imbalance costs more than computing the prefix elsewhere.
+    """The one owner of in-flight counts and of session affinity.
 
-    The one owner of in-flight counts and of session affinity. Where every server has as many requests as it computes
-    at once, the rest wait here, not in the servers: they go to whichever has a place first.
+    Where every server has as many requests as it computes at once, the rest wait here, not in the servers: they go to
+    whichever has a place first.
     """
 
-    def __init__(self, servers: Iterable[str] = (), *, config: BalancerConfig | None = None) -> None:
-        self.config = config or BalancerConfig()
-        self._servers: dict[str, _Server] = {}
-        self._with_place: Ranking[tuple[float, int, int]] = Ranking()
-        self._homeless: Ranking[tuple[float, int]] = Ranking()
+    def __init__(
+        self,
+        servers: Iterable[str] = (),
+        *,
+        config: BalancerConfig | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        """Args: policy: Chooses the servers; None is `LeastWork(config)`."""
+        self.policy = policy or LeastWork(config)
+        self.config = self.policy.config
+        self._servers: dict[str, ServerState] = {}
+        self._with_place: Ranking[Rank] = Ranking()
+        self._with_line: Ranking[Rank] = Ranking()
+        """Servers for which requests wait, the busiest first."""
+        self._homeless: Line = Ranking()
         """Requests that any server may take."""
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, SessionState] = {}
         self._leases: dict[str, Lease] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._order = count()
-        self._mean_tokens = self.config.expected_tokens
+        self._epoch = self.policy.epoch
         for server in servers:
             self.add_server(server)
 
@@ -166,20 +122,23 @@ class LoadBalancer:
             return None
         if not self._servers:
             raise ServerDied("no server is left", request_id=request.session)
-        session = self._sessions.setdefault(request.session, _Session(server=None))
+        session = self._session(request.session)
         server = self._choose(session)
         if server is not None:
             return self._grant(request, server)
         priority = -request.expected_remaining if self.config.longest_first else 0.0
         line = self._homeless if session.server is None else session.server.waiting
-        self._line_up(_Waiting(request, line, (priority, next(self._order))))
+        self._line_up(_Waiting(request, line, (priority, next(self._order))), session.server)
         return None
 
-    def release(self, request_id: str, *, num_new_tokens: int | None = None) -> list[Lease]:
+    def release(
+        self, request_id: str, *, num_new_tokens: int | None = None, seconds: float | None = None
+    ) -> list[Lease]:
         """Gives a place back, or leaves the line; does nothing if that was done before.
 
         Args:
             num_new_tokens: How long the completion was; None if it failed.
+            seconds: How long the place was held, where somebody measured: tells how fast the server is.
 
         Returns:
             The leases of requests that waited and got a place by this.
@@ -190,17 +149,17 @@ class LoadBalancer:
         lease = self._leases.pop(request_id, None)
         if lease is None:
             return []
-        if num_new_tokens is not None:
-            self._mean_tokens += LENGTH_MEMORY * (num_new_tokens - self._mean_tokens)
         server = self._servers.get(lease.server)
         if server is None:
             return []
+        self.policy.ended(lease.request, on=server, num_new_tokens=num_new_tokens, seconds=seconds)
         server.num_in_flight -= 1
         server.work = max(0.0, server.work - lease.work) if server.num_in_flight else 0.0
         session = self._sessions.get(lease.request.session)
         if session is not None and session.server is server and num_new_tokens is not None:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
         self._rank(server)
+        self._rank_all_if_changed()
         return self._fill(server)
 
     @contextmanager
@@ -256,7 +215,10 @@ class LoadBalancer:
         """
         if name in self._servers:
             raise ConfigError(f"there are two servers of the name {name!r}; give each its own")
-        server = self._servers[name] = _Server(name, max_in_flight or float("inf"), speed)
+        limit = max_in_flight if self.policy.keeps_line else None
+        number = next(self._order)
+        server = self._servers[name] = ServerState(name, number, limit or float("inf"), speed)
+        server.last_chosen = next(self._order)
         self._rank(server)
         return self._fill(server)
 
@@ -267,6 +229,8 @@ class LoadBalancer:
         if server is None:
             return []
         self._with_place.discard(name)
+        self._with_line.discard(name)
+        self.policy.left(server)
         for lease in [lease for lease in self._leases.values() if lease.server == name]:
             del self._leases[lease.request.id]
         moved: list[str] = []
@@ -275,8 +239,15 @@ class LoadBalancer:
                 session.server, session.num_cached = None, 0
                 moved.append(session_id)
         for waiting in [w for w in self._waiting.values() if w.line is server.waiting]:
-            self._line_up(replace(waiting, line=self._homeless))
+            self._line_up(replace(waiting, line=self._homeless), None)
         return moved
+
+    def set_outside_requests(self, name: str, num_requests: int) -> None:
+        """Tells how many requests of others than this balancer's a server has, as far as it is known."""
+        server = self._servers.get(name)
+        if server is not None:
+            server.num_outside = num_requests
+            self._rank(server)
 
     def fill(self) -> list[Lease]:
         """Gives free places to requests that wait, as after `remove_server`."""
@@ -285,60 +256,62 @@ class LoadBalancer:
             granted += self._fill(server)
         return granted
 
-    # -- the policy ------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _choose(self, session: _Session) -> _Server | None:
+    def _session(self, session_id: str) -> SessionState:
+        session = self._sessions.get(session_id)
+        if session is None:
+            session = self._sessions[session_id] = SessionState(session_id)
+        return session
+
+    def _choose(self, session: SessionState) -> ServerState | None:
         """Where a request of this session goes now; None if it is to wait."""
         best = self._with_place.first()
-        home = session.server
-        if best is None:
-            return None
-        if home is None or self._is_worth_moving(session, home=home, to=self._servers[best]):
-            return self._servers[best]
-        return home if home.has_place else None
+        return None if best is None else self.policy.choose(session, best=self._servers[best])
 
-    def _is_worth_moving(self, session: _Session, *, home: _Server, to: _Server) -> bool:
-        lost = self.config.prefill_cost * session.num_cached
-        margin = self.config.escape_margin * self._mean_tokens
-        return home.load > to.load + lost / to.speed + margin
-
-    def _fill(self, server: _Server) -> list[Lease]:
+    def _fill(self, server: ServerState) -> list[Lease]:
         """Gives a server's free places to requests that wait."""
         granted: list[Lease] = []
-        while server.has_place and (request := self._next_for(server)) is not None:
+        while server.has_place and self._waiting and (request := self._next_for(server)) is not None:
             granted.append(self._grant(request, server))
         return granted
 
-    def _next_for(self, server: _Server) -> Request | None:
+    def _next_for(self, server: ServerState) -> Request | None:
         """The first in line of those that live here and those that live nowhere; else one whose own server has so
         much to do that it is worth moving."""
-        lines = [line for line in (server.waiting, self._homeless) if len(line)]
-        if lines:
-            line = min(lines, key=lambda line: line.first_key() or (0.0, 0))
-            return self._leave_line(line.first() or "")
-        others = [other for other in self._servers.values() if len(other.waiting)] if self._waiting else []
-        if not others:
+        own, anyone = server.waiting.first_key(), self._homeless.first_key()
+        if own is not None and (anyone is None or own < anyone):
+            return self._leave_line(server.waiting.first() or "")
+        if anyone is not None:
+            return self._leave_line(self._homeless.first() or "")
+        busiest = self._with_line.first()
+        if busiest is None:
             return None
-        busiest = max(others, key=lambda other: other.load)
-        chosen = busiest.waiting.first_where(
-            lambda request_id: self._is_worth_moving(
-                self._sessions[self._waiting[request_id].request.session], home=busiest, to=server
+        home = self._servers[busiest]
+        chosen = home.waiting.first_where(
+            lambda request_id: self.policy.is_worth_moving(
+                self._sessions[self._waiting[request_id].request.session], home=home, to=server
             ),
             at_most=NUM_STEAL_CANDIDATES,
         )
         return None if chosen is None else self._leave_line(chosen)
 
-    def _line_up(self, waiting: _Waiting) -> None:
+    def _line_up(self, waiting: _Waiting, home: ServerState | None) -> None:
         self._waiting[waiting.request.id] = waiting
         waiting.line.put(waiting.request.id, waiting.place)
+        if home is not None:
+            self._rank(home)
 
     def _leave_line(self, request_id: str) -> Request:
         waiting = self._waiting.pop(request_id)
         waiting.line.discard(request_id)
+        home = self._sessions[waiting.request.session].server
+        if home is not None and not len(home.waiting):
+            self._with_line.discard(home.name)
         return waiting.request
 
-    def _grant(self, request: Request, server: _Server) -> Lease:
-        session = self._sessions.setdefault(request.session, _Session(server=None))
+    def _grant(self, request: Request, server: ServerState) -> Lease:
+        session = self._session(request.session)
         moved_from = session.server
         if session.server is not server:
             if session.server is not None:
@@ -346,23 +319,29 @@ class LoadBalancer:
                 self._rank(session.server)
             session.server, session.num_cached = server, 0
             server.num_sessions += 1
-        expected = (
-            self._mean_tokens if request.max_tokens is None else min(self._mean_tokens, request.max_tokens)
-        )
-        num_uncached = max(0, request.num_prompt_tokens - session.num_cached)
-        work = expected + self.config.prefill_cost * num_uncached
+        work = self.policy.work_of(request, num_cached=session.num_cached)
         server.work += work
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
+        self.policy.begun(request, on=server)
         self._rank(server)
         left = moved_from.name if moved_from is not None and moved_from is not server else None
         lease = self._leases[request.id] = Lease(request, server.name, work, left)
         return lease
 
-    def _rank(self, server: _Server) -> None:
+    def _rank_all_if_changed(self) -> None:
+        if self._epoch != self.policy.epoch:
+            self._epoch = self.policy.epoch
+            for server in self._servers.values():
+                self._rank(server)
+
+    def _rank(self, server: ServerState) -> None:
         if server.name not in self._servers:
             return
+        rank = load, num_sessions, last_chosen = self.policy.rank(server)
         if server.has_place:
-            self._with_place.put(server.name, (server.load, server.num_sessions, server.last_chosen))
+            self._with_place.put(server.name, rank)
         else:
             self._with_place.discard(server.name)
+        if len(server.waiting):
+            self._with_line.put(server.name, (-load, num_sessions, last_chosen))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -76,11 +76,12 @@ class AsyncLLMServerManager:
         # With another server at hand, tokens are taken as they come, so that none are lost with this one.
         keeps_parts = len(self._pool.servers) > 1
         while True:
+            num_before = work.num_tokens
             try:
                 async with self._place(work) as place:
                     streams = keeps_parts and Ability.STREAMING in place.server.abilities
                     await place.run(partial(work.take_parts if streams else work.take_whole, place.server))
-                    place.num_new_tokens = work.num_tokens
+                    place.num_new_tokens = work.num_tokens - num_before
                 return TokenOutput.from_chunks(work.chunks)
             except RequestAborted:
                 return TokenOutput.from_chunks([*work.chunks, self._nothing()])
@@ -104,12 +105,13 @@ class AsyncLLMServerManager:
         work = _Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
         while True:
+            num_before = work.num_tokens
             try:
                 async with self._place(work) as place, aclosing(work.stream_on(place.server)) as chunks:
                     while (chunk := await place.run(partial(anext, chunks, None))) is not None:
                         work.chunks.append(chunk)
                         yield chunk
-                    place.num_new_tokens = work.num_tokens
+                    place.num_new_tokens = work.num_tokens - num_before
                 return
             except RequestAborted:
                 yield self._nothing()
@@ -214,15 +216,13 @@ class AsyncLLMServerManager:
         for request_id in list(self._sessions):
             await self.end_session(request_id)
 
-    @asynccontextmanager
-    async def _place(self, work: _Work) -> AsyncGenerator[Place]:
-        async with self._pool.place(
+    def _place(self, work: _Work) -> AbstractAsyncContextManager[Place]:
+        return self._pool.place(
             work.request_id,
             num_prompt_tokens=len(work.prompt_ids) + work.num_tokens,
             max_tokens=work.params.max_tokens,
             timeout_s=self._request_timeout_s,
-        ) as place:
-            yield place
+        )
 
     def _give_up_on(self, error: ServerDied) -> bool:
         """Leaves a dead server out; tells whether it was the last one."""

@@ -15,6 +15,8 @@ from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.errors import ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.servers.forecast import Forecast, TurnsLeft
+from agent_loop.servers.policy import Policy
 from agent_loop.weights.shared import SenderPool, SharedWeights
 
 if TYPE_CHECKING:
@@ -85,9 +87,24 @@ class ServerPool:
     """Servers behind one balancer. One that dies is left out, and comes back when it is well again and has the
     weights of the others."""
 
-    def __init__(self, servers: Iterable[AsyncServerBase], *, config: BalancerConfig | None = None) -> None:
-        self.balancer = LoadBalancer(config=config)
+    def __init__(
+        self,
+        servers: Iterable[AsyncServerBase],
+        *,
+        config: BalancerConfig | None = None,
+        policy: Policy | None = None,
+        forecast: Forecast | None = None,
+    ) -> None:
+        """Args:
+        policy: Chooses the servers; None is `LeastWork(config)`.
+        forecast: Tells how much sessions have left to do, where the order of the line depends on it; None learns it
+            from the sessions that ended.
+        """
+        self.balancer = LoadBalancer(config=config, policy=policy)
+        self._forecast = (forecast or TurnsLeft()) if self.balancer.config.longest_first else None
         self.weight_version = 0
+        self.num_failovers = 0
+        """Requests that lost their server while they ran."""
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Why each server that is left out is."""
@@ -120,21 +137,26 @@ class ServerPool:
         """
         clock = asyncio.get_running_loop().time
         ends_at = None if timeout_s is None else clock() + timeout_s
-        request = Request(f"{session}/{uuid4().hex}", session, "", num_prompt_tokens, max_tokens)
+        remaining = 0.0 if self._forecast is None else self._forecast.begin_turn(session)
+        request = Request(f"{session}/{uuid4().hex}", session, "", num_prompt_tokens, max_tokens, remaining)
         place: Place | None = None
+        granted_at = 0.0
         try:
             lease = self._acquire(request) or await self._wait_for_place(request, ends_at=ends_at)
-            server = self._servers[lease.server]
+            server, granted_at = self._servers[lease.server], clock()
             place = Place(server, request_id=session, ends_at=ends_at, timeout_s=timeout_s)
             self._places.setdefault(server.name, {})[request.id] = place
             if lease.moved_from is not None:
                 await self._forget(session, on=lease.moved_from)
             yield place
         finally:
-            for places in self._places.values():
-                places.pop(request.id, None)
-            new_tokens = None if place is None else place.num_new_tokens
-            self._hand_out(self.balancer.release(request.id, num_new_tokens=new_tokens))
+            new_tokens = None
+            if place is not None:
+                new_tokens = place.num_new_tokens
+                self._places.get(place.server.name, {}).pop(request.id, None)
+            self._hand_out(
+                self.balancer.release(request.id, num_new_tokens=new_tokens, seconds=clock() - granted_at)
+            )
 
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""
@@ -150,6 +172,8 @@ class ServerPool:
         """Tells that no turn of this session will follow."""
         server = self._home_of(session)
         self.balancer.end_session(session)
+        if self._forecast is not None:
+            self._forecast.end(session)
         if server is not None:
             await server.end_session(session)
 
@@ -162,7 +186,9 @@ class ServerPool:
         logger.warning("server %s is lost: %s", name, reason)
         self._lost[name] = reason
         self.balancer.remove_server(name)
-        for place in self._places.pop(name, {}).values():
+        places = self._places.pop(name, {})
+        self.num_failovers += len(places)
+        for place in places.values():
             place.lose(reason)
         if self.balancer.servers:
             self._hand_out(self.balancer.fill())
@@ -172,7 +198,8 @@ class ServerPool:
                 future.set_exception(self._none_left(request_id.rpartition("/")[0]))
 
     async def watch(self) -> None:
-        """Asks every server again and again how it is; for ever."""
+        """Asks every server again and again how it is; for ever. Begins with those that were lost."""
+        await run_together(self._look_after(self._servers[name]) for name in list(self._lost))
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             await run_together(self._look_after(server) for server in self.servers)

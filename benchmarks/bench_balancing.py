@@ -1,0 +1,89 @@
+"""Makespans of a simulated cluster under several policies, in relation to a perfect pool.
+
+    python benchmarks/bench_balancing.py [--servers 32] [--trajectories 3000] [--seed 0] [--json FILE]
+
+The perfect pool is one server with the capacity of all. Everything between the agent loops and the servers is what runs
+for real; engines and tools are simulated, so that the figures depend on nothing but the seed. The large setting of
+docs/performance.md is `--servers 512 --trajectories 100000`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from agent_loop.simulation.cluster import Cluster, OrderName, PolicyName, simulate
+from agent_loop.simulation.report import Bounds, Report
+from agent_loop.simulation.workload import Workload
+
+SLOW_SHARES = (0.0, 0.1)
+TARGETS = {0.0: 1.05, 0.1: 1.20}
+"""Of the default policy, in relation to the perfect pool."""
+
+
+def clusters(base: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """What is compared."""
+    for policy in PolicyName:
+        yield policy, replace(base, policy=policy)
+    for order in (OrderName.LEARNT, OrderName.ORACLE):
+        yield f"least-work, order {order}", replace(base, order=order)
+
+
+def measure(num_servers: int, workload: Workload) -> Iterator[dict[str, Any]]:
+    """One row per cluster."""
+    plans = workload.plans()
+    for slow_share in SLOW_SHARES:
+        base = Cluster(num_servers=num_servers, slow_share=slow_share)
+        bounds = Bounds.of(plans, model=base.model, capacity=base.capacity)
+        perfect_s = simulate(base.perfect(), plans).makespan_s
+        for name, cluster in clusters(base):
+            report = Report.of(simulate(cluster, plans), bounds=bounds, perfect_s=perfect_s)
+            yield {"slow_share": slow_share, "name": name, **report.as_dict()}
+
+
+def main() -> None:
+    """Prints the table; exits with 1 if the default policy misses a target."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--servers", type=int, default=32)
+    parser.add_argument("--trajectories", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    console = Console()
+    workload = Workload(num_trajectories=arguments.trajectories, seed=arguments.seed)
+    table = Table("slow servers", "policy", "makespan to perfect", "to bound", "p50", "p99", "prefix hits")
+    rows: list[dict[str, Any]] = []
+    for row in measure(arguments.servers, workload):
+        rows.append(row)
+        console.print(f"{row['slow_share']:.0%} slow, {row['name']}: {row['to_perfect']:.3f}")
+        latency = row["latency_s"]
+        table.add_row(
+            f"{row['slow_share']:.0%}",
+            row["name"],
+            f"{row['to_perfect']:.3f}",
+            f"{row['to_bound']:.3f}",
+            f"{latency['p50']:.0f} s",
+            f"{latency['p99']:.0f} s",
+            f"{row['prefix_hit_rate']:.1%}",
+        )
+    console.print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    ours = {row["slow_share"]: row["to_perfect"] for row in rows if row["name"] == PolicyName.LEAST_WORK}
+    for share, limit in TARGETS.items():
+        verdict = "reached" if ours[share] <= limit else "missed"
+        console.print(f"{share:.0%} slow: {ours[share]:.3f}, target {limit:.2f}: {verdict}")
+    raise SystemExit(any(ours[share] > limit for share, limit in TARGETS.items()))
+
+
+if __name__ == "__main__":
+    main()

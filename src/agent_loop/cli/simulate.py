@@ -1,0 +1,191 @@
+"""`agent-loop simulate`: what a cluster would do."""
+
+from __future__ import annotations
+
+import gc
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from agent_loop.cli.arguments import SamplesOption
+from agent_loop.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from agent_loop.simulation.cluster import Cluster, Fault
+    from agent_loop.simulation.report import Outcome, Report
+    from agent_loop.simulation.workload import Plan
+
+NameT = TypeVar("NameT", bound=StrEnum)
+
+POLICIES = "least-work, round-robin, least-requests, sticky-hash, verl"
+ORDERS = "arrival, learnt, oracle"
+EXIT_INTERRUPTED = 130
+
+
+def simulate_command(
+    *,
+    servers: Annotated[int, typer.Option("--servers", min=1, help="How many.")] = 512,
+    trajectories: Annotated[int, typer.Option("--trajectories", min=1, help="Of the workload.")] = 100_000,
+    n: SamplesOption = None,
+    slow_share: Annotated[float, typer.Option("--slow-share", min=0, max=1, help="Of the servers.")] = 0.0,
+    slow_speed: Annotated[
+        float, typer.Option("--slow-speed", help="Of those, relative to the others.")
+    ] = 0.5,
+    policy: Annotated[str, typer.Option("--policy", help=f"Who gets a request: {POLICIES}.")] = "least-work",
+    order: Annotated[
+        str,
+        typer.Option("--order", help=f"Which of those that wait comes first: {ORDERS} (most left to do)."),
+    ] = "arrival",
+    max_concurrent: Annotated[
+        int | None, typer.Option("--max-concurrent", min=1, help="Trajectories in flight; default is all.")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            "--replay", help="Recorded trajectories: a file or a folder of them.", show_default=False
+        ),
+    ] = None,
+    fail: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail",
+            metavar="SERVER@SECOND[+SECONDS]",
+            help="A server dies, and comes back after so long; may be given more than once.",
+            show_default=False,
+        ),
+    ] = None,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Requests that a server computes at once.")
+    ] = 64,
+    step_ms: Annotated[float, typer.Option("--step-ms", help="A decoding step beside its requests.")] = 12.0,
+    request_ms: Annotated[float, typer.Option("--request-ms", help="That each adds to a step.")] = 0.25,
+    prefill: Annotated[float, typer.Option("--prefill", help="Prompt tokens per second.")] = 20_000.0,
+    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=1, help="In a server's KV cache.")] = 400_000,
+    perfect: Annotated[
+        bool,
+        typer.Option(
+            "--perfect/--no-perfect", help="Also run one server with the capacity of all, to compare."
+        ),
+    ] = True,
+    seed: Annotated[int, typer.Option("--seed", help="Of the workload.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Run a workload on a simulated cluster, in virtual time: real manager, balancer and worker, simulated engines.
+
+    Without `--replay` the workload is heavy-tailed: 2 to 40 turns (Pareto), log-normal lengths and waits for tools.
+    100,000 trajectories take some minutes of one core.
+
+    Examples:
+
+        agent-loop simulate
+
+        agent-loop simulate --servers 64 --trajectories 12500 --slow-share 0.1 --slow-speed 0.5
+
+        agent-loop simulate --servers 8 --replay trajectories.jsonl --trajectories 4000 --fail 3@60+120 --json
+    """
+    from agent_loop.simulation.cluster import Cluster, OrderName, PolicyName  # late: keeps `--help` quick
+    from agent_loop.simulation.engine import EngineModel
+    from agent_loop.simulation.replay import read_plans, repeated
+    from agent_loop.simulation.workload import Workload
+
+    model = EngineModel(
+        step_s=step_ms / 1000,
+        step_s_per_request=request_ms / 1000,
+        prefill_tokens_per_s=prefill,
+        max_concurrent=batch,
+        kv_tokens=kv_tokens,
+    )
+    cluster = Cluster(
+        num_servers=servers,
+        model=model,
+        slow_share=slow_share,
+        slow_speed=slow_speed,
+        policy=_choice(policy, "--policy", PolicyName),
+        order=_choice(order, "--order", OrderName),
+        max_concurrent=max_concurrent,
+        faults=tuple(_fault(text) for text in fail or ()),
+    )
+    if replay is None:
+        plans = Workload(num_trajectories=trajectories, group_size=n or 8, seed=seed).plans()
+    else:
+        recorded = read_plans(replay)
+        plans = repeated(recorded, times=-(-trajectories // len(recorded)))[:trajectories]
+    console = Console(stderr=as_json)
+    try:
+        report = _run(cluster, plans, perfect=perfect, console=console)
+    except KeyboardInterrupt:
+        console.print("stopped: there are no figures of an unfinished run")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        typer.echo(json.dumps(report.as_dict(), indent=2))
+    else:
+        console.print(_table(report))
+        if report.num_failed:
+            console.print(
+                f"{report.num_failed} trajectories failed, the first with: {report.first_failure}",
+                markup=False,
+            )
+
+
+def _run(cluster: Cluster, plans: list[Plan], *, perfect: bool, console: Console) -> Report:
+    from agent_loop.simulation.cluster import simulate  # late: keeps `--help` quick
+    from agent_loop.simulation.report import Bounds, Report
+
+    gc.freeze()  # so that the collector does not walk through the plans again and again
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def run(cluster: Cluster, name: str) -> Outcome:
+            task = progress.add_task(name, total=len(plans))
+            return simulate(cluster, plans, on_trajectory=lambda: progress.advance(task))
+
+        perfect_s = run(cluster.perfect(), "perfect pool").makespan_s if perfect else None
+        outcome = run(cluster, f"{cluster.num_servers} servers")
+    bounds = Bounds.of(plans, model=cluster.model, capacity=cluster.capacity)
+    return Report.of(outcome, bounds=bounds, perfect_s=perfect_s)
+
+
+def _table(report: Report) -> Table:
+    table = Table("", "", show_header=False)
+    latency = report.latency_s
+    table.add_row("trajectories", f"{report.num_trajectories}, {report.num_failed} failed")
+    table.add_row("makespan", f"{report.makespan_s:.1f} s")
+    if report.to_perfect is not None:
+        table.add_row("to a perfect pool", f"{report.to_perfect:.3f}  ({report.perfect_s:.1f} s)")
+    table.add_row("to the lower bound", f"{report.to_bound:.3f}")
+    table.add_row("  all work at full rate", f"{report.work_bound_s:.1f} s")
+    table.add_row("  longest one alone", f"{report.longest_bound_s:.1f} s")
+    for name in ("p50", "p90", "p99", "max"):
+        table.add_row(f"latency {name}", f"{latency[name]:.1f} s")
+    table.add_row("prefix hit rate", f"{report.prefix_hit_rate:.1%}")
+    table.add_row("imbalance (most to mean work)", f"{report.imbalance:.2f}")
+    table.add_row("utilisation", f"{report.utilisation:.1%}")
+    table.add_row("set aside, KV cache full", str(report.num_preempted))
+    table.add_row("went on at another server", str(report.num_failovers))
+    return table
+
+
+def _choice(value: str, option: str, names: type[NameT]) -> NameT:
+    try:
+        return names(value)
+    except ValueError:
+        raise ConfigError(f"{option} is {value!r}{did_you_mean(value, map(str, names))}") from None
+
+
+def _fault(text: str) -> Fault:
+    from agent_loop.simulation.cluster import Fault  # late: keeps `--help` quick
+
+    server, _, times = text.partition("@")
+    at_s, _, for_s = times.partition("+")
+    try:
+        return Fault(int(server), float(at_s), float(for_s or "inf"))
+    except ValueError:
+        raise ConfigError(
+            f"--fail is {text!r}; give a server's number and seconds, as in 3@60 or 3@60+120"
+        ) from None

@@ -1,0 +1,1 @@
+"""A cluster on a virtual clock: the real manager, pool, balancer and worker against simulated servers."""

@@ -1,0 +1,280 @@
+"""Runs a workload on a simulated cluster: everything between the loops and the servers is what runs for real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any, cast
+
+from agent_loop.concurrency import running_beside
+from agent_loop.errors import ConfigError
+from agent_loop.limits import EpisodeLimits
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.forecast import Forecast
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.policy import BalancerConfig, LeastWork, Policy
+from agent_loop.servers.pool import ServerPool
+from agent_loop.simulation.engine import EngineModel
+from agent_loop.simulation.loop import LOOP_NAME, PlannedRun
+from agent_loop.simulation.policies import LeastRequests, RoundRobin, StickyHash, StickyLeastRequests
+from agent_loop.simulation.report import Outcome, Sample
+from agent_loop.simulation.server import SimulatedServer
+from agent_loop.simulation.workload import Plan
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+
+SAMPLE_EVERY_S = 1.0
+"""How often the load of the servers is looked at."""
+
+
+class PolicyName(StrEnum):
+    """Which server a request goes to."""
+
+    LEAST_WORK = "least-work"
+    ROUND_ROBIN = "round-robin"
+    LEAST_REQUESTS = "least-requests"
+    STICKY_HASH = "sticky-hash"
+    VERL = "verl"
+
+
+class OrderName(StrEnum):
+    """Which of the requests that wait comes first."""
+
+    ARRIVAL = "arrival"
+    LEARNT = "learnt"
+    """The one expected to have most left to do, learnt from the run so far."""
+    ORACLE = "oracle"
+    """The one that has most left to do."""
+
+
+class FaultKind(StrEnum):
+    """What happens to a server."""
+
+    DIES = "dies"
+    HANGS = "hangs"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A server that fails, and comes back if `for_s` is finite."""
+
+    server: int
+    at_s: float
+    for_s: float = float("inf")
+    kind: FaultKind = FaultKind.DIES
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The servers, and who decides among them."""
+
+    num_servers: int = 512
+    model: EngineModel = field(default_factory=EngineModel)
+    slow_share: float = 0.0
+    """Of the servers, evenly spread."""
+    slow_speed: float = 0.5
+    policy: PolicyName = PolicyName.LEAST_WORK
+    order: OrderName = OrderName.ARRIVAL
+    balancer: BalancerConfig = field(default_factory=BalancerConfig)
+    max_concurrent: int | None = None
+    """Trajectories in flight; None begins all at once."""
+    faults: tuple[Fault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_servers < 1 or not 0 <= self.slow_share <= 1 or self.slow_speed <= 0:
+            raise ConfigError(
+                f"a cluster of {self.num_servers} servers, a share of {self.slow_share} of them at speed "
+                f"{self.slow_speed}: give at least one server, a share from 0 to 1 and a speed above 0"
+            )
+        if self.order is not OrderName.ARRIVAL and self.policy is not PolicyName.LEAST_WORK:
+            raise ConfigError(
+                f"order {self.order} with policy {self.policy}, which keeps no line to order; use "
+                f"{PolicyName.LEAST_WORK}"
+            )
+        for fault in self.faults:
+            if not 0 <= fault.server < self.num_servers:
+                raise ConfigError(
+                    f"server {fault.server} is to fail, but there are {self.num_servers}, from 0"
+                )
+
+    @property
+    def speeds(self) -> list[float]:
+        """Of each server."""
+        num_slow = round(self.num_servers * self.slow_share)
+        slow = {number * self.num_servers // num_slow for number in range(num_slow)}
+        return [self.slow_speed if number in slow else 1.0 for number in range(self.num_servers)]
+
+    @property
+    def capacity(self) -> float:
+        """In servers of full speed."""
+        return sum(self.speeds)
+
+    def perfect(self) -> Cluster:
+        """One server with the capacity of all."""
+        return replace(
+            self,
+            num_servers=1,
+            slow_share=0.0,
+            model=self.model.enlarged(self.capacity),
+            policy=PolicyName.LEAST_WORK,
+            faults=(),
+        )
+
+
+def simulate(
+    cluster: Cluster, plans: Sequence[Plan], *, on_trajectory: Callable[[], None] | None = None
+) -> Outcome:
+    """Runs the plans to their end, on a clock that jumps.
+
+    Args:
+        on_trajectory: Told whenever one has ended.
+    """
+    return run_virtual(run_cluster(cluster, plans, on_trajectory=on_trajectory))
+
+
+async def run_cluster(
+    cluster: Cluster, plans: Sequence[Plan], *, on_trajectory: Callable[[], None] | None = None
+) -> Outcome:
+    """The same on the clock of the running event loop."""
+    run = PlannedRun(plans)
+    servers = [
+        SimulatedServer(run.says, model=replace(cluster.model, speed=speed), name=f"server-{number:03}")
+        for number, speed in enumerate(cluster.speeds)
+    ]
+    async with running_beside(_break(servers, cluster.faults)):
+        outcome = await drive(run, cluster=cluster, servers=servers, on_trajectory=on_trajectory)
+    return replace(outcome, busy_s=sum(server.engine.busy_s for server in servers))
+
+
+async def drive(
+    run: PlannedRun,
+    *,
+    cluster: Cluster,
+    servers: Sequence[AsyncServerBase],
+    on_trajectory: Callable[[], None] | None = None,
+) -> Outcome:
+    """Has the plans run on these servers, whatever they are, under the cluster's policy."""
+    pool = ServerPool(servers, policy=_policy(cluster), forecast=_forecast(cluster, run))
+    manager = AsyncLLMServerManager(pool)
+    samples: list[Sample] = []
+    failed: list[Trajectory] = []
+    clock = asyncio.get_running_loop().time
+    started = clock()
+
+    def note(trajectory: Trajectory) -> None:
+        if trajectory.output.stop_reason is StopReason.FAILED:
+            failed.append(trajectory)
+        if on_trajectory is not None:
+            on_trajectory()
+
+    async with AsyncExitStack() as beside:
+        if cluster.faults:
+            await beside.enter_async_context(manager.watching())
+        speeds = {server.name: speed for server, speed in zip(servers, cluster.speeds, strict=True)}
+        await beside.enter_async_context(running_beside(_watch_load(pool, speeds, samples)))
+        await _worker(manager, cluster).run([_job(p, run) for p in run.plans.values()], on_trajectory=note)
+        makespan_s = clock() - started
+    return Outcome(
+        makespan_s=makespan_s,
+        ended=tuple(run.ended),
+        samples=tuple(samples),
+        num_servers=len(servers),
+        num_failed=len(failed),
+        first_failure=next((t.output.failure.error for t in failed if t.output.failure), None),
+        num_failovers=pool.num_failovers,
+    )
+
+
+def _worker(manager: AsyncLLMServerManager, cluster: Cluster) -> AgentLoopWorker:
+    context = LoopContext(
+        server_manager=manager,
+        template=cast(Any, SimpleNamespace(tokenizer=None)),  # a plan has no text
+        limits=EpisodeLimits(prompt_length=1, response_length=1),
+    )
+    return AgentLoopWorker(
+        context,
+        loops=LoopRegistry(),
+        default_agent_loop=LOOP_NAME,
+        max_concurrent=cluster.max_concurrent,
+    )
+
+
+def _job(plan: Plan, run: PlannedRun) -> Job:
+    return Job({"plan": plan, "run": run}, plan.group, int(plan.id.rpartition("/")[2]), {})
+
+
+def _policy(cluster: Cluster) -> Policy:
+    config = replace(cluster.balancer, longest_first=cluster.order is not OrderName.ARRIVAL)
+    match cluster.policy:
+        case PolicyName.LEAST_WORK:
+            return LeastWork(config)
+        case PolicyName.ROUND_ROBIN:
+            return RoundRobin(config)
+        case PolicyName.LEAST_REQUESTS:
+            return LeastRequests(config)
+        case PolicyName.STICKY_HASH:
+            return StickyHash(config)
+        case PolicyName.VERL:
+            return StickyLeastRequests(config)
+
+
+def _forecast(cluster: Cluster, run: PlannedRun) -> Forecast | None:
+    return _Oracle(cluster.model, run) if cluster.order is OrderName.ORACLE else None
+
+
+class _Oracle:
+    """Knows the plans. Implements `Forecast`."""
+
+    def __init__(self, model: EngineModel, run: PlannedRun) -> None:
+        self._step_s = 1 / (model.best_tokens_per_s / model.max_concurrent)
+        self._run = run
+        self._turns: dict[str, int] = {}
+
+    def begin_turn(self, session: str) -> float:
+        """Seconds that are left: tools and steps of a full batch."""
+        turn = self._turns.get(session, 0)
+        self._turns[session] = turn + 1
+        plan = self._run.plans[session]
+        tools = sum(turn.tool_s for turn in plan.turns[turn:-1])
+        return tools + self._step_s * sum(turn.num_tokens for turn in plan.turns[turn:])
+
+    def end(self, session: str) -> None:
+        self._turns.pop(session, None)
+
+
+async def _watch_load(pool: ServerPool, speeds: Mapping[str, float], samples: list[Sample]) -> None:
+    while True:
+        await asyncio.sleep(SAMPLE_EVERY_S)
+        work = [work / speeds[name] for name, work in pool.balancer.outstanding_work.items()]
+        mean = sum(work) / max(len(work), 1)
+        samples.append(
+            Sample(
+                num_in_flight=pool.balancer.num_leases,
+                num_waiting=pool.balancer.num_waiting,
+                imbalance=max(work) / mean if mean else 1.0,
+            )
+        )
+
+
+async def _break(servers: Sequence[SimulatedServer], faults: Sequence[Fault]) -> None:
+    async def one(fault: Fault) -> None:
+        server = servers[fault.server]
+        await asyncio.sleep(fault.at_s)
+        if fault.kind is FaultKind.DIES:
+            server.die()
+        else:
+            server.hang()
+        await asyncio.sleep(fault.for_s)
+        server.revive()
+
+    async with asyncio.TaskGroup() as group:
+        for fault in faults:
+            group.create_task(one(fault))

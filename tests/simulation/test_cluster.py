@@ -1,0 +1,195 @@
+"""A whole run: real manager, pool, balancer and worker; only the engines are simulated."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError
+from agent_loop.limits import EpisodeLimits
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.servers.forecast import TurnsLeft
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.speeds import SpeedEstimate
+from agent_loop.simulation.cluster import (
+    Cluster,
+    Fault,
+    FaultKind,
+    OrderName,
+    PolicyName,
+    run_cluster,
+    simulate,
+)
+from agent_loop.simulation.engine import EngineModel
+from agent_loop.simulation.report import Bounds, Report
+from agent_loop.simulation.server import SimulatedServer
+from agent_loop.simulation.workload import Workload
+from agent_loop.testing import run_virtual
+from agent_loop.types import IntArray, StopReason
+from tests.helpers import call_text, encoded, hermes_template, user
+from tests.rollout.harness import Adder
+
+SMALL = Cluster(num_servers=4, model=EngineModel(max_concurrent=8, kv_tokens=200_000))
+PLANS = Workload(num_trajectories=100).plans()
+IDEAL_S = simulate(SMALL.perfect(), PLANS).makespan_s
+
+
+def report_of(cluster: Cluster) -> Report:
+    bounds = Bounds.of(PLANS, model=cluster.model, capacity=cluster.capacity)
+    return Report.of(simulate(cluster, PLANS), bounds=bounds, perfect_s=IDEAL_S)
+
+
+@pytest.mark.parametrize("policy", list(PolicyName))
+def test_every_policy_brings_every_trajectory_to_its_end(policy: PolicyName) -> None:
+    report = report_of(replace(SMALL, policy=policy))
+    assert (report.num_trajectories, report.num_failed, report.num_failovers) == (100, 0, 0)
+    assert report.to_bound > 1
+    assert 0 < report.utilisation <= 1
+    assert report.latency_s["p50"] <= report.latency_s["p99"] <= report.makespan_s
+    if policy in (PolicyName.STICKY_HASH, PolicyName.VERL):
+        assert report.prefix_hit_rate > 0.99
+
+
+def test_equal_servers_are_almost_as_good_as_one_of_their_size() -> None:
+    report = report_of(SMALL)
+    assert report.to_perfect is not None
+    assert report.to_perfect < 1.1
+    assert report.prefix_hit_rate > 0.9
+
+
+def test_the_default_policy_finds_the_slow_server_and_sticky_sessions_suffer_from_it() -> None:
+    plans = Workload(num_trajectories=300).plans()
+    cluster = Cluster(num_servers=10, slow_share=0.2, model=EngineModel(max_concurrent=8))
+    perfect_s = simulate(cluster.perfect(), plans).makespan_s
+    assert simulate(cluster, plans).makespan_s < 1.15 * perfect_s
+    assert simulate(replace(cluster, policy=PolicyName.VERL), plans).makespan_s > 1.4 * perfect_s
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    assert Workload(num_trajectories=40, seed=3).plans() == Workload(num_trajectories=40, seed=3).plans()
+    assert Workload(num_trajectories=40, seed=3).plans() != Workload(num_trajectories=40, seed=4).plans()
+    assert simulate(SMALL, PLANS[:40]) == simulate(SMALL, PLANS[:40])
+
+
+@pytest.mark.parametrize("order", [OrderName.LEARNT, OrderName.ORACLE])
+def test_the_line_can_be_ordered_by_what_is_left(order: OrderName) -> None:
+    report = report_of(replace(SMALL, order=order))
+    assert (report.num_trajectories, report.num_failed) == (100, 0)
+
+
+@pytest.mark.parametrize("kind", list(FaultKind))
+def test_servers_that_fail_cost_time_and_no_trajectory(kind: FaultKind) -> None:
+    faults = (Fault(server=1, at_s=20.0, for_s=60.0, kind=kind), Fault(server=2, at_s=30.0, kind=kind))
+    report = report_of(replace(SMALL, faults=faults))
+    assert (report.num_trajectories, report.num_failed) == (100, 0)
+    assert report.num_failovers >= 2
+
+
+def test_no_more_trajectories_run_than_are_allowed() -> None:
+    outcome = simulate(replace(SMALL, max_concurrent=5), PLANS)
+    assert max(sample.num_in_flight + sample.num_waiting for sample in outcome.samples) <= 5
+
+
+def test_cancelling_a_thousand_trajectories_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[SimulatedServer] = []
+    make = SimulatedServer.__init__
+
+    def remember(self: SimulatedServer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        servers.append(self)
+
+    monkeypatch.setattr(SimulatedServer, "__init__", remember)
+
+    async def main() -> None:
+        cluster = Cluster(num_servers=4, model=EngineModel(max_concurrent=250))
+        run = asyncio.ensure_future(run_cluster(cluster, Workload(num_trajectories=1200).plans()))
+        await asyncio.sleep(5)
+        assert sum(server.num_running for server in servers) > 500
+        began = asyncio.get_running_loop().time()
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert asyncio.get_running_loop().time() - began < 1
+        assert [(server.num_running, server.engine.num_running) for server in servers] == [(0, 0)] * 4
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(main())
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one server"):
+        Cluster(num_servers=0)
+    with pytest.raises(ConfigError, match="keeps no line to order"):
+        Cluster(policy=PolicyName.VERL, order=OrderName.ORACLE)
+    with pytest.raises(ConfigError, match="server 9 is to fail, but there are 4"):
+        Cluster(num_servers=4, faults=(Fault(9, 1.0),))
+    with pytest.raises(ConfigError, match="turns in order"):
+        Workload(max_turns=1)
+
+
+def test_the_tool_loop_runs_on_simulated_servers() -> None:
+    def says(prompt_ids: IntArray, session: str) -> list[int]:
+        was_answered = encoded("<tool_response>")[0] in prompt_ids
+        return encoded(("It is 3." if was_answered else call_text("add", a=1, b=2)) + "<|im_end|>")
+
+    model = EngineModel(step_s=0.1, step_s_per_request=0.0, prefill_tokens_per_s=1e9)
+    servers = [SimulatedServer(says, model=model, name=f"s{number}") for number in range(2)]
+    context = LoopContext(
+        server_manager=AsyncLLMServerManager(servers),
+        template=hermes_template(),
+        limits=EpisodeLimits(prompt_length=400, response_length=400),
+        tools={"add": Adder({"latency_s": 7.0})},
+    )
+    worker = AgentLoopWorker(context, loops=LoopRegistry(), default_agent_loop="tool_agent")
+
+    async def main() -> None:
+        jobs = [Job({"raw_prompt": user("1 + 2?")}, group, 0, {}) for group in range(12)]
+        outputs = [trajectory.output for trajectory in await worker.run(jobs)]
+        assert {(output.stop_reason, output.answer) for output in outputs} == {
+            (StopReason.ANSWERED, "It is 3.")
+        }
+        num_tokens = int(outputs[0].response_mask.sum())
+        assert asyncio.get_running_loop().time() == pytest.approx(7 + num_tokens * 0.1, abs=0.01)
+
+    run_virtual(main())
+    assert [(server.num_running, server.engine.num_running) for server in servers] == [(0, 0)] * 2
+
+
+# -- what the policy learns --------------------------------------------------------------------------------------------
+
+
+def test_speeds_and_the_cost_of_an_empty_step_are_told_from_completions() -> None:
+    estimate, speeds = SpeedEstimate(), {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 0.5}
+    for number in range(2000):
+        for server, speed in speeds.items():
+            in_flight = 4 + (7 * number) % 60
+            estimate.begin(f"{server}{number}", server=server, num_in_flight=in_flight)
+            estimate.end(
+                f"{server}{number}",
+                num_in_flight=in_flight,
+                num_new_tokens=100,
+                seconds=100 * (0.020 + 0.001 * in_flight) / speed,
+            )
+    assert estimate.overhead == pytest.approx(20, rel=0.3)
+    assert estimate.of("slow") / estimate.of("a") == pytest.approx(0.5, rel=0.15)
+    assert estimate.of("a") == estimate.of("b") == estimate.of("c")
+    estimate.forget("slow")
+    assert estimate.of("slow") == 1.0
+
+
+def test_the_forecast_learns_from_sessions_that_end_and_is_not_misled_by_those_that_run() -> None:
+    forecast = TurnsLeft()
+    for session in range(4000):
+        turns = 20 if session % 10 == 0 else 2
+        for _ in range(turns):
+            forecast.begin_turn(str(session))
+        if turns == 2:
+            forecast.end(str(session))
+    first, second, third = (forecast.begin_turn("new") for _ in range(3))
+    assert first > second > 2
+    assert third > 2 * first
