@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
+from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.concurrency import run_abortable, run_together
+from agent_loop.concurrency import run_abortable
 from agent_loop.errors import AgentLoopError, EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.ledger import TokenLedger
 from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.surroundings import Surroundings
 from agent_loop.tools.session import ToolResult, ToolSession
 from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Failure, Incident, IncidentKind
+from agent_loop.turn_log import TurnLog, Unlogged
 from agent_loop.types import (
     IntArray,
     MalformedCall,
@@ -79,6 +83,7 @@ class Episode:
         tool_schemas: Sequence[Mapping[str, Any]] = (),
         interaction: InteractionSession | None = None,
         request_id: str | None = None,
+        log: TurnLog | None = None,
     ) -> None:
         self.request_id = request_id or uuid4().hex
         self.limits = limits
@@ -88,15 +93,12 @@ class Episode:
         self._messages: list[Message] = list(messages)
         self._template = template
         self._server_manager = server_manager
-        self._tools = tools
+        self._log = log or Unlogged()
+        self._surroundings = Surroundings(tools=tools, interaction=interaction, log=self._log)
         self._tool_schemas = tool_schemas
-        self._interaction = interaction
         self._ledger = TokenLedger()
         self._last_calls: Sequence[ToolCall] = ()
         self._incidents: list[Incident] = []
-        self._tool_rewards: list[float] = []
-        self._turn_scores: list[float] = []
-        self._verdicts: list[float] = []
         self._metrics = AgentLoopMetrics()
         self._clock: _Clock | None = None
         self._deadline = asyncio.Timeout(None)
@@ -111,7 +113,7 @@ class Episode:
         self._deadline = asyncio.timeout(self.limits.deadline_s)
         await self._deadline.__aenter__()
         try:
-            self._open()
+            await self._open()
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
             raise
@@ -145,13 +147,7 @@ class Episode:
             return
         self.stop(reason)
         try:
-            if self._tools is not None:
-                self._verdicts += (await self._tools.calc_rewards()).values()
-            if (
-                self._interaction is not None
-                and (score := await self._interaction.calculate_score()) is not None
-            ):
-                self._verdicts.append(score)
+            await self._surroundings.judge()
         finally:
             await self._close(reason)
 
@@ -183,16 +179,8 @@ class Episode:
         )
         started = self._now
         try:
-            sampled = await run_abortable(
-                self._server_manager.generate(
-                    self.request_id,
-                    prompt_ids=self._ledger.context,
-                    sampling_params=params,
-                    attachments=self._ledger.attachments,
-                ),
-                abort=lambda: self._server_manager.abort(self.request_id),
-                keep_partial=self._record_turn,
-                grace_s=ABORT_GRACE_S,
+            sampled = await self._log.completion(
+                params, num_context=len(self._ledger), sample=partial(self._sample, params)
             )
         finally:
             self._add_metrics(generate_sequences=self._now - started)
@@ -217,9 +205,7 @@ class Episode:
         if not self.may_go_on():
             raise EpisodeStopped(self.stop_reason or StopReason.FAILED)
         self._messages += messages
-        ids, attachments = self._template.bridge_encoded(
-            messages, last_token_id=self._ledger.last_token_id, calls=self._last_calls
-        )
+        ids, attachments = await self._log.tokens(messages, encode=partial(self._encode_reply, messages))
         left = self.num_tokens_left
         if len(ids) >= left:
             self.stop(StopReason.RESPONSE_LENGTH)
@@ -246,21 +232,12 @@ class Episode:
         Raises:
             ToolBug: A tool raised something else than `ToolError`; the calls beside it are cancelled.
         """
-        if self._tools is None:
-            raise EpisodeError("this episode has no tools; pass tools= to AgentLoopBase.episode")
-        tools, places, started = self._tools, asyncio.Semaphore(max_parallel), self._now
-
-        async def run(call: ToolCall) -> ToolResult:
-            async with places:
-                return await tools.execute(call)
-
+        started = self._now
         try:
-            results = await run_together(run(call) for call in calls)
+            results = await self._surroundings.call_tools(calls, max_parallel=max_parallel)
         finally:
             self._add_metrics(tool_calls=self._now - started, num_tool_calls=len(calls))
         for result in results:
-            if result.reward is not None:
-                self._tool_rewards.append(result.reward)
             if result.incident is not None:
                 self.note(result.incident.kind, result.incident.detail)
         return results
@@ -271,15 +248,11 @@ class Episode:
         Raises:
             InteractionBug: It raised or took too long.
         """
-        if self._interaction is None:
-            raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
         started = self._now
         try:
-            reply = await self._interaction.respond(list(self._messages))
+            return await self._surroundings.interact(list(self._messages))
         finally:
             self._add_metrics(tool_calls=self._now - started)
-        self._turn_scores.append(reply.score)
-        return reply
 
     def stop(self, reason: StopReason) -> None:
         """Says why the episode ends; no further turn is possible. The first reason stands."""
@@ -312,22 +285,24 @@ class Episode:
         Raises:
             EpisodeError: Tools or an interaction are open; `await finish()` first.
         """
-        if self._has_open_parts:
+        if self._surroundings.num_open:
             raise EpisodeError(
                 "tools or an interaction are still open; await episode.finish() before output()"
             )
-        if reward_score is None and self._verdicts:
-            reward_score = sum(self._verdicts)
+        if reward_score is None and self._surroundings.verdicts:
+            reward_score = sum(self._surroundings.verdicts)
+        segments = self._ledger.segments()
+        self._log.holds(segments)
         stop_reason = StopReason.FAILED if failure else self.stop_reason or StopReason.ANSWERED
         return AgentLoopOutput(
-            segments=self._ledger.segments(),
+            segments=segments,
             stop_reason=stop_reason,
             reward_score=reward_score,
             messages=self._messages,
             tool_schemas=self._tool_schemas,
             metrics=replace(self._metrics, total=self._now),
-            tool_rewards=self._tool_rewards,
-            turn_scores=self._turn_scores,
+            tool_rewards=self._surroundings.tool_rewards,
+            turn_scores=self._surroundings.turn_scores,
             incidents=self._incidents,
             failure=failure,
             extra_fields=extra_fields,
@@ -348,10 +323,10 @@ class Episode:
             template=self._template,
             server_manager=self._server_manager,
             limits=self.limits,
-            tools=None if self._tools is None else self._tools.fresh(),
             tool_schemas=self._tool_schemas,
-            interaction=None if self._interaction is None else self._interaction.fresh(),
+            log=self._log.branch(),
         )
+        branch._surroundings = self._surroundings.fresh(branch._log)
         branch._ledger = self._ledger.fork()
         branch._last_calls = self._last_calls
         branch.assistant_turns, branch.user_turns = self.assistant_turns, self.user_turns
@@ -371,7 +346,7 @@ class Episode:
 
     @property
     def has_interaction(self) -> bool:
-        return self._interaction is not None
+        return self._surroundings.has_interaction
 
     @property
     def num_tokens_left(self) -> int:
@@ -396,10 +371,10 @@ class Episode:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    async def _open(self) -> None:
         if len(self._ledger):  # a branch has its prompt already
             return
-        encoded = self._template.open_encoded(self._messages, tools=self._tool_schemas)
+        encoded = await self._log.tokens(self._messages, encode=self._encode_prompt)
         ids = encoded.token_ids
         limit, side = self.limits.prompt_length, self.limits.truncate_prompt
         if len(ids) > limit:
@@ -412,6 +387,31 @@ class Episode:
             encoded = encoded.last(limit) if side == "left" else encoded.first(limit)
         self._ledger.append(encoded.token_ids, origin=Origin.PROMPT, attachments=encoded.attachments)
 
+    async def _encode_prompt(self) -> Encoded:
+        read = await self._template.read(self._messages)
+        return self._template.open_encoded(self._messages, tools=self._tool_schemas, read=read)
+
+    async def _encode_reply(self, messages: Sequence[Message]) -> Encoded:
+        return self._template.bridge_encoded(
+            messages,
+            last_token_id=self._ledger.last_token_id,
+            calls=self._last_calls,
+            read=await self._template.read(messages),
+        )
+
+    async def _sample(self, params: SamplingParams) -> TokenOutput:
+        return await run_abortable(
+            self._server_manager.generate(
+                self.request_id,
+                prompt_ids=self._ledger.context,
+                sampling_params=params,
+                attachments=self._ledger.attachments,
+            ),
+            abort=lambda: self._server_manager.abort(self.request_id),
+            keep_partial=self._record_turn,
+            grace_s=ABORT_GRACE_S,
+        )
+
     def _refuse_if_over(self) -> None:
         if self._clock is None:
             raise EpisodeError("the episode is not open; use it with `async with`")
@@ -423,9 +423,10 @@ class Episode:
         return EpisodeStopped(reason)
 
     def _record_turn(self, sampled: TokenOutput) -> Completion:
+        context = self._ledger.context
         self._ledger.append_completion(sampled)
         self._add_metrics(num_preempted=sampled.num_preempted)
-        parsed = self._template.parse(sampled.token_ids, tools=self._tool_schemas)
+        parsed = self._template.parse(sampled.token_ids, tools=self._tool_schemas, context=context)
         is_cut = sampled.stop_reason != "stop"
         self.assistant_turns += 1
         self._messages.append(parsed.as_message())
@@ -434,18 +435,12 @@ class Episode:
             self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
         return Completion(sampled.token_ids, parsed, is_cut)
 
-    @property
-    def _has_open_parts(self) -> bool:
-        return any(part.num_open for part in (self._tools, self._interaction) if part is not None)
-
     async def _close(self, reason: StopReason) -> None:
         self.stop(reason)
         if self._is_closed:
             return
         self._is_closed = True
-        for part in (self._tools, self._interaction):
-            if part is not None:
-                self._incidents += await part.close()
+        self._incidents += await self._surroundings.close()
 
     @property
     def _now(self) -> float:

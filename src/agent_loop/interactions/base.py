@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from agent_loop.boundary import OnReplay
 from agent_loop.types import Message
 
 
@@ -16,6 +17,10 @@ class BaseInteraction(ABC):
     Args:
         config: The interaction's own settings, as given in the YAML registry; `name` is among them.
     """
+
+    on_replay: OnReplay | str = OnReplay.RESTART
+    """What becomes of recorded replies when a trajectory is run again after a crash: say it of your interaction, or
+    such trajectories begin anew."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from agent_loop.boundary import OnReplay
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.types import Message
@@ -17,6 +18,8 @@ class ScriptedInteraction(BaseInteraction):
         replies: A plain str is a reply with score 0.
         name: What rows call it by.
     """
+
+    on_replay: OnReplay | str = OnReplay.RERUN
 
     def __init__(self, replies: Sequence[InteractionReply | str], *, name: str = "scripted") -> None:
         super().__init__({"name": name})

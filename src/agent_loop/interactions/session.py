@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from agent_loop.boundary import (
     DeadlineExpired,
+    OnReplay,
     TrajectoryInstance,
     as_finite_number,
     close_instances,
@@ -81,6 +82,19 @@ class InteractionSession:
     def num_open(self) -> int:
         """1 between the start and the close, else 0."""
         return self._instance.num_open
+
+    @property
+    def on_replay(self) -> OnReplay:
+        """What the interaction declares."""
+        return OnReplay(self._interaction.on_replay)
+
+    async def open(self) -> None:
+        """Starts the interaction without a reply, if it is not started.
+
+        Raises:
+            Exception: Whatever `start_interaction` raises.
+        """
+        await run_bounded(self._instance.open, timeout_s=self._config.timeout_s)
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """The answer to the conversation so far.

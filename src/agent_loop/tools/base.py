@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agent_loop.boundary import OnReplay
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResponse:
@@ -31,6 +33,10 @@ class BaseTool(ABC):
         tool_schema: The OpenAI function schema: `{"type": "function", "function": {name, description, parameters}}`.
             A subclass that carries its own as a class attribute `tool_schema` needs none in the registry.
     """
+
+    on_replay: OnReplay | str = OnReplay.RESTART
+    """What becomes of recorded calls when a trajectory is run again after a crash: say it of your tool, or such
+    trajectories begin anew."""
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
         self.config = dict(config)

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from agent_loop.boundary import call_function
+from agent_loop.boundary import OnReplay, call_function
 from agent_loop.errors import ToolError
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.signature import arguments_model, function_schema
@@ -23,10 +23,18 @@ R = TypeVar("R")
 def function_tool(function: Callable[P, R], /) -> FunctionTool[P, R]: ...
 @overload
 def function_tool(
-    *, name: str | None = None, description: str | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    on_replay: OnReplay | str = OnReplay.RECORDED,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 def function_tool(
-    function: Callable[..., Any] | None = None, /, *, name: str | None = None, description: str | None = None
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    on_replay: OnReplay | str = OnReplay.RECORDED,
 ) -> Any:
     """Makes a tool of a function: `@function_tool`, or `@function_tool(name=..., description=...)`.
 
@@ -45,13 +53,16 @@ def function_tool(
         function: The function, where the decorator is used bare.
         name: The tool's name; the function's own if None.
         description: What the model reads; the docstring's if None.
+        on_replay: What becomes of recorded calls when a trajectory is run again after a crash; by default the
+            recorded answer is given, which is right for a function without state or effects. A function with effects
+            says `"once"`.
 
     Raises:
         ConfigError: There is no docstring, a parameter has no annotation, or it cannot be given by name.
     """
 
     def decorate(function: Callable[P, R]) -> FunctionTool[P, R]:
-        return FunctionTool(function, name=name, description=description)
+        return FunctionTool(function, name=name, description=description, on_replay=on_replay)
 
     return decorate if function is None else decorate(function)
 
@@ -60,9 +71,15 @@ class FunctionTool(BaseTool, Generic[P, R]):
     """A function as a tool; still callable as the function. See `function_tool`."""
 
     def __init__(
-        self, function: Callable[P, R], *, name: str | None = None, description: str | None = None
+        self,
+        function: Callable[P, R],
+        *,
+        name: str | None = None,
+        description: str | None = None,
+        on_replay: OnReplay | str = OnReplay.RECORDED,
     ) -> None:
         super().__init__(config={}, tool_schema=function_schema(function, name=name, description=description))
+        self.on_replay = OnReplay(on_replay)
         self.function = function
         self._arguments_model = arguments_model(function)
         functools.update_wrapper(self, function)

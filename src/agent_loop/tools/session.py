@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from agent_loop.boundary import (
     DeadlineExpired,
+    OnReplay,
     TrajectoryInstance,
     as_finite_number,
     close_instances,
@@ -87,6 +88,20 @@ class ToolSession:
     def num_open(self) -> int:
         """Tool instances that were opened and not yet closed."""
         return sum(instance.num_open for instance in self._instances.values())
+
+    def on_replay(self, name: str) -> OnReplay:
+        """What a tool declares; nothing is lost where there is none of that name."""
+        return OnReplay(self._tools[name].on_replay) if name in self._tools else OnReplay.RECORDED
+
+    async def open(self, name: str) -> None:
+        """Creates a tool's instance without a call, if there is none.
+
+        Raises:
+            Exception: Whatever `create` raises.
+        """
+        if name in self._tools:
+            instance = self._instance(self._tools[name], name=name)
+            await run_bounded(instance.open, timeout_s=self._config.timeout_s)
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call.

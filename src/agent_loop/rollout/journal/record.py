@@ -1,0 +1,107 @@
+"""What the journal holds of one rollout of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from agent_loop.ledger import TokenLedger
+from agent_loop.rollout.journal.forms import read_completion, read_tokens, read_trajectories
+from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.types import Origin, Row, StopReason
+
+
+class Kind(StrEnum):
+    """What a record says."""
+
+    STEP = "step"
+    """Which rollout the journal is of. The first record."""
+    PROMPT = "prompt"
+    OBSERVATION = "observation"
+    INTERACTION = "interaction"
+    """Tokens that the interaction, not a tool, added."""
+    COMPLETION = "completion"
+    CALL_BEGAN = "call_began"
+    CALL_ENDED = "call_ended"
+    REPLY_BEGAN = "reply_began"
+    REPLY = "reply"
+    BRANCH = "branch"
+    """An episode began where another one stood."""
+    RESTART = "restart"
+    """The row begins anew; what was recorded of it before counts no more."""
+    END = "end"
+    """The row's trajectories, scored."""
+    COMPLETE = "complete"
+    """The rollout is over, with these trajectories."""
+
+
+class Place(NamedTuple):
+    """Where in a row something was asked."""
+
+    lane: int
+    """The episode: the first one of the row is 0."""
+    turn: int
+    """The verb, counted from 0 in its episode."""
+    number: int = 0
+    """The call, in a turn with several."""
+
+
+class Entry(NamedTuple):
+    """One record of a row."""
+
+    kind: Kind
+    place: Place
+    asked: str
+    """A digest of the question."""
+    got: Mapping[str, Any] | None
+    """The answer; None if it has no form in the journal. Of a beginning: `what` may be asked only once, if so."""
+
+
+@dataclass(slots=True)
+class RowRecord:
+    """The records of one rollout of one row. Written by the reader of a journal alone."""
+
+    entries: list[Entry] = field(default_factory=list[Entry])
+    end: Mapping[str, Any] | None = None
+    """Its trajectories, if it ended."""
+
+    def answers(self) -> dict[Place, Entry]:
+        """By place; where a call began and ended, the end."""
+        return {entry.place: entry for entry in self.entries}
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended with a failure: it is run again as long as its rollout is not complete."""
+        ended = () if self.end is None else self.end["trajectories"]
+        return any(each["stop"] == StopReason.FAILED for each in ended)
+
+    def trajectories(self, row: Row, *, group: int, rollout: int) -> list[Trajectory]:
+        """The finished trajectories, their tokens as they were recorded."""
+        if self.end is None:
+            return []
+        lanes = self._lanes() if not self.end["segments"] else {}
+        return read_trajectories(self.end, lanes=lanes, row=row, group=group, rollout=rollout)
+
+    def _lanes(self) -> dict[int, Sequence[Segment]]:
+        ledgers: dict[int, TokenLedger] = {}
+        for kind, (lane, _, _), _, got in self.entries:
+            if got is None:
+                continue
+            if kind is Kind.BRANCH:
+                ledgers[lane] = ledgers[got["parent"]].fork()
+            elif kind is Kind.COMPLETION:
+                ledgers[lane].append_completion(read_completion(got))
+            elif kind in _ORIGINS:
+                encoded = read_tokens(got)
+                ledger = ledgers.setdefault(lane, TokenLedger())
+                ledger.append(encoded.token_ids, origin=_ORIGINS[kind], attachments=encoded.attachments)
+        return {lane: ledger.segments() for lane, ledger in ledgers.items()}
+
+
+_ORIGINS = {
+    Kind.PROMPT: Origin.PROMPT,
+    Kind.OBSERVATION: Origin.TOOL,
+    Kind.INTERACTION: Origin.INTERACTION,
+}

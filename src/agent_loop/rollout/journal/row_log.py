@@ -1,0 +1,300 @@
+"""The turns of one rollout of one row: answered from its record as far as that goes, then kept as they happen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from agent_loop.boundary import OnReplay, describe_error
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.interactions.session import InteractionReply
+from agent_loop.rollout.journal import forms
+from agent_loop.rollout.journal.record import Entry, Kind, Place, RowRecord
+from agent_loop.rollout.journal.values import Unstorable, digest, pack
+from agent_loop.rollout.journal.writer import Sink
+from agent_loop.tools.base import ToolResponse
+from agent_loop.tools.session import ToolResult
+from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
+from agent_loop.turn_log import ReplayMismatch, TurnLog
+from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
+
+logger = logging.getLogger(__name__)
+AnswerT = TypeVar("AnswerT")
+
+NOT_RUN = frozenset({IncidentKind.UNKNOWN_TOOL, IncidentKind.INVALID_ARGUMENTS})
+"""Calls that were answered without the tool."""
+
+
+BEGINNINGS = {Kind.CALL_BEGAN: Kind.CALL_ENDED, Kind.REPLY_BEGAN: Kind.REPLY}
+"""What each beginning is followed by, if it gets that far."""
+
+
+class RowLog:
+    """The log of one row, one after the other given to its attempts. Single use.
+
+    Args:
+        trajectory_id: `group=.../rollout=...`.
+        sink: Takes what happens.
+        record: What happened before a crash.
+    """
+
+    def __init__(self, trajectory_id: str, *, sink: Sink, record: RowRecord | None = None) -> None:
+        self.mismatch: str | None = None
+        """Why the record cannot be followed, if it cannot; the row then has to begin anew."""
+        self.only_once: str | None = None
+        """A tool or interaction on record that may not be asked twice, which is why the row may not begin anew."""
+        self._row = trajectory_id
+        self._sink = sink
+        record = record or RowRecord()
+        self._answers: Mapping[Place, Entry] = record.answers()
+        for entry in record.entries:
+            if entry.kind in BEGINNINGS and entry.got is not None:
+                self.only_once = str(entry.got["what"])
+        self._num_lanes = 0
+        self._held: dict[int, tuple[Sequence[Segment], int]] = {}
+
+    def __reduce__(self) -> Any:
+        """A log stays in the process that writes the journal: pickled, it becomes None."""
+        return _no_log, ()
+
+    def new_lane(self) -> LaneLog:
+        """The log of the row's next episode."""
+        self._num_lanes += 1
+        return LaneLog(self, self._num_lanes - 1)
+
+    def restart(self) -> None:
+        """Forgets what is on record: the next attempt begins at the beginning."""
+        self._append({"is": Kind.RESTART, "row": self._row, "why": self.mismatch})
+        self._answers = {}
+        self._num_lanes = 0
+        self._held.clear()
+        self.mismatch = None
+
+    async def end(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keeps the row's result; when this returns, a process that is killed does not lose it."""
+        try:
+            form = forms.trajectories_form(trajectories, lane_of=self._lane_of)
+            payload = pack({"is": Kind.END, "row": self._row, "got": form})
+        except Unstorable as error:
+            logger.warning("%s cannot be kept as finished: its result holds %s", self._row, error)
+        else:
+            self._sink.append(payload)
+        await self._sink.flushed()
+
+    # -- for its lanes ---------------------------------------------------------------------------------------------
+
+    def recorded(self, kind: Kind, place: Place, asked: str) -> Entry | None:
+        """What is on record at a place.
+
+        Raises:
+            ReplayMismatch: Something else was asked there.
+        """
+        if self.mismatch is not None:
+            raise ReplayMismatch(self.mismatch)
+        entry = self._answers.get(place)
+        if entry is None:
+            return None
+        if BEGINNINGS.get(entry.kind, entry.kind) is not kind or entry.asked != asked:
+            raise self.mismatched(
+                f"turn {place.turn} of episode {place.lane} asks for another {kind.replace('_', ' ')} than the first "
+                f"time ({entry.kind.replace('_', ' ')}); the loop is not deterministic, or was changed"
+            )
+        if entry.got is None and entry.kind not in BEGINNINGS:
+            raise self.mismatched(f"the answer at turn {place.turn} could not be kept")
+        return entry
+
+    def mismatched(self, why: str) -> ReplayMismatch:
+        """Gives up on the record; every later question of this attempt is refused too."""
+        self.mismatch = self.mismatch or why
+        return ReplayMismatch(self.mismatch)
+
+    def keep(self, kind: Kind, place: Place, *, asked: str, got: Mapping[str, Any] | None) -> None:
+        """Appends a record of this row."""
+        record = {"is": kind, "row": self._row, "at": place, "asked": asked, "got": got}
+        try:
+            self._append(record)
+        except Unstorable as error:
+            logger.warning("%s: the %s at turn %d holds %s", self._row, kind, place.turn, error)
+            self._append({**record, "got": None})
+
+    async def flushed(self) -> None:
+        """What was kept is safe from the end of this process."""
+        await self._sink.flushed()
+
+    def hold(self, segments: Sequence[Segment], *, lane: int) -> None:
+        """Takes note that these are the tokens on record of a lane."""
+        self._held[id(segments)] = (segments, lane)
+
+    def _lane_of(self, segments: Sequence[Segment]) -> int | None:
+        held = self._held.get(id(segments))
+        return None if held is None else held[1]
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        self._sink.append(pack(record))
+
+
+class LaneLog:
+    """The log of one episode: a `TurnLog`."""
+
+    def __init__(self, row: RowLog, number: int, *, num_tokens: int = 0) -> None:
+        self._row = row
+        self._number = number
+        self._num_turns = 0
+        self._num_tokens = num_tokens
+
+    def branch(self) -> TurnLog:
+        lane = self._row.new_lane()
+        parent = {"parent": self._number, "turn": self._num_turns}
+        place, asked = lane._place(lane.next_turn()), digest(parent)
+        if self._row.recorded(Kind.BRANCH, place, asked) is None:
+            self._row.keep(Kind.BRANCH, place, asked=asked, got=parent)
+        lane._num_tokens = self._num_tokens
+        return lane
+
+    def next_turn(self) -> int:
+        self._num_turns += 1
+        return self._num_turns - 1
+
+    async def tokens(
+        self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
+    ) -> Encoded:
+        kind = Kind.PROMPT if not self._num_tokens else _kind_of(messages)
+        place, asked = self._place(self.next_turn()), digest(messages)
+        entry = self._row.recorded(kind, place, asked)
+        if entry is None:
+            encoded = await encode()
+            self._row.keep(kind, place, asked=asked, got=forms.tokens_form(encoded))
+        else:
+            encoded = forms.read_tokens(_got(entry))
+        self._num_tokens += len(encoded.token_ids)
+        return encoded
+
+    async def completion(
+        self, params: SamplingParams, *, num_context: int, sample: Callable[[], Awaitable[TokenOutput]]
+    ) -> TokenOutput:
+        place, asked = self._place(self.next_turn()), digest(f"{num_context} {params}")
+        entry = self._row.recorded(Kind.COMPLETION, place, asked)
+        if entry is not None:
+            output = forms.read_completion(_got(entry))
+        else:
+            output = await sample()
+            if output.stop_reason == "aborted":  # no whole turn: it is sampled again
+                return output
+            self._row.keep(Kind.COMPLETION, place, asked=asked, got=forms.completion_form(output))
+        self._num_tokens += len(output.token_ids)
+        return output
+
+    async def tool_result(
+        self,
+        call: ToolCall,
+        *,
+        turn: int,
+        number: int,
+        on_replay: OnReplay,
+        execute: Callable[[], Awaitable[ToolResult]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> ToolResult:
+        place, asked = self._place(turn, number), digest([call.name, call.arguments])
+        entry = self._row.recorded(Kind.CALL_ENDED, place, asked)
+        what = f"tool {call.name!r}"
+        if entry is not None and entry.kind is Kind.CALL_ENDED:
+            result = forms.read_tool_result(_got(entry))
+            if result.incident is None or result.incident.kind not in NOT_RUN:
+                await self._rebuild(what, on_replay, again=execute, prepare=prepare)
+            return result
+        if entry is None:
+            await self._begin(what, Kind.CALL_BEGAN, place, asked, on_replay)
+            result = await execute()
+        elif on_replay is OnReplay.ONCE:
+            result = _interrupted(call)
+        else:
+            self._refuse_if_lost(what, on_replay)
+            result = await execute()
+        self._row.keep(Kind.CALL_ENDED, place, asked=asked, got=forms.tool_result_form(result))
+        return result
+
+    async def interaction_reply(
+        self,
+        *,
+        num_messages: int,
+        on_replay: OnReplay,
+        respond: Callable[[], Awaitable[InteractionReply]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> InteractionReply:
+        place, asked = self._place(self.next_turn()), str(num_messages)
+        entry = self._row.recorded(Kind.REPLY, place, asked)
+        what = "the interaction"
+        if entry is not None and entry.kind is Kind.REPLY:
+            await self._rebuild(what, on_replay, again=respond, prepare=prepare)
+            return forms.read_reply(_got(entry))
+        if entry is None:
+            await self._begin(what, Kind.REPLY_BEGAN, place, asked, on_replay)
+        elif on_replay is OnReplay.ONCE:
+            raise self._row.mismatched(
+                "the interaction was interrupted while it answered, and is asked only once"
+            )
+        else:
+            self._refuse_if_lost(what, on_replay)
+        reply = await respond()
+        self._row.keep(Kind.REPLY, place, asked=asked, got=forms.reply_form(reply))
+        return reply
+
+    def holds(self, segments: Sequence[Segment]) -> None:
+        # A prompt or an observation that did not fit is on record, but was not given to the model.
+        if sum(map(len, segments)) == self._num_tokens:
+            self._row.hold(segments, lane=self._number)
+
+    def _place(self, turn: int, number: int = 0) -> Place:
+        return Place(self._number, turn, number)
+
+    async def _begin(self, what: str, kind: Kind, place: Place, asked: str, on_replay: OnReplay) -> None:
+        """Has it on record, before it begins, that something was asked that may not be asked again."""
+        if on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
+            return
+        if on_replay is OnReplay.ONCE:
+            self._row.only_once = what
+        got = {"what": what} if on_replay is OnReplay.ONCE else None
+        self._row.keep(kind, place, asked=asked, got=got)
+        await self._row.flushed()
+
+    def _refuse_if_lost(self, what: str, on_replay: OnReplay) -> None:
+        if on_replay is OnReplay.RESTART:
+            raise self._row.mismatched(f"{what} had been used, and does not say that it can be replayed")
+
+    async def _rebuild(
+        self,
+        what: str,
+        on_replay: OnReplay,
+        *,
+        again: Callable[[], Awaitable[object]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> None:
+        """Brings an instance to where it was when it gave the recorded answer."""
+        self._refuse_if_lost(what, on_replay)
+        try:
+            await (again() if on_replay is OnReplay.RERUN else prepare())
+        except Exception as error:
+            raise self._row.mismatched(f"{what} could not be replayed: {describe_error(error)}") from error
+
+
+def _no_log() -> None: ...
+
+
+def _kind_of(messages: Sequence[Message]) -> Kind:
+    """As the episode tells the origin of an observation."""
+    is_tool_reply = any(message["role"] == "tool" for message in messages)
+    return Kind.OBSERVATION if is_tool_reply else Kind.INTERACTION
+
+
+def _got(entry: Entry) -> Mapping[str, Any]:
+    assert entry.got is not None  # `recorded` refuses answers that could not be kept
+    return entry.got
+
+
+def _interrupted(call: ToolCall) -> ToolResult:
+    fate = "it may or may not have taken effect, and was not run again"
+    detail = f"the run was interrupted while {call.name} ran; {fate}"
+    return ToolResult(
+        ToolResponse(text=f"Error: {detail}"), incident=Incident(IncidentKind.INTERRUPTED_CALL, detail)
+    )

@@ -1,0 +1,181 @@
+"""Appends records to a file, in order, beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from agent_loop.boundary import describe_error
+from agent_loop.concurrency import run_shielded
+from agent_loop.errors import JournalError
+from agent_loop.rollout.journal.frames import HEADER, framed
+
+CLOSE_TIMEOUT_S = 60.0
+
+
+class Sink(Protocol):
+    """Where the records of a rollout go."""
+
+    def append(self, payload: bytes) -> None:
+        """Queues a record behind all others.
+
+        Raises:
+            JournalError: An earlier record could not be written.
+        """
+        ...
+
+    async def flushed(self) -> None:
+        """Waits until the operating system has every record that was appended: a process that is killed then loses
+        none of them.
+
+        Raises:
+            JournalError: One could not be written.
+        """
+        ...
+
+
+class JournalWriter:
+    """One file, written by one thread, one batch of records at a time; used with `async with`.
+
+    Records reach the operating system as soon as the thread gets to them, and the disk (fsync) when the writer is
+    closed. Where writing fails, what was written of the batch is cut off again, and nothing is written any more.
+
+    Args:
+        path: The file; its folder is made.
+        num_bytes: Keep so many bytes of what is there; 0 begins anew.
+        write: `os.write`, or what stands in for it.
+    """
+
+    def __init__(
+        self, path: Path, *, num_bytes: int = 0, write: Callable[[int, bytes | memoryview], int] = os.write
+    ) -> None:
+        self.path = path
+        self._write = write
+        self._num_bytes = num_bytes
+        self._queue: list[bytes] = []
+        self._num_appended = 0
+        self._num_written = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._is_due = False
+        self._writing: asyncio.Future[None] | None = None
+        self._error: JournalError | None = None
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agent-loop-journal")
+        self._file = -1
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._loop.run_in_executor(self._executor, self._open)
+        except BaseException:
+            self._executor.shutdown(wait=False)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await run_shielded(self._end, timeout_s=CLOSE_TIMEOUT_S)
+        except JournalError:
+            if error is None:
+                raise
+        finally:
+            self._executor.shutdown(wait=False)
+
+    def append(self, payload: bytes) -> None:
+        if self._error is not None:
+            raise self._error
+        self._queue.append(framed(payload))
+        self._num_appended += 1
+        if not self._is_due and self._writing is None:
+            self._is_due = True
+            self._loop.call_soon(self._start)
+
+    async def flushed(self) -> None:
+        if self._error is None and self._num_written < self._num_appended:
+            written = self._loop.create_future()
+            self._waiting.append((self._num_appended, written))
+            self._start()
+            await written
+        if self._error is not None:
+            raise self._error
+
+    def _start(self) -> None:
+        """Hands what is queued to the thread, if it has nothing to do."""
+        self._is_due = False
+        if self._writing is not None or self._error is not None or not self._queue:
+            return
+        batch, self._queue = self._queue, []
+        self._writing = self._loop.run_in_executor(self._executor, self._write_batch, batch)
+        self._writing.add_done_callback(partial(self._end_batch, len(batch)))
+
+    def _end_batch(self, num_records: int, writing: asyncio.Future[None]) -> None:
+        self._writing = None
+        error = writing.exception()
+        if error is None:
+            self._num_written += num_records
+        else:
+            self._error = self._explained(error, "written")
+        while self._waiting and (self._error is not None or self._waiting[0][0] <= self._num_written):
+            _, written = self._waiting.popleft()
+            if not written.done():
+                written.set_result(None)
+        self._start()
+
+    async def _end(self) -> None:
+        try:
+            await self.flushed()
+        finally:
+            try:
+                await self._loop.run_in_executor(self._executor, self._close)
+            except OSError as error:
+                raise self._explained(error, "brought to the disk") from error
+
+    # -- in the thread ---------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.ftruncate(self._file, self._num_bytes)
+            os.lseek(self._file, 0, os.SEEK_END)
+            if not self._num_bytes:
+                self._write_batch([HEADER])
+        except OSError as error:
+            raise self._explained(error, "written") from error
+
+    def _write_batch(self, batch: Sequence[bytes]) -> None:
+        data = memoryview(b"".join(batch))
+        total = len(data)
+        try:
+            while data:
+                data = data[self._write(self._file, data) :]
+        except OSError:
+            os.ftruncate(self._file, self._num_bytes)
+            os.lseek(self._file, self._num_bytes, os.SEEK_SET)
+            raise
+        self._num_bytes += total
+
+    def _close(self) -> None:
+        if self._file < 0:
+            return
+        try:
+            os.fsync(self._file)
+        finally:
+            os.close(self._file)
+            self._file = -1
+
+    def _explained(self, error: BaseException, what: str) -> JournalError:
+        explained = JournalError(
+            f"the journal {str(self.path)!r} cannot be {what} ({describe_error(error)}); what it holds is intact. "
+            "Mend that and resume, or switch it off with rollout.journal=false"
+        )
+        explained.__cause__ = error
+        return explained

@@ -1,0 +1,119 @@
+"""Where an episode's turns are kept as they happen, so that the same episode can be run again and be told the same."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from agent_loop.boundary import OnReplay
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.errors import AgentLoopError
+from agent_loop.interactions.session import InteractionReply
+from agent_loop.tools.session import ToolResult
+from agent_loop.trajectory import Segment
+from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
+
+
+class ReplayMismatch(AgentLoopError):
+    """The episode asks something else than it did the first time, or what it asks for cannot be given again."""
+
+
+class TurnLog(Protocol):
+    """The record of one episode, in the order of its verbs.
+
+    Each method is asked what the episode is about to do, and either returns what is on record or does it, keeps what
+    came of it and returns that. Asked for anything else than the record has at this place, it raises `ReplayMismatch`.
+    """
+
+    def branch(self) -> TurnLog:
+        """The record of an episode that goes on from here in another way."""
+        ...
+
+    def next_turn(self) -> int:
+        """Takes the number of a turn whose calls are then logged one by one."""
+        ...
+
+    async def tokens(
+        self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
+    ) -> Encoded:
+        """The tokens of a prompt or an observation."""
+        ...
+
+    async def completion(
+        self, params: SamplingParams, *, num_context: int, sample: Callable[[], Awaitable[TokenOutput]]
+    ) -> TokenOutput:
+        """What the model says to `num_context` tokens."""
+        ...
+
+    async def tool_result(
+        self,
+        call: ToolCall,
+        *,
+        turn: int,
+        number: int,
+        on_replay: OnReplay,
+        execute: Callable[[], Awaitable[ToolResult]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> ToolResult:
+        """What a call gives: the `number`-th of a turn. `prepare` sets the tool's instance up without a call."""
+        ...
+
+    async def interaction_reply(
+        self,
+        *,
+        num_messages: int,
+        on_replay: OnReplay,
+        respond: Callable[[], Awaitable[InteractionReply]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> InteractionReply:
+        """What the interaction says to a conversation of `num_messages`."""
+        ...
+
+    def holds(self, segments: Sequence[Segment]) -> None:
+        """Takes note that these segments are the tokens on record up to here."""
+        ...
+
+
+class Unlogged:
+    """Keeps nothing: every turn is live."""
+
+    def branch(self) -> Unlogged:
+        return self
+
+    def next_turn(self) -> int:
+        return 0
+
+    async def tokens(
+        self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
+    ) -> Encoded:
+        return await encode()
+
+    async def completion(
+        self, params: SamplingParams, *, num_context: int, sample: Callable[[], Awaitable[TokenOutput]]
+    ) -> TokenOutput:
+        return await sample()
+
+    async def tool_result(
+        self,
+        call: ToolCall,
+        *,
+        turn: int,
+        number: int,
+        on_replay: OnReplay,
+        execute: Callable[[], Awaitable[ToolResult]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> ToolResult:
+        return await execute()
+
+    async def interaction_reply(
+        self,
+        *,
+        num_messages: int,
+        on_replay: OnReplay,
+        respond: Callable[[], Awaitable[InteractionReply]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> InteractionReply:
+        return await respond()
+
+    def holds(self, segments: Sequence[Segment]) -> None:
+        pass

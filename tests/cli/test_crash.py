@@ -1,0 +1,173 @@
+"""`kill -9` in the middle of a step, and what is there afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agent_loop.rollout.journal.record import Kind
+from agent_loop.training.metrics import read_metrics
+from tests.cli.project import make_project
+from tests.rollout.journaled import records_of
+
+pytestmark = pytest.mark.timeout(400)
+
+AGENT_LOOP = [sys.executable, "-c", "from agent_loop.cli import main; main()"]
+
+SCRIPT = """
+import os
+import random
+
+from agent_loop import function_tool
+from agent_loop.servers.scripted import ScriptedReply
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("model")
+
+@function_tool
+def note(word: str) -> str:
+    \"""Writes a word down.
+
+    Args:
+        word: The word.
+    \"""
+    with open("calls.log", "a") as file:
+        file.write(word + chr(10))
+    return "noted " + word
+
+def answer(request):
+    asked = tokenizer.decode(request.prompt_ids.tolist())
+    number = int(asked.split("question ")[1][0])
+    if "<tool_response>" not in asked:
+        call = '{"name": "note", "arguments": {"word": "%d-%d"}}' % (number, random.randrange(10**6))
+        text, latency_s = "<tool_call>" + call + "</tool_call>", 0.0
+    else:
+        hangs = os.path.exists("hang") and str(number) in open("hang").read()
+        text, latency_s = "it is %d" % random.randrange(10**6), 1000.0 if hangs else 0.0
+    ids = tokenizer.backend_tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids
+    return ScriptedReply(ids, log_probs=[-random.random() for _ in ids], latency_s=latency_s)
+"""
+
+
+def make_scripted_project(folder: Path, *, hang: str, **trainer: Any) -> None:
+    """Six rows; each calls the tool once. Those whose numbers are in the file `hang` then get no answer."""
+    (folder / "hang").write_text(hang)
+    path = make_project(folder)
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    settings = yaml.safe_load(path.read_text())
+    settings["rollout"] |= {
+        "engine": "scripted",
+        "engine_kwargs": {"script": "script.py:answer"},
+        "response_length": 200,
+        "prompt_length": 400,
+        "agent": {"default_agent_loop": "tool_agent"},
+        "multi_turn": {"tools": ["script.py:note"]},
+    }
+    settings["data"] |= {"shuffle": False}
+    settings["trainer"] |= trainer
+    path.write_text(yaml.safe_dump(settings))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return records_of(path.read_bytes()) if path.is_file() else []
+
+
+@contextmanager
+def killed_when(
+    command: list[str], folder: Path, *, journal: Path, counts: dict[Kind, int]
+) -> Iterator[None]:
+    """Runs a command until the journal holds so many records of each kind, and kills it."""
+    process = subprocess.Popen(
+        [*AGENT_LOOP, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    give_up_at = time.monotonic() + 150
+    while any(sum(r["is"] == kind for r in read(journal)) < count for kind, count in counts.items()):
+        if process.poll() is not None or time.monotonic() > give_up_at:
+            process.kill()
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    yield
+
+
+def run(command: list[str], folder: Path) -> str:
+    done = subprocess.run([*AGENT_LOOP, *command], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def calls_per_rollout(folder: Path) -> Counter[str]:
+    return Counter(line.split("-")[0] for line in (folder / "calls.log").read_text().split())
+
+
+def tokens_by_row(records: list[dict[str, Any]]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for record in records:
+        if record["is"] in (Kind.PROMPT, Kind.COMPLETION, Kind.OBSERVATION):
+            tokens.setdefault(record["row"], []).extend(record["got"]["ids"].tolist())
+    return tokens
+
+
+def test_a_rollout_that_was_killed_goes_on_with_the_same_tokens_and_runs_no_tool_twice(
+    tmp_path: Path,
+) -> None:
+    make_scripted_project(tmp_path, hang="135")
+    journal = tmp_path / "out.jsonl.journal"
+    command = ["rollout", "config.yaml", "--out", "out.jsonl"]
+
+    with killed_when(command, tmp_path, journal=journal, counts={Kind.END: 6, Kind.OBSERVATION: 12}):
+        before = read(journal)
+        (tmp_path / "hang").unlink()
+        said = run([*command, "--resume"], tmp_path)
+
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    after = {line["trajectory_id"]: [t for s in line["segments"] for t in s["token_ids"]] for line in lines}
+    recorded = tokens_by_row(before)
+    assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]
+    for row, tokens in recorded.items():
+        assert after[row][: len(tokens)] == tokens
+    ended = {record["row"] for record in before if record["is"] == Kind.END}
+    assert ended == {f"group={g}/rollout={r}" for g in (0, 2, 4) for r in range(2)}
+    assert all(after[row] == recorded[row] for row in ended)
+    assert all(len(after[row]) > len(recorded[row]) for row in set(after) - ended)
+    assert calls_per_rollout(tmp_path) == dict.fromkeys("012345", 2)
+    assert {line["stop_reason"] for line in lines} == {"answered"}
+    assert "12 trajectories" in said
+    assert not journal.exists()
+
+
+def test_a_training_that_was_killed_before_its_first_checkpoint_trains_its_steps_again_without_running_them(
+    tmp_path: Path,
+) -> None:
+    make_scripted_project(tmp_path, hang="5", total_steps=4, save_every=100)
+    journals = tmp_path / "run" / "journal"
+    command, third = ["train", "config.yaml"], journals / "step-000003.journal"
+
+    with killed_when(command, tmp_path, journal=third, counts={Kind.END: 2, Kind.OBSERVATION: 4}):
+        (tmp_path / "hang").unlink()
+        recorded = tokens_by_row(read(third))
+        called = calls_per_rollout(tmp_path)
+        said = run([*command, "--resume"], tmp_path)
+
+    assert "step 1: 4 rollouts are in the journal" in said
+    assert "step 2: 4 rollouts are in the journal" in said
+    assert "step 3: 2 rollouts are in the journal" in said
+    lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert called == dict.fromkeys("012345", 2)
+    assert len(recorded) == 4
+    # Step 4 takes rows 0 and 1 again; of the three steps before, no call was run a second time.
+    assert calls_per_rollout(tmp_path) == dict.fromkeys("2345", 2) | dict.fromkeys("01", 4)
+    assert not list(journals.glob("*.journal"))  # the checkpoint at the end holds what they led to

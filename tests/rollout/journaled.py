@@ -1,0 +1,98 @@
+"""Rollouts with a journal on scripted servers, and the same rollouts after a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.rollout.journal.frames import scan
+from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal.values import unpack
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from tests.helpers import call_text, encoded
+from tests.rollout.harness import Stage
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def run_journaled(path: Path, stage: Stage, rows: Rows, *, resume: bool = False) -> list[Trajectory]:
+    """Runs what the journal does not hold, in virtual time, and checks that nothing is left behind."""
+
+    async def scenario() -> list[Trajectory]:
+        async with open_journal(path, key=key_of(rows), rows=rows, resume=resume) as journal:
+            outcome = journal.outcome()
+            if outcome is not None:
+                return outcome
+            ended, jobs = journal.divide(stage.jobs(rows))
+            trajectories = [*ended, *await stage.worker.run(jobs)]
+            trajectories.sort(key=lambda t: (t.group, t.rollout, t.branch or 0))
+            await journal.complete(trajectories)
+        stage.assert_nothing_is_left()
+        return trajectories
+
+    return run_virtual(scenario())
+
+
+def key_of(rows: Rows, **settings: Any) -> StepKey:
+    return StepKey.of(rows, step=7, weight_version=6, num_samples=1, settings=settings)
+
+
+def records_of(data: bytes) -> list[dict[str, Any]]:
+    """What a journal says, record by record."""
+    return [unpack(payload) for payload in scan(data).payloads]
+
+
+class Talker:
+    """Says something else at every request, and calls a tool as long as it is told to.
+
+    Args:
+        seed: Another one says other things.
+        num_calls: Turns with a call before the answer; by row, as the prompt's length tells them apart.
+    """
+
+    def __init__(self, *, seed: int, num_calls: int = 2, per_turn: int = 1) -> None:
+        self.num_requests = 0
+        self._random = np.random.default_rng(seed)
+        self._num_calls = num_calls
+        self._per_turn = per_turn
+
+    def __call__(self, request: ScriptedRequest) -> ScriptedReply:
+        self.num_requests += 1
+        number = int(self._random.integers(1000))
+        num_before = _count(request.prompt_ids.tolist(), encoded("<tool_response>")) // self._per_turn
+        words = f"I think {number}. "
+        if num_before < self._num_calls:
+            words += "".join(call_text("add", a=number, b=each) for each in range(self._per_turn))
+        ids = encoded(words + "<|im_end|>")
+        log_probs = -self._random.random(len(ids))
+        return ScriptedReply(ids, log_probs=log_probs.tolist(), latency_s=float(self._random.random()))
+
+
+def _count(ids: list[int], wanted: list[int]) -> int:
+    return sum(ids[place : place + len(wanted)] == wanted for place in range(len(ids)))
+
+
+def facts(trajectory: Trajectory) -> list[Any]:
+    """Everything that training sees, to compare."""
+    output = trajectory.output
+    return [
+        trajectory.trajectory_id,
+        trajectory.reward,
+        output.stop_reason,
+        output.prompt_ids.tolist(),
+        output.response_ids.tolist(),
+        output.response_mask.tolist(),
+        None if output.response_logprobs is None else output.response_logprobs.tolist(),
+        output.weight_versions.tolist(),
+        [(s.origin, len(s)) for s in output.segments],
+        output.messages,
+        output.tool_rewards,
+        output.turn_scores,
+        output.incidents,
+        output.num_turns,
+    ]

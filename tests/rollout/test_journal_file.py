@@ -1,0 +1,206 @@
+"""The file itself: what is written is read again, and what is not whole is found out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from agent_loop.errors import JournalError
+from agent_loop.rollout.journal.folder import JournalFolder
+from agent_loop.rollout.journal.frames import HEADER, framed, scan
+from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.rollout.journal.values import Unstorable, digest, pack, unpack
+from agent_loop.rollout.journal.writer import JournalWriter
+from agent_loop.testing import run_virtual
+from tests.helpers import user
+from tests.rollout.journaled import key_of, records_of, run_journaled
+from tests.rollout.test_journal_replay import ROWS, facts, first_run, make_stage
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plain)
+def test_what_is_packed_is_unpacked(value: Any) -> None:
+    assert unpack(pack(value)) == value
+    assert digest([value]) == digest([unpack(pack(value))])
+
+
+def test_arrays_images_and_half_surrogates_come_back_as_they_were() -> None:
+    image = Image.effect_noise((5, 7), 40)
+    value = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": [np.float32(0.5), image], "c": "\ud800"}
+    back = unpack(pack(value))
+    assert back["a"].dtype == np.int32
+    assert (back["a"] == value["a"]).all()
+    assert back["b"][0] == 0.5
+    assert back["b"][1].tobytes() == image.tobytes()
+    assert back["c"] == "\ud800"
+
+
+def test_what_has_no_form_is_named() -> None:
+    with pytest.raises(Unstorable, match=r"a value of type builtins\.object"):
+        pack({"handle": object()})
+
+
+@given(st.lists(st.binary(min_size=1, max_size=30), max_size=5), st.data())
+def test_any_prefix_holds_the_whole_records_before_its_end(
+    payloads: list[bytes], data: st.DataObject
+) -> None:
+    whole = HEADER + b"".join(map(framed, payloads))
+    cut = data.draw(st.integers(0, len(whole)))
+    found = scan(whole[:cut])
+    assert found.payloads == payloads[: len(found.payloads)]
+    assert found.num_good_bytes + found.num_torn_bytes == cut
+    assert found.num_damaged_bytes == 0
+    assert len(HEADER + b"".join(map(framed, payloads[: len(found.payloads) + 1]))) > cut or cut == len(whole)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=30), min_size=2, max_size=5), st.data())
+def test_a_byte_that_was_changed_is_noticed_and_nothing_behind_it_is_believed(
+    payloads: list[bytes], data: st.DataObject
+) -> None:
+    whole = bytearray(HEADER + b"".join(map(framed, payloads)))
+    place = data.draw(st.integers(len(HEADER), len(whole) - 1))
+    whole[place] ^= data.draw(st.integers(1, 255))
+    found = scan(bytes(whole))
+    assert found.payloads == payloads[: len(found.payloads)]
+    assert len(found.payloads) < len(payloads)
+    assert found.num_damaged_bytes + found.num_torn_bytes == len(whole) - found.num_good_bytes
+
+
+def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, before = first_run()
+    path, data = tmp_path / "j", bytearray(whole)
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
+    assert "is damaged at byte" in caplog.text
+    [aside] = tmp_path.glob("j.damaged-*")
+    good = int(aside.name.rpartition("-")[2])
+    assert aside.read_bytes() == data[good:]
+    assert len(after) == len(before)
+    assert records_of(path.read_bytes())[: len(records_of(whole[:good]))]
+
+
+def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(b"something else entirely, and long enough to be anything")
+    with pytest.raises(JournalError, match="is no journal; remove it"):
+        run_journaled(path, make_stage(1)[0], ROWS, resume=True)
+    assert path.read_bytes().startswith(b"something else")
+
+
+def test_a_later_format_is_named() -> None:
+    with pytest.raises(JournalError, match="has format 9, and this version reads 1"):
+        scan(HEADER[:28] + b"\x09\0\0\0")
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_a_journal_of_another_rollout_is_refused_or_replaced_by_name(tmp_path: Path, refuse: bool) -> None:
+    path, rows = tmp_path / "j", [{"raw_prompt": user("?")}]
+
+    async def scenario(key: StepKey, of: Any) -> list[str]:
+        async with open_journal(path, key=key, rows=of, resume=True, refuse=refuse) as journal:
+            return list(journal.notes)
+
+    run_virtual(scenario(key_of(rows, rollout={"temperature": 1.0}), rows))
+    others = [{"raw_prompt": user("!")}]
+    changed = scenario(key_of(others, rollout={"temperature": 0.5}), others)
+    if refuse:
+        with pytest.raises(JournalError, match=r"of another rollout: rollout\.temperature, rows changed"):
+            run_virtual(changed)
+    else:
+        [note] = run_virtual(changed)
+        assert "rollout.temperature, rows changed; it is not used" in note
+        assert run_virtual(scenario(key_of(others, rollout={"temperature": 0.5}), others)) == []
+
+
+class Disk:
+    """Takes so many bytes, then fails in the middle of a write."""
+
+    def __init__(self, room: int, error: int) -> None:
+        self._room = room
+        self._error = error
+
+    def write(self, file: int, data: bytes | memoryview) -> int:
+        if not self._room:
+            raise OSError(self._error, os.strerror(self._error))
+        written = os.write(file, data[: min(self._room, 100)])
+        self._room -= written
+        return written
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_full_disk_stops_the_rollout_by_name_and_leaves_a_whole_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    path, disk = tmp_path / "j", Disk(9000, error)
+    monkeypatch.setattr(JournalWriter.__init__, "__kwdefaults__", {"num_bytes": 0, "write": disk.write})
+    stage, tool = make_stage(1)
+    with pytest.raises(JournalError, match=r"cannot be written \(OSError: .*rollout.journal=false"):
+        run_journaled(path, stage, ROWS)
+    assert tool.open == set()
+    assert stage.server.num_running == stage.server.num_sessions == 0
+    found = scan(path.read_bytes())
+    assert (found.num_torn_bytes, found.num_damaged_bytes) == (0, 0)
+    assert len(found.payloads) > 3
+    monkeypatch.undo()
+    after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
+    assert len(after) == 5
+
+
+def test_a_journal_that_may_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot be written"):
+        run_journaled(tmp_path / "file" / "j", make_stage(1)[0], ROWS)
+
+
+def test_what_was_flushed_is_with_the_system_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+
+    async def scenario() -> None:
+        async with JournalWriter(path) as writer:
+            for number in range(200):
+                writer.append(pack(number))
+                if number % 7 == 0:
+                    await asyncio.sleep(0)
+            await writer.flushed()
+            assert [unpack(payload) for payload in scan(path.read_bytes()).payloads] == list(range(200))
+
+    asyncio.run(scenario())
+
+
+def test_a_complete_rollout_is_read_without_running_anything(tmp_path: Path) -> None:
+    whole, before = first_run()
+    (tmp_path / "j").write_bytes(whole)
+    stage, _ = make_stage(2)
+    after = run_journaled(tmp_path / "j", stage, ROWS, resume=True)
+    assert [facts(t) for t in after] == [facts(t) for t in before]
+    assert stage.server.requests == []
+
+
+def test_journals_are_dropped_by_step(tmp_path: Path) -> None:
+    folder = JournalFolder(tmp_path)
+    folder.path.mkdir()
+    for step in (3, 4, 5, 6):
+        folder.file(step).touch()
+    folder.drop_through(3)
+    folder.drop_after(5)
+    assert folder.steps() == [4, 5]

@@ -1,0 +1,365 @@
+"""A rollout that was cut short goes on from its journal with the very tokens that it had."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from agent_loop.boundary import OnReplay
+from agent_loop.config import MultiTurnConfig
+from agent_loop.interactions.scripted import ScriptedInteraction
+from agent_loop.interactions.session import InteractionReply
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.journal.frames import scan
+from agent_loop.rollout.journal.record import Kind
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
+from agent_loop.types import Origin, StopReason
+from tests.helpers import calls, says, user
+from tests.rollout.harness import Adder, Stage
+from tests.rollout.journaled import Talker, facts, records_of, run_journaled
+
+
+@register("thinks_twice")
+class ThinksTwice(AgentLoopBase):
+    """A loop of a user's own: two branches from one thought, each with a tool."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
+            thought = await episode.generate(sampling_params)
+            await episode.call_tools(thought.parsed.tool_calls)
+            await episode.observe(user("go on"))
+            async with episode.branch() as other:
+                second = await other.generate(sampling_params)
+                results = await other.call_tools(second.parsed.tool_calls)
+                await other.observe([{"role": "tool", "content": r.response.text} for r in results])
+                await other.generate(sampling_params)
+                await other.finish()
+            await episode.generate(sampling_params)
+            await episode.finish()
+            return [episode.output(), other.output(extra_fields={"branched": True})]
+
+
+ROWS = [
+    {"raw_prompt": user("question one")},
+    {"raw_prompt": user("a second question"), "interaction_kwargs": {"name": "critic"}},
+    {"raw_prompt": user("the third"), "agent_name": "thinks_twice"},
+    {"raw_prompt": user("the fourth and last of them")},
+]
+
+
+def make_stage(seed: int, *, on_replay: OnReplay = OnReplay.RERUN, **options: Any) -> tuple[Stage, Adder]:
+    tool = Adder({"latency_s": 0.3, "reward": 0.25})
+    tool.on_replay = on_replay
+    critic = ScriptedInteraction([InteractionReply("No.", score=0.5), "Still no."], name="critic")
+    stage = Stage(
+        Talker(seed=seed, per_turn=2),
+        tools=[tool],
+        interactions={"critic": critic},
+        multi_turn=MultiTurnConfig(max_parallel_calls=2),
+        reward=RewardFunction(lambda output, row: {"reward": 1.0, "asked": row["raw_prompt"]}, timeout_s=1),
+        **options,
+    )
+    return stage, tool
+
+
+@cache
+def first_run() -> tuple[bytes, list[Trajectory]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "j"
+        trajectories = run_journaled(path, make_stage(1)[0], ROWS)
+        return path.read_bytes(), trajectories
+
+
+def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list[tuple[int, bool, float]]:
+    """Token, mask and log-prob, as the records have them."""
+    found: list[tuple[int, bool, float]] = []
+    for record in records:
+        if record.get("row") != row or "at" not in record or record["got"] is None:
+            continue
+        if record["is"] == Kind.BRANCH and record["at"][0] == lane:
+            found += tokens_on_record(records[: records.index(record)], row, record["got"]["parent"])
+        elif "ids" in record["got"] and record["at"][0] == lane:
+            ids, log_probs = record["got"]["ids"].tolist(), record["got"].get("log_probs")
+            sampled = record["is"] == Kind.COMPLETION
+            values = log_probs.tolist() if sampled else [0.0] * len(ids)
+            found += zip(ids, [sampled] * len(ids), values, strict=True)
+    return found
+
+
+def tokens_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, float]]:
+    for segment in trajectory.output.segments:
+        values = [0.0] * len(segment) if segment.log_probs is None else segment.log_probs.tolist()
+        sampled = [segment.origin is Origin.MODEL] * len(segment)
+        yield from zip(segment.token_ids.tolist(), sampled, values, strict=True)
+
+
+def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
+    """Cuts the run, resumes it with a model that says other things, and compares."""
+    whole, before = first_run()
+    records = records_of(data)
+    ended = {record["row"] for record in records if record["is"] == Kind.END}
+    stage, tool = make_stage(2, on_replay=on_replay)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "j"
+        path.write_bytes(data)
+        after = run_journaled(path, stage, ROWS, resume=True)
+        kept = records_of(path.read_bytes())
+        again = run_journaled(path, make_stage(3)[0], ROWS, resume=True)
+    assert [t.trajectory_id for t in after] == [t.trajectory_id for t in before]
+    assert [facts(t) for t in again] == [facts(t) for t in after]
+    assert len(kept) > len(records) or data == whole
+    for old, new in zip(before, after, strict=True):
+        row, lane = f"group={old.group}/rollout={old.rollout}", old.branch or 0
+        prefix = tokens_on_record(records, row, lane)
+        assert list(tokens_of(old))[: len(prefix)] == prefix
+        assert list(tokens_of(new))[: len(prefix)] == prefix
+        assert new.output.stop_reason is old.output.stop_reason
+        assert not new.output.incidents
+        if row in ended:
+            assert facts(new) == facts(old)
+    if len(ended) == len(ROWS):
+        assert stage.server.requests == []
+        assert tool.executed == []
+
+
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(data=st.data(), on_replay=st.sampled_from([OnReplay.RERUN, OnReplay.RECORDED]))
+def test_a_rollout_cut_at_any_byte_goes_on_with_the_tokens_on_record(
+    data: st.DataObject, on_replay: OnReplay
+) -> None:
+    whole, _ = first_run()
+    assert_goes_on(whole[: data.draw(st.integers(0, len(whole)), label="cut")], on_replay=on_replay)
+
+
+def test_a_rollout_cut_between_any_two_records_asks_the_model_for_the_missing_turns_only(
+    tmp_path: Path,
+) -> None:
+    rows, path = ROWS[:1], tmp_path / "j"
+    run_journaled(path, make_stage(1)[0], rows)
+    data = path.read_bytes()
+    ends = [len(data) - sum(cuts) for cuts in _record_sizes_from_behind(data)]
+    for end in ends:
+        path.write_bytes(data[:end])
+        num_completions = sum(record["is"] == Kind.COMPLETION for record in records_of(data[:end]))
+        num_calls = sum(record["is"] == Kind.CALL_ENDED for record in records_of(data[:end]))
+        stage, tool = make_stage(2, on_replay=OnReplay.RECORDED)
+        [trajectory] = run_journaled(path, stage, rows, resume=True)
+        assert len(stage.server.requests) == 3 - num_completions
+        assert len(tool.executed) == 4 - num_calls
+        assert trajectory.output.num_assistant_turns == 3
+        assert trajectory.output.tool_rewards == (0.25,) * 4
+        assert not trajectory.output.incidents
+
+
+def _record_sizes_from_behind(data: bytes) -> Iterator[list[int]]:
+    sizes = [len(payload) + 8 for payload in _payloads(data)][1:]
+    for count in range(1, len(sizes) + 1):
+        yield sizes[-count:]
+
+
+def _payloads(data: bytes) -> list[bytes]:
+    return scan(data).payloads
+
+
+def cut_after(data: bytes, kind: Kind, *, count: int = 1) -> bytes:
+    """The journal as it was when so many records of a kind were in it."""
+    end = 32
+    for payload, record in zip(_payloads(data), records_of(data), strict=True):
+        end += len(payload) + 8
+        count -= record["is"] == kind
+        if not count:
+            return data[:end]
+    raise AssertionError(f"there are not so many {kind}")
+
+
+def interrupted(
+    path: Path, *, on_replay: OnReplay, kind: Kind, count: int = 1
+) -> tuple[Trajectory, Adder, Stage]:
+    """One row whose journal ends after some record, resumed."""
+    rows = ROWS[:1]
+    run_journaled(path, make_stage(1, on_replay=on_replay)[0], rows)
+    path.write_bytes(cut_after(path.read_bytes(), kind, count=count))
+    stage, tool = make_stage(2, on_replay=on_replay)
+    [trajectory] = run_journaled(path, stage, rows, resume=True)
+    return trajectory, tool, stage
+
+
+def kinds(trajectory: Trajectory) -> Counter[IncidentKind]:
+    return Counter(incident.kind for incident in trajectory.output.incidents)
+
+
+def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_said(tmp_path: Path) -> None:
+    trajectory, tool, stage = interrupted(
+        tmp_path / "j", on_replay=OnReplay.RESTART, kind=Kind.CALL_ENDED, count=3
+    )
+    assert len(stage.server.requests) == 3
+    assert len(tool.executed) == 4
+    [incident] = trajectory.output.incidents
+    assert incident.kind is IncidentKind.RESTARTED
+    assert "tool 'add' had been used, and does not say that it can be replayed" in incident.detail
+
+
+def test_a_call_that_may_not_be_run_again_and_did_not_end_has_its_row_begin_anew(tmp_path: Path) -> None:
+    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, kind=Kind.CALL_BEGAN)
+    assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
+    assert len(tool.executed) == 4
+
+
+def test_a_call_that_may_run_only_once_and_did_not_end_is_answered_with_that(tmp_path: Path) -> None:
+    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.ONCE, kind=Kind.CALL_BEGAN, count=2)
+    assert kinds(trajectory) == {IncidentKind.INTERRUPTED_CALL: 2}
+    assert len(tool.executed) == 2
+    assert trajectory.output.stop_reason is StopReason.ANSWERED
+    told = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
+    assert "may or may not have taken effect" in told[0]
+
+
+def test_tools_with_state_are_brought_to_where_they_were(tmp_path: Path) -> None:
+    class Counting(Adder):
+        on_replay = OnReplay.RERUN
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: Counter[str] = Counter()
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            _, reward, extra = await super().execute(instance_id, parameters)
+            self.counts[instance_id] += 1
+            return f"call {self.counts[instance_id]}", reward, extra
+
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            return float(self.counts[instance_id])
+
+    path = tmp_path / "j"
+    run_journaled(path, Stage(Talker(seed=1, num_calls=4), tools=[Counting()]), ROWS[:1])
+    path.write_bytes(cut_after(path.read_bytes(), Kind.OBSERVATION, count=2))
+    [trajectory] = run_journaled(
+        path, Stage(Talker(seed=2, num_calls=4), tools=[Counting()]), ROWS[:1], resume=True
+    )
+    told = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
+    assert told == ["call 1", "call 2", "call 3", "call 4"]
+    assert trajectory.reward == 4.0
+
+
+def test_a_tool_whose_replies_are_recorded_is_created_but_not_called(tmp_path: Path) -> None:
+    trajectory, tool, _ = interrupted(
+        tmp_path / "j", on_replay=OnReplay.RECORDED, kind=Kind.OBSERVATION, count=2
+    )
+    assert tool.executed == []
+    assert (tool.num_created, tool.num_released) == (1, 1)
+    assert trajectory.output.tool_rewards == (0.25,) * 4
+
+
+fickle_words = iter("abcdefghij")
+
+
+@register("fickle")
+class Fickle(AgentLoopBase):
+    """Asks something else every time."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
+            first = await episode.generate(sampling_params)
+            await episode.call_tools(first.parsed.tool_calls)
+            await episode.observe(user(next(fickle_words)))
+            try:
+                await episode.generate(sampling_params)
+            except Exception:  # what a careless loop does
+                await episode.generate(sampling_params)
+            await episode.finish()
+            return episode.output()
+
+
+def resume_fickle(path: Path, *, on_replay: OnReplay) -> tuple[Trajectory, Adder]:
+    rows = [{"raw_prompt": user("?"), "agent_name": "fickle"}]
+    run_journaled(path, make_stage(1, on_replay=on_replay)[0], rows)
+    path.write_bytes(cut_after(path.read_bytes(), Kind.COMPLETION, count=2))
+    stage, tool = make_stage(2, on_replay=on_replay)
+    [trajectory] = run_journaled(path, stage, rows, resume=True)
+    return trajectory, tool
+
+
+def test_a_loop_that_asks_something_else_begins_its_row_anew_and_that_is_said(tmp_path: Path) -> None:
+    trajectory, _ = resume_fickle(tmp_path / "j", on_replay=OnReplay.RECORDED)
+    [incident] = trajectory.output.incidents
+    assert incident.kind is IncidentKind.RESTARTED
+    assert "turn 3 of episode 0 asks for another interaction than the first time" in incident.detail
+    assert trajectory.output.stop_reason is StopReason.ANSWERED
+
+
+def test_a_row_that_cannot_begin_anew_without_running_a_tool_twice_fails(tmp_path: Path) -> None:
+    trajectory, tool = resume_fickle(tmp_path / "j", on_replay=OnReplay.ONCE)
+    assert trajectory.output.stop_reason is StopReason.FAILED
+    assert trajectory.output.failure is not None
+    assert "tool 'add' was used and may be used only once" in trajectory.output.failure.error
+    assert tool.executed == []
+
+
+def test_a_failed_row_of_an_unfinished_rollout_is_tried_again_from_its_last_turn(tmp_path: Path) -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return calls("add", a=1, b=2) if request.turn == 0 else ScriptedReply([1], error="engine hiccup")
+
+    path, tool = tmp_path / "j", Adder()
+    tool.on_replay = OnReplay.RECORDED
+    [failed] = run_journaled(path, Stage(script, tools=[tool]), ROWS[:1])
+    assert failed.output.stop_reason is StopReason.FAILED
+    path.write_bytes(cut_after(path.read_bytes(), Kind.END))
+    [mended] = run_journaled(path, Stage(lambda _: says("3"), tools=[tool]), ROWS[:1], resume=True)
+    assert mended.output.answer == "3"
+    assert len(tool.executed) == 1
+    [again] = run_journaled(path, Stage([]), ROWS[:1], resume=True)
+    assert facts(again) == facts(mended)
+
+
+def test_a_result_that_has_no_form_in_the_journal_costs_its_row_the_way_back(tmp_path: Path) -> None:
+    class Odd(Adder):
+        on_replay = OnReplay.RECORDED
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            return "fine", None, {"handle": object()}
+
+    path = tmp_path / "j"
+    run_journaled(path, Stage(Talker(seed=1), tools=[Odd()]), ROWS[:1])
+    path.write_bytes(cut_after(path.read_bytes(), Kind.OBSERVATION))
+    [trajectory] = run_journaled(path, Stage(Talker(seed=2), tools=[Odd()]), ROWS[:1], resume=True)
+    [incident] = trajectory.output.incidents
+    assert "the answer at turn 2 could not be kept" in incident.detail
+
+
+def test_branches_come_back_with_the_same_segments_for_what_they_have_in_common() -> None:
+    whole, before = first_run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "j"
+        path.write_bytes(whole)
+        after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
+    for trajectories in (before, after):
+        one, two = (t.output.segments for t in trajectories if t.group == 2)
+        assert [a is b for a, b in zip(one, two, strict=False)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("num_calls", [5, 50])
+def test_the_journal_grows_with_the_tokens_and_not_with_their_square(tmp_path: Path, num_calls: int) -> None:
+    path = tmp_path / "j"
+    stage = Stage(Talker(seed=1, num_calls=num_calls), tools=[_recorded_adder()], response_length=100_000)
+    [trajectory] = run_journaled(path, stage, ROWS[:1])
+    num_tokens = sum(map(len, trajectory.output.segments))
+    per_token = path.stat().st_size / num_tokens
+    assert trajectory.output.num_assistant_turns == num_calls + 1
+    assert 13 < per_token < 20  # the ids and log-probs alone are 4 to 8
+
+
+def _recorded_adder() -> Adder:
+    tool = Adder()
+    tool.on_replay = OnReplay.RECORDED
+    return tool
