@@ -6,16 +6,38 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable
+from enum import StrEnum
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from agent_loop.concurrency import run_in_thread, run_shielded
-from agent_loop.errors import EpisodeError
+from agent_loop.errors import ConfigError, EpisodeError
 from agent_loop.trajectory import Incident, IncidentKind
 
 ResultT = TypeVar("ResultT")
+
+
+class OnReplay(StrEnum):
+    """What becomes of a call to a tool or an interaction when its trajectory is run again after a crash, from the
+    journal of the run."""
+
+    RECORDED = "recorded"
+    """The recorded reply is given and nothing is run. For what has no state and no effects. A call that had begun and
+    not ended is run again."""
+    RERUN = "rerun"
+    """The call is run again, which brings a new instance to where the old one was; the recorded reply is given. For
+    state that the calls alone make up. A call that had begun and not ended is run again."""
+    ONCE = "once"
+    """No call is ever run twice. The recorded reply is given; a call of a tool that had begun and not ended is
+    answered with an error, and a trajectory that would have to begin anew fails instead."""
+    RESTART = "restart"
+    """The call cannot be given again, so the trajectory begins anew."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> OnReplay:
+        raise ConfigError(f"on_replay is {value!r}; give one of {', '.join(cls)}")
 
 
 class DeadlineExpired(Exception):

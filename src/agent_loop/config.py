@@ -163,6 +163,9 @@ class RolloutConfig(Section):
     """Trajectories in flight per worker; None is all of them."""
     max_failed_share: Share = 0.5
     """A batch with a larger share of failed trajectories stops the run."""
+    journal: bool = True
+    """Keep each turn on disk as it happens, so that a training or an `agent-loop rollout` that is killed goes on with
+    `--resume` where it was."""
     seed: int = 0
     val: ValSamplingConfig = ValSamplingConfig()
     agent: AgentConfig = AgentConfig()
@@ -212,6 +215,25 @@ class ActorConfig(Section):
     gradient_checkpointing: bool = False
 
 
+class RayConfig(Section):
+    """Where servers and workers run under `trainer.runtime: ray`."""
+
+    address: str | None = None
+    """Of a Ray cluster that runs already, as in `auto` or `10.0.0.1:6379`; None starts one on this machine and ends it
+    with the run."""
+    num_cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
+    """CPUs that Ray sets aside for each of `rollout.agent.num_workers`, which are spread over the nodes."""
+    num_cpus_per_server: Annotated[float, Field(ge=0)] = 1.0
+    num_gpus_per_server: Annotated[float, Field(ge=0)] = 0.0
+    """A server runs on a node that has them, and comes back to it if it can."""
+    runtime_env: dict[str, Any] = {}
+    """Ray's own: working directory, environment variables, packages. Needed where nodes do not share this folder."""
+    restart_timeout_s: PositiveSeconds = 300.0
+    """How long a batch without a living worker waits for one to come back."""
+    max_row_restarts: Positive = 5
+    """A row is run again so often when its worker dies; at last alone, to see whether it is what kills them."""
+
+
 class TrainerConfig(Section):
     """How long, where to, and how often."""
 
@@ -227,6 +249,10 @@ class TrainerConfig(Section):
     num_threads: Positive = 1
     """Torch threads for training on a CPU."""
     seed: int = 0
+    runtime: Literal["local", "ray"] = "local"
+    """Where servers and agent loops run: in this process, or in processes of a Ray cluster."""
+    ray: RayConfig = RayConfig()
+    """Used with `runtime: ray`."""
 
 
 class Config(Section):
@@ -339,7 +365,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not name.endswith("engine_kwargs"):
+        if isinstance(value, Mapping) and value and not name.endswith(("engine_kwargs", "runtime_env")):
             flat += _flatten(cast(Mapping[str, Any], value), prefix=f"{name}.")
         else:
             flat.append((name, cast(Any, value)))

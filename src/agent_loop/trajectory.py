@@ -32,6 +32,8 @@ class IncidentKind(StrEnum):
     CUT_TURN = "cut_turn"
     TRUNCATED_PROMPT = "truncated_prompt"
     CLOSE_FAILED = "close_failed"
+    INTERRUPTED_CALL = "interrupted_call"
+    RESTARTED = "restarted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +180,11 @@ class AgentLoopOutput:
 
     def failed(self, failure: Failure) -> AgentLoopOutput:
         """The same trajectory, ended by a failure."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"stop_reason": StopReason.FAILED, "failure": failure}
-        return AgentLoopOutput(**values)
+        return self._with(stop_reason=StopReason.FAILED, failure=failure)
+
+    def noted(self, incident: Incident) -> AgentLoopOutput:
+        """The same trajectory with one more named loss."""
+        return self._with(incidents=(*self.incidents, incident))
 
     @cached_property
     def prompt_ids(self) -> IntArray:
@@ -237,6 +241,10 @@ class AgentLoopOutput:
             if message["role"] == "assistant":
                 return str(message.get("content") or "")
         return ""
+
+    def _with(self, **changed: Any) -> AgentLoopOutput:
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return AgentLoopOutput(**(values | changed))
 
     def _per_response_token(self, value_of: Callable[[Segment], int], dtype: Any) -> NDArray[Any]:
         return _concatenate([np.full(len(s), value_of(s), dtype) for s in self.response_segments], dtype)

@@ -81,6 +81,7 @@ class FakeRollouts:
         validate: bool = False,
         num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        journal: object = None,
     ) -> list[Trajectory]:
         self.loop = asyncio.get_running_loop()
         if not validate:

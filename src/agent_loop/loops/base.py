@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.turn_log import TurnLog
 from agent_loop.types import Message
 
 
@@ -31,6 +32,8 @@ class LoopContext:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     tools: Mapping[str, BaseTool] = field(default_factory=dict[str, BaseTool])
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict[str, BaseInteraction])
+    new_log: Callable[[], TurnLog] | None = None
+    """Gives the record of the next episode; None where no journal is kept."""
 
 
 class AgentLoopBase(ABC):
@@ -100,6 +103,7 @@ class AgentLoopBase(ABC):
             tools=session,
             tool_schemas=[tool.tool_schema for tool in tools.values()],
             interaction=self._interaction_session(interaction_kwargs),
+            log=None if self.context.new_log is None else self.context.new_log(),
         )
         return self.last_episode
 

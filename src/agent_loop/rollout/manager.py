@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
-from agent_loop.chat.template import ChatTemplate, load_chat_template
+from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template
-from agent_loop.concurrency import run_shielded, run_together, run_until, running_beside
+from agent_loop.concurrency import run_shielded, run_until, running_beside
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
-from agent_loop.interactions.registry import load_interactions
-from agent_loop.limits import EpisodeLimits
-from agent_loop.loops.base import LoopContext
-from agent_loop.loops.registry import LoopRegistry
-from agent_loop.rewards.function import RewardFunction, load_reward
+from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.first_groups import FirstGroups
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.journal.step import StepJournal
+from agent_loop.rollout.parts import (
+    load_context,
+    load_loops,
+    load_reward_function,
+    load_template,
+    make_worker,
+)
+from agent_loop.rollout.worker import Job
+from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
@@ -44,6 +47,7 @@ class AgentLoopManager:
         servers: The LLM servers; closed with the manager.
         template: The model's chat template.
         reward: Scores trajectories that have no reward of their own.
+        workers: Who runs the loops; None makes `rollout.agent.num_workers` in this process. Closed with the manager.
 
     Raises:
         ConfigError: A loop, tool or interaction that the config names does not exist or cannot be loaded.
@@ -56,34 +60,19 @@ class AgentLoopManager:
         servers: Sequence[AsyncServerBase],
         template: ChatTemplate,
         reward: RewardFunction | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.config = config
         self.template = template
         self.server_manager = AsyncLLMServerManager(servers, request_timeout_s=config.request_timeout_s)
-        multi_turn = config.multi_turn
-        context = LoopContext(
-            server_manager=self.server_manager,
-            template=template,
-            limits=_limits(config),
-            multi_turn=multi_turn,
-            tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
-            interactions=load_interactions(multi_turn.interaction_config_path),
+        self._context = load_context(config, server_manager=self.server_manager, template=template)
+        self._loops = load_loops(config)
+        self._workers = workers or LocalWorkers(
+            [
+                make_worker(config, context=self._context, loops=self._loops, reward=reward)
+                for _ in range(config.agent.num_workers)
+            ]
         )
-        self._context = context
-        self._loops = LoopRegistry(
-            loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path
-        )
-        self._loops.get(config.agent.default_agent_loop)
-        self.workers = [
-            AgentLoopWorker(
-                context,
-                loops=self._loops,
-                default_agent_loop=config.agent.default_agent_loop,
-                reward=reward,
-                max_concurrent=config.max_concurrent,
-            )
-            for _ in range(config.agent.num_workers)
-        ]
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -93,17 +82,9 @@ class AgentLoopManager:
             ConfigError: Something named does not exist or does not fit.
             ChatTemplateError: The model's chat template cannot write the conversations of this run.
         """
-        template = load_chat_template(
-            config.model.tokenizer_path or config.model.path,
-            tool_parser=config.rollout.multi_turn.format,
-            chat_template_path=config.model.chat_template_path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        template, reward = load_template(config), load_reward_function(config)
         multi_turn = config.rollout.multi_turn
         require_template(template, tools=bool(multi_turn.tools or multi_turn.tool_config_path))
-        reward = None
-        if config.reward.function is not None:
-            reward = load_reward(config.reward.function, timeout_s=config.reward.timeout_s)
         servers = create_servers(config.model, rollout=config.rollout)
         return cls(config.rollout, servers=servers, template=template, reward=reward)
 
@@ -148,6 +129,7 @@ class AgentLoopManager:
         validate: bool = False,
         num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        journal: StepJournal | None = None,
     ) -> list[Trajectory]:
         """Runs `n` trajectories per row, ordered by row, then sample.
 
@@ -157,21 +139,50 @@ class AgentLoopManager:
             num_groups: Return as soon as all trajectories of so many rows have ended, with those rows' alone; what
                 still runs is cancelled. None waits for all.
             on_trajectory: Told of each trajectory as it ends.
+            journal: Keeps the turns, and has those of a run that was killed: what ended there is not run again, what
+                did not goes on from its last turn.
 
         Raises:
             DataError: A row names a loop, tool or interaction that does not exist; nothing was run.
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
+            JournalError: The journal cannot be written.
         """
         jobs = self._jobs(rows, n=n, validate=validate)
+        outcome = None if journal is None else journal.outcome()
+        if outcome is not None:
+            _tell(outcome, on_trajectory)
+            return outcome
         if num_groups is None or num_groups >= len(rows):
-            return await self._run_jobs(jobs, on_trajectory=on_trajectory)
-        first = FirstGroups(num_groups, size=len(jobs) // len(rows))
+            trajectories = await self._run_jobs(jobs, on_trajectory=on_trajectory, journal=journal)
+        else:
+            trajectories = await self._run_first(
+                jobs,
+                num_groups=num_groups,
+                size=len(jobs) // len(rows),
+                on_trajectory=on_trajectory,
+                journal=journal,
+            )
+        if journal is not None:
+            await journal.complete(trajectories)
+        return trajectories
+
+    async def _run_first(
+        self,
+        jobs: Sequence[Job],
+        *,
+        num_groups: int,
+        size: int,
+        on_trajectory: Callable[[Trajectory], None] | None,
+        journal: StepJournal | None,
+    ) -> list[Trajectory]:
+        """Runs until so many groups are complete."""
+        first = FirstGroups(num_groups, size=size)
 
         def note(trajectory: Trajectory) -> None:
             if first.add(trajectory) and on_trajectory is not None:
                 on_trajectory(trajectory)
 
-        await run_until(self._run_jobs(jobs, on_trajectory=note), first.are_complete)
+        await run_until(self._run_jobs(jobs, on_trajectory=note, journal=journal), first.are_complete)
         return first.trajectories
 
     async def stream(
@@ -199,7 +210,7 @@ class AgentLoopManager:
 
     def cancel(self, trajectory_id: str) -> bool:
         """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
-        return any(worker.cancel(trajectory_id) for worker in self.workers)
+        return self._workers.cancel(trajectory_id)
 
     async def wake_up(self) -> None:
         """Makes the servers ready: weights on the device, KV cache allocated."""
@@ -218,6 +229,7 @@ class AgentLoopManager:
             WeightsError: They do not fit the servers' model; nothing was changed.
         """
         await self.server_manager.update_weights(weights, weight_version=weight_version)
+        await self._workers.set_weight_version(weight_version)
 
     async def start(self) -> None:
         """Brings the servers' engines up; `async with` does it.
@@ -226,10 +238,18 @@ class AgentLoopManager:
             ServerError: One did not come up.
         """
         await self.server_manager.start()
+        try:
+            await self._workers.start()
+        except BaseException:
+            await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
+            raise
 
     async def close(self) -> None:
-        """Ends the servers."""
-        await self.server_manager.close()
+        """Ends the workers and the servers."""
+        try:
+            await self._workers.close()
+        finally:
+            await self.server_manager.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -257,15 +277,22 @@ class AgentLoopManager:
         return [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
 
     async def _run_jobs(
-        self, jobs: Sequence[Job], *, on_trajectory: Callable[[Trajectory], None] | None
+        self,
+        jobs: Sequence[Job],
+        *,
+        on_trajectory: Callable[[Trajectory], None] | None,
+        journal: StepJournal | None = None,
     ) -> list[Trajectory]:
         budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
+        ended: list[Trajectory] = []
+        if journal is not None:
+            ended, jobs = journal.divide(jobs)
+            _tell(ended, on_trajectory)
+        if not jobs:
+            return ended
         async with self._awake(), self.server_manager.watching():
-            chunks = await run_together(
-                worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
-                for worker, chunk in zip(self.workers, _split(jobs, len(self.workers)), strict=True)
-            )
-        return [trajectory for chunk in chunks for trajectory in chunk]
+            ran = await self._workers.run(jobs, budget=budget, on_trajectory=on_trajectory)
+        return sorted([*ended, *ran], key=lambda t: (t.group, t.rollout, t.branch or 0)) if ended else ran
 
     def _check_row(self, row: Row, *, number: int) -> None:
         if "raw_prompt" not in row:
@@ -282,25 +309,13 @@ class AgentLoopManager:
         return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
 
 
-def _limits(config: RolloutConfig) -> EpisodeLimits:
-    return EpisodeLimits(
-        prompt_length=config.prompt_length,
-        response_length=config.response_length,
-        truncate_prompt=config.truncate_prompt,
-        max_assistant_turns=config.multi_turn.max_assistant_turns,
-        max_user_turns=config.multi_turn.max_user_turns,
-        max_turn_tokens=config.multi_turn.max_turn_tokens,
-        deadline_s=config.trajectory_timeout_s,
-    )
+def _tell(trajectories: Iterable[Trajectory], on_trajectory: Callable[[Trajectory], None] | None) -> None:
+    if on_trajectory is not None:
+        for trajectory in trajectories:
+            on_trajectory(trajectory)
 
 
 def _refuse_unknown(names: Iterable[str], known: Collection[str], where: str) -> None:
     for name in names:
         if name not in known:
             raise DataError(f"{where}: there is no {name!r}{did_you_mean(name, known)}")
-
-
-def _split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:
-    """Contiguous chunks whose sizes differ by at most one."""
-    cuts = [len(jobs) * chunk // num_chunks for chunk in range(num_chunks + 1)]
-    return [jobs[start:end] for start, end in pairwise(cuts)]

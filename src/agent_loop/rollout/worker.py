@@ -11,12 +11,13 @@ from typing import Any, cast
 from agent_loop.boundary import describe_error, describe_value
 from agent_loop.concurrency import run_together
 from agent_loop.episode import EpisodeStopped
-from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError
+from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
-from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
+from agent_loop.rollout.journal.row_log import RowLog
+from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
 
 DEADLINE_GRACE_S = 15.0
@@ -31,6 +32,8 @@ class Job:
     group: int
     rollout: int
     sampling_params: Mapping[str, Any]
+    log: RowLog | None = None
+    """Where its turns are kept; it is not sent to other processes."""
 
     @property
     def trajectory_id(self) -> str:
@@ -87,6 +90,7 @@ class AgentLoopWorker:
 
         Raises:
             RolloutError: More failed than the budget allows; what was running is cancelled.
+            JournalError: The turns cannot be kept.
         """
         places = asyncio.Semaphore(self._max_concurrent or max(len(jobs), 1))
 
@@ -118,12 +122,38 @@ class AgentLoopWorker:
         self._running[job.trajectory_id] = task
         try:
             outputs = await self._run_loop(job)
+            if job.log is not None and job.log.mismatch is not None:
+                outputs = await self._begin_anew(job, job.log, outputs)
         finally:
             del self._running[job.trajectory_id]
             self._cancelled.discard(job.trajectory_id)
         if isinstance(outputs, AgentLoopOutput):
-            return [await self._scored(outputs, job)]
-        return await run_together(self._scored(output, job, branch=n) for n, output in enumerate(outputs))
+            trajectories = [await self._scored(outputs, job)]
+        else:
+            trajectories = await run_together(
+                self._scored(output, job, branch=n) for n, output in enumerate(outputs)
+            )
+        if job.log is not None:
+            await job.log.end(trajectories)
+        return trajectories
+
+    async def _begin_anew(
+        self, job: Job, log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """What was recorded before a crash cannot be followed: runs the row from its prompt, if that is allowed."""
+        why = log.mismatch or ""
+        if log.only_once is not None:
+            error = (
+                f"{why}; the row cannot begin anew, since {log.only_once} was used and may be used only once"
+            )
+            output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
+            return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))
+        log.restart()
+        outputs = await self._run_loop(job)
+        incident = Incident(IncidentKind.RESTARTED, f"begun anew after a crash: {why}")
+        if isinstance(outputs, AgentLoopOutput):
+            return outputs.noted(incident)
+        return [output.noted(incident) for output in outputs]
 
     async def _run_loop(self, job: Job) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
@@ -132,7 +162,9 @@ class AgentLoopWorker:
         backstop = asyncio.timeout(None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
         try:
             async with self._context.server_manager.scope() as server_manager, backstop:
-                loop = self._make_loop(job, replace(self._context, server_manager=server_manager))
+                new_log = None if job.log is None else job.log.new_lane
+                context = replace(self._context, server_manager=server_manager, new_log=new_log)
+                loop = self._make_loop(job, context)
                 output = cast(Any, await loop.run(dict(job.sampling_params), **job.row))
             return _checked(output, loop)
         except EpisodeStopped as stopped:
@@ -141,6 +173,8 @@ class AgentLoopWorker:
             if not self._was_cancelled_alone(job):
                 raise
             return _record(loop, StopReason.CANCELLED)
+        except JournalError:
+            raise
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
             if backstop.expired():
                 return _record(loop, StopReason.DEADLINE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import RolloutError
 from agent_loop.rollout.batch import RolloutBatch, assemble, timing_metrics
+from agent_loop.rollout.journal.folder import JournalFolder
+from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
@@ -54,6 +57,7 @@ class Rollouts(Protocol):
         validate: bool = False,
         num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
+        journal: StepJournal | None = None,
     ) -> list[Trajectory]: ...
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
@@ -92,6 +96,7 @@ class TrainingLoop:
         progress: Progress,
         clock: StepClock,
         interrupt: Interrupt,
+        journals: JournalFolder | None = None,
     ) -> None:
         self._config = config
         self._run_dir = Path(config.trainer.run_dir)
@@ -103,6 +108,7 @@ class TrainingLoop:
         self._progress = progress
         self._clock = clock
         self._interrupt = interrupt
+        self._journals = journals
         self._completed = 0
         self._saved: tuple[int, Path] | None = None
         self._evaluation: Evaluation | None = None
@@ -113,6 +119,7 @@ class TrainingLoop:
         total_steps = self._config.trainer.total_steps
         if checkpoint is not None:
             self._completed, self._saved = checkpoint.step, (checkpoint.step, checkpoint.path)
+            self._drop_journals()
             await self._publish()
         elif self._config.trainer.val_before_train:
             self._writer.write(0, await self._validate())
@@ -147,7 +154,7 @@ class TrainingLoop:
         rows = self._sampler.batch(step)
 
         # 2. Roll out under the weights of version `step - 1`.
-        trajectories = await self._roll_out(rows)
+        trajectories = await self._roll_out(rows, step=step)
         if trajectories is None:
             return None
 
@@ -180,16 +187,47 @@ class TrainingLoop:
             await self._save()
         return metrics
 
-    async def _roll_out(self, rows: Sequence[Row]) -> list[Trajectory] | None:
+    async def _roll_out(self, rows: Sequence[Row], *, step: int) -> list[Trajectory] | None:
         n, num_groups = self._config.rollout.n, self._config.data.train_batch_size
         self._progress.start_rollout(num_trajectories=num_groups * n)
         trajectories: list[Trajectory] | None = None
         with self._clock.phase("rollout"):
-            async with self._interrupt.abandoning():
+            async with self._interrupt.abandoning(), self._journal(rows, step=step) as journal:
                 trajectories = await self._manager.run(
-                    rows, n=n, num_groups=num_groups, on_trajectory=self._progress.trajectory_done
+                    rows,
+                    n=n,
+                    num_groups=num_groups,
+                    on_trajectory=self._progress.trajectory_done,
+                    journal=journal,
                 )
         return trajectories
+
+    @asynccontextmanager
+    async def _journal(self, rows: Sequence[Row], *, step: int) -> AsyncGenerator[StepJournal | None]:
+        """The journal of a step, with what a run that was killed left in it."""
+        if self._journals is None:
+            yield None
+            return
+        key = StepKey.of(
+            rows,
+            step=step,
+            weight_version=self._completed,
+            num_samples=self._config.rollout.n,
+            settings=training_settings(self._config),
+        )
+        async with open_journal(self._journals.file(step), key=key, rows=rows, resume=True) as journal:
+            if not journal.is_complete:
+                self._journals.drop_after(step)  # what follows is of weights that will not come again
+            for note in journal.notes:
+                self._progress.say(note)
+            if journal.num_ended:
+                self._progress.say(f"step {step}: {journal.num_ended} rollouts are in the journal")
+            yield journal
+
+    def _drop_journals(self) -> None:
+        """A checkpoint holds what they led to."""
+        if self._journals is not None:
+            self._journals.drop_through(self._completed)
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         """From trajectories to new weights; runs in a thread."""
@@ -241,6 +279,7 @@ class TrainingLoop:
                 keep=self._config.trainer.keep_checkpoints,
             )
         self._saved = (self._completed, path)
+        self._drop_journals()
 
     @property
     def _saved_path(self) -> Path | None:

@@ -11,11 +11,12 @@ from transformers.utils import logging as transformers_logging
 
 from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
+from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
-from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_rows
 from agent_loop.training.actor import Actor
-from agent_loop.training.checkpoint import Checkpoint
+from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.loop import Rollouts, TrainingLoop, TrainResult
 from agent_loop.training.metrics import MetricsWriter
@@ -70,21 +71,27 @@ class PPOTrainer:
 
         Raises:
             ConfigError: A setting does not fit, or the run folder belongs to another run.
+            JournalError: The journal of a step cannot be written.
             ChatTemplateError: The model's chat template cannot write the conversations of this run.
             CheckpointError: There is nothing to resume from, or it is damaged.
             DataError: The data cannot be read.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
-        checkpoint = find_checkpoint(run_dir, resume=self._resume)
-        check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite)
+        journals = JournalFolder(run_dir)
+        # Before the first checkpoint, the journals alone are enough to come to the same place again.
+        from_journals = self._resume in (True, "auto") and not list_checkpoints(run_dir) and journals.has(1)
+        checkpoint = None if from_journals else find_checkpoint(run_dir, resume=self._resume)
+        check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or from_journals)
         sampler, val_rows = _load_data(config)
         _refuse_groups_of_one(config)
         async with AsyncExitStack() as stack:
-            manager = self._manager or await stack.enter_async_context(AgentLoopManager.from_config(config))
+            manager = self._manager or await stack.enter_async_context(create_manager(config))
             actor = await run_in_thread(load_actor, config, checkpoint=checkpoint)
             _hide_progress_of_transformers(stack)
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
+            if checkpoint is None and not from_journals:
+                journals.drop_after(0)
             clock, interrupt = StepClock(), Interrupt()
             progress = Progress(total_steps=config.trainer.total_steps, clock=clock, console=self._console)
             loop = TrainingLoop(
@@ -97,10 +104,13 @@ class PPOTrainer:
                 progress=stack.enter_context(progress),
                 clock=clock,
                 interrupt=interrupt,
+                journals=journals if _keeps_journals(config) else None,
             )
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
                 _tell_what_changed(progress, checkpoint, config)
+            elif from_journals:
+                progress.say("there is no checkpoint yet; going on from the journals")
             return await loop.run(checkpoint)
 
 
@@ -150,6 +160,11 @@ def _refuse_groups_of_one(config: Config) -> None:
         raise ConfigError(
             f"rollout.n is {config.rollout.n}, but GRPO compares the trajectories of one prompt; give at least 2"
         )
+
+
+def _keeps_journals(config: Config) -> bool:
+    """Without checkpoints a run cannot be resumed, and its journals would never be dropped."""
+    return config.rollout.journal and config.trainer.save_every is not None
 
 
 def _hide_progress_of_transformers(stack: AsyncExitStack) -> None:

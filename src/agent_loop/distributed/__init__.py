@@ -1,0 +1,20 @@
+"""Servers and workers as processes of a Ray cluster."""
+
+from __future__ import annotations
+
+from agent_loop.config import Config
+from agent_loop.rollout.manager import AgentLoopManager
+
+
+def create_manager(config: Config) -> AgentLoopManager:
+    """The manager that `trainer.runtime` asks for.
+
+    Raises:
+        ConfigError: Something named does not exist or does not fit, or Ray is asked for and not installed.
+        ChatTemplateError: The model's chat template cannot write the conversations of this run.
+    """
+    if config.trainer.runtime == "local":
+        return AgentLoopManager.from_config(config)
+    from agent_loop.distributed.manager import ClusterManager  # late: the local runtime needs none of it
+
+    return ClusterManager.from_config(config)

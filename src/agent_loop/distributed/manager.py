@@ -1,0 +1,88 @@
+"""The manager whose servers and workers are Ray actors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Self
+
+from agent_loop.chat.verify import require_template
+from agent_loop.concurrency import run_together
+from agent_loop.config import Config
+from agent_loop.distributed.cluster import Cluster
+from agent_loop.distributed.remote_server import OwnedServer
+from agent_loop.distributed.remote_workers import RemoteWorker, RemoteWorkers
+from agent_loop.distributed.weights import WeightStore
+from agent_loop.errors import ServerError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.parts import load_template
+from agent_loop.servers.factory import server_specs
+
+START_GRACE_S = 60.0
+"""Beyond `rollout.start_timeout_s`, which the engine itself keeps: to find a place in the cluster."""
+
+
+class ClusterManager(AgentLoopManager):
+    """An `AgentLoopManager` on a Ray cluster. Rows in, trajectories out, as ever; what dies is started again."""
+
+    def __init__(self, config: Config) -> None:
+        """Starts nothing yet.
+
+        Raises:
+            ConfigError: Something named does not exist or does not fit.
+            ChatTemplateError: The model's chat template cannot write the conversations of this run.
+        """
+        rollout, ray = config.rollout, config.trainer.ray
+        template = load_template(config)
+        require_template(
+            template, tools=bool(rollout.multi_turn.tools or rollout.multi_turn.tool_config_path)
+        )
+        self.cluster = Cluster(config)
+        store = WeightStore()
+        self.remote_servers = [
+            OwnedServer(
+                spec.name,
+                make_actor=partial(self.cluster.make_server, spec, index=index),
+                store=store,
+                start_timeout_s=rollout.start_timeout_s + START_GRACE_S,
+            )
+            for index, spec in enumerate(server_specs(config.model, rollout=rollout))
+        ]
+        self.remote_workers = RemoteWorkers(
+            self._make_workers,
+            on_death=self._free,
+            restart_timeout_s=ray.restart_timeout_s,
+            max_row_restarts=ray.max_row_restarts,
+        )
+        super().__init__(rollout, servers=self.remote_servers, template=template, workers=self.remote_workers)
+
+    @classmethod
+    def from_config(cls, config: Config) -> Self:
+        return cls(config)
+
+    async def start(self) -> None:
+        self.cluster.connect()
+        try:
+            await super().start()
+        except BaseException:
+            self.cluster.disconnect()
+            raise
+
+    async def close(self) -> None:
+        try:
+            await super().close()
+        finally:
+            self.cluster.disconnect()
+
+    def _make_workers(self) -> list[RemoteWorker]:
+        return self.cluster.make_workers([(server.actor, server.facts) for server in self.remote_servers])
+
+    async def _free(self, client: str) -> None:
+        """Has the servers free what a dead worker had there. One that cannot is lost itself."""
+
+        async def free(server: OwnedServer) -> None:
+            try:
+                await server.drop_client(client)
+            except ServerError:
+                return
+
+        await run_together(free(server) for server in self.remote_servers)

@@ -1,0 +1,50 @@
+"""Ray, which is optional."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from agent_loop.boundary import describe_error
+from agent_loop.errors import ConfigError
+
+
+class ActorLost(Exception):
+    """The process at the other end is gone, or cannot be reached: what was asked may have been done or not."""
+
+
+def load_ray() -> Any:
+    """The package.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ConfigError('trainer.runtime is ray, which needs: pip install "agent-loop[ray]"') from error
+
+
+def enter_folder(folder: str) -> None:
+    """Goes to where the driver was started, which relative paths of the configuration start from."""
+    with suppress(OSError):  # it is another machine's, which got the files by trainer.ray.runtime_env
+        os.chdir(folder)
+
+
+async def answer_of(call: Awaitable[Any]) -> Any:
+    """Awaits what an actor was asked.
+
+    Raises:
+        ActorLost: See there.
+        Exception: What the actor's method raised.
+    """
+    errors: Any = import_module("ray.exceptions")
+    try:
+        return await call
+    except errors.RayTaskError as error:
+        raise error.cause from None
+    except (errors.RayActorError, errors.RaySystemError, errors.ObjectLostError) as error:
+        raise ActorLost(describe_error(error)) from None

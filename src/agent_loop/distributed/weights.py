@@ -1,0 +1,102 @@
+"""Weights by Ray's object store: one copy per node, which all servers of the node read where it lies.
+
+What was published last stays there until the next time, for servers that are started again meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agent_loop.concurrency import run_in_thread
+from agent_loop.distributed.ray_module import load_ray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agent_loop.weights.handle import TensorSpec
+
+BUCKET_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """A few hundred bytes per tensor, and references to the rest."""
+
+    weight_version: int
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Any, ...]
+    """References to arrays of bytes in the object store."""
+
+
+class WeightStore:
+    """The driver's side. Servers of one update share what the first of them publishes."""
+
+    def __init__(self) -> None:
+        self.current: PublishedWeights | None = None
+        self._source: object = None
+        self._lock = asyncio.Lock()
+
+    async def publish(
+        self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int
+    ) -> PublishedWeights:
+        """The weights in the object store; the ones before are given up.
+
+        Raises:
+            WeightsError: A tensor cannot be sent.
+        """
+        async with self._lock:
+            is_new = self.current is None or self.current.weight_version != weight_version
+            if is_new or self._source is not weights:
+                self.current = None
+                self.current = await run_in_thread(_put, tuple(weights), weight_version=weight_version)
+                self._source = weights
+            assert self.current is not None
+            return self.current
+
+
+async def fetch_weights(published: PublishedWeights) -> list[tuple[str, Tensor]]:
+    """Names and tensors. They show the object store's memory: who writes to them crashes."""
+    buckets = [await bucket for bucket in published.buckets]
+    return await run_in_thread(_unpack, published, buckets)
+
+
+def _put(weights: tuple[tuple[str, Tensor], ...], *, weight_version: int) -> PublishedWeights:
+    import numpy as np
+    import torch  # late: driving a cluster needs no torch until somebody publishes
+
+    from agent_loop.weights.handle import refuse_duplicates
+    from agent_loop.weights.packing import pack, to_bytes
+
+    placed = list(pack(weights, bucket_bytes=BUCKET_BYTES))
+    specs = tuple(spec for spec, _ in placed)
+    refuse_duplicates(specs)
+    sizes: dict[int, int] = {}
+    for spec in specs:
+        sizes[spec.bucket] = spec.offset + spec.num_bytes
+    buckets: list[Any] = []
+    for bucket, size in sizes.items():
+        data = np.empty(max(size, 1), np.uint8)
+        for spec, tensor in placed:
+            if spec.bucket == bucket and spec.num_bytes:
+                place = torch.frombuffer(data, dtype=torch.uint8, count=spec.num_bytes, offset=spec.offset)
+                place.copy_(to_bytes(tensor, name=spec.name))
+        buckets.append(load_ray().put(data))
+    return PublishedWeights(weight_version, specs, tuple(buckets))
+
+
+def _unpack(published: PublishedWeights, data: list[Any]) -> list[tuple[str, Tensor]]:
+    import torch
+
+    from agent_loop.weights.packing import from_bytes
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        buckets = [torch.frombuffer(bucket, dtype=torch.uint8) for bucket in data]
+    return [
+        (spec.name, from_bytes(buckets[spec.bucket][spec.offset : spec.offset + spec.num_bytes], spec))
+        for spec in published.tensors
+    ]

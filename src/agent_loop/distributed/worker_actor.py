@@ -1,0 +1,172 @@
+"""A worker in a process of its own: what runs inside its Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+from agent_loop.concurrency import run_until
+from agent_loop.config import Config
+from agent_loop.distributed.ray_module import enter_folder
+from agent_loop.distributed.remote_server import RemoteServer
+from agent_loop.distributed.wire import ServerFacts, pack_trajectories
+from agent_loop.rollout.parts import (
+    load_context,
+    load_loops,
+    load_reward_function,
+    load_template,
+    make_worker,
+)
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.pool import ServerPool
+from agent_loop.trajectory import Trajectory
+
+NUM_CALLS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What a worker is made from, each time its process is started."""
+
+    config: Config
+    servers: tuple[tuple[Any, ServerFacts], ...]
+    """Handles of server actors, and what they are."""
+    index: int
+    """Of this worker; each begins with another server."""
+    folder: str
+    """Where the driver was started."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Some jobs of a batch."""
+
+    ended: list[Trajectory] = field(default_factory=list[Trajectory])
+    """Not yet fetched. Those of one job come together."""
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    is_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.ended.append(trajectory)
+        self.has_news.set()
+
+
+class WorkerActor:
+    """Owns one `AgentLoopWorker` and its view of the servers.
+
+    Each worker balances its own sessions over all servers: their answers tell it how busy they are with others.
+    """
+
+    def __init__(self) -> None:
+        self._client = ""
+        self._pool = ServerPool(())
+        self._worker: AgentLoopWorker | None = None
+        self._manager: AsyncLLMServerManager | None = None
+        self._runs: dict[str, _Run] = {}
+
+    async def start(self, setup: WorkerSetup) -> tuple[str, int]:
+        """Loads what the configuration names. A worker that was given up, but lives, ends what it ran.
+
+        Returns:
+            The client's name at the servers, which is another one each time, and the process's id.
+
+        Raises:
+            AgentLoopError: It cannot be loaded.
+        """
+        for run_id in list(self._runs):
+            await self.cancel_run(self._client, run_id)
+        enter_folder(setup.folder)
+        rollout = setup.config.rollout
+        self._client = f"worker-{setup.index}/{uuid4().hex}"
+        self._pool = ServerPool(self._remote_servers(setup))
+        self._manager = AsyncLLMServerManager(self._pool, request_timeout_s=rollout.request_timeout_s)
+        context = load_context(rollout, server_manager=self._manager, template=load_template(setup.config))
+        reward = load_reward_function(setup.config)
+        self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
+        return self._client, os.getpid()
+
+    async def run(self, client: str, run_id: str, jobs: Sequence[Job], weight_version: int) -> None:
+        """Runs jobs to their ends; `take` hands out what ended.
+
+        Ray may start the two in any order. Both do nothing for a client that is no more: the process was started
+        again since.
+        """
+        if client != self._client or self._worker is None or self._manager is None:
+            return
+        run = self._runs.setdefault(run_id, _Run())
+        self._pool.weight_version = weight_version
+        try:
+            async with self._manager.watching():
+                await run_until(self._worker.run(jobs, on_trajectory=run.add), run.is_cancelled)
+        finally:
+            run.is_over.set()
+            run.has_news.set()
+
+    async def take(self, client: str, run_id: str) -> tuple[bytes, bool] | None:
+        """The trajectories that ended since the last time, as soon as there are any; and whether all are out.
+
+        None if the client is no more."""
+        if client != self._client:
+            return None
+        run = self._runs.setdefault(run_id, _Run())
+        await run.has_news.wait()
+        run.has_news.clear()
+        ended, run.ended = run.ended, []
+        if run.is_over.is_set():
+            self._runs.pop(run_id, None)
+        return pack_trajectories(ended), run.is_over.is_set()
+
+    async def cancel_run(self, client: str, run_id: str) -> None:
+        """Ends a run; when this returns, nothing of it is left."""
+        if client == self._client:
+            run = self._runs.setdefault(run_id, _Run())
+            run.is_cancelled.set()
+            await run.is_over.wait()
+            self._runs.pop(run_id, None)
+
+    async def cancel(self, trajectory_id: str) -> None:
+        if self._worker is not None:
+            self._worker.cancel(trajectory_id)
+
+    async def set_weight_version(self, weight_version: int) -> None:
+        self._pool.weight_version = weight_version
+
+    async def inspect(self) -> dict[str, int]:
+        """What is held, for tests: all zero between batches."""
+        assert self._worker is not None
+        balancer = self._pool.balancer
+        return {
+            "leases": balancer.num_leases,
+            "waiting": balancer.num_waiting,
+            "sessions": balancer.num_sessions,
+            "running": len(self._worker.running),
+            "runs": len(self._runs),
+            "tasks": len(asyncio.all_tasks()) - 1,
+        }
+
+    def _remote_servers(self, setup: WorkerSetup) -> list[RemoteServer]:
+        share = setup.config.rollout.agent.num_workers
+        first = setup.index % max(len(setup.servers), 1)
+        return [
+            RemoteServer(
+                actor,
+                client=self._client,
+                facts=replace(
+                    facts,
+                    max_concurrent=None
+                    if facts.max_concurrent is None
+                    else -(-facts.max_concurrent // share),
+                ),
+                on_other_requests=self._note_other_requests,
+            )
+            for actor, facts in [*setup.servers[first:], *setup.servers[:first]]
+        ]
+
+    def _note_other_requests(self, server: str, num_requests: int) -> None:
+        self._pool.balancer.set_outside_requests(server, num_requests)

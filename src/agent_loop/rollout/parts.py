@@ -1,0 +1,93 @@
+"""What a configuration names, loaded: the same for the manager and for a worker in another process."""
+
+from __future__ import annotations
+
+from agent_loop.chat.template import ChatTemplate, load_chat_template
+from agent_loop.config import Config, RolloutConfig
+from agent_loop.interactions.registry import load_interactions
+from agent_loop.limits import EpisodeLimits
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rewards.function import RewardFunction, load_reward
+from agent_loop.rollout.worker import AgentLoopWorker
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.tools.registry import load_tools
+
+
+def load_template(config: Config) -> ChatTemplate:
+    """The chat template of the model.
+
+    Raises:
+        ConfigError: There is no such tokenizer or template.
+    """
+    return load_chat_template(
+        config.model.tokenizer_path or config.model.path,
+        tool_parser=config.rollout.multi_turn.format,
+        chat_template_path=config.model.chat_template_path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def load_reward_function(config: Config) -> RewardFunction | None:
+    """The reward function, if there is one.
+
+    Raises:
+        ConfigError: It does not exist.
+    """
+    if config.reward.function is None:
+        return None
+    return load_reward(config.reward.function, timeout_s=config.reward.timeout_s)
+
+
+def load_loops(config: RolloutConfig) -> LoopRegistry:
+    """The agent loops.
+
+    Raises:
+        ConfigError: A file is missing or wrong, or there is no default loop of that name.
+    """
+    loops = LoopRegistry(loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path)
+    loops.get(config.agent.default_agent_loop)
+    return loops
+
+
+def load_context(
+    config: RolloutConfig, *, server_manager: AsyncLLMServerManager, template: ChatTemplate
+) -> LoopContext:
+    """What each loop gets, tools and interactions loaded.
+
+    Raises:
+        ConfigError: A tool or an interaction does not exist or cannot be made.
+    """
+    multi_turn = config.multi_turn
+    return LoopContext(
+        server_manager=server_manager,
+        template=template,
+        limits=_limits(config),
+        multi_turn=multi_turn,
+        tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
+        interactions=load_interactions(multi_turn.interaction_config_path),
+    )
+
+
+def make_worker(
+    config: RolloutConfig, *, context: LoopContext, loops: LoopRegistry, reward: RewardFunction | None
+) -> AgentLoopWorker:
+    return AgentLoopWorker(
+        context,
+        loops=loops,
+        default_agent_loop=config.agent.default_agent_loop,
+        reward=reward,
+        max_concurrent=config.max_concurrent,
+    )
+
+
+def _limits(config: RolloutConfig) -> EpisodeLimits:
+    return EpisodeLimits(
+        prompt_length=config.prompt_length,
+        response_length=config.response_length,
+        truncate_prompt=config.truncate_prompt,
+        max_assistant_turns=config.multi_turn.max_assistant_turns,
+        max_user_turns=config.multi_turn.max_user_turns,
+        max_turn_tokens=config.multi_turn.max_turn_tokens,
+        deadline_s=config.trajectory_timeout_s,
+    )

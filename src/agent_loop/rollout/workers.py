@@ -1,0 +1,80 @@
+"""Who runs a batch's jobs: the seam between the manager and workers in this process or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+from agent_loop.concurrency import run_together
+from agent_loop.rollout.failures import FailureBudget
+from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.trajectory import Trajectory
+
+
+class Workers(Protocol):
+    """All workers of a run. Every method is called on one event loop."""
+
+    async def start(self) -> None:
+        """Gets them ready; called once, when the servers are up."""
+        ...
+
+    async def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        budget: FailureBudget | None = None,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        """Runs each job exactly once, as `AgentLoopWorker.run` does; when it returns or raises, nothing runs."""
+        ...
+
+    def cancel(self, trajectory_id: str) -> bool:
+        """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
+        ...
+
+    async def set_weight_version(self, weight_version: int) -> None:
+        """Tells which weights the servers have from here on."""
+        ...
+
+    async def close(self) -> None:
+        """Ends them."""
+        ...
+
+
+class LocalWorkers:
+    """Workers on this event loop. Implements `Workers`."""
+
+    def __init__(self, workers: Sequence[AgentLoopWorker]) -> None:
+        self._workers = tuple(workers)
+
+    async def start(self) -> None:
+        pass
+
+    async def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        budget: FailureBudget | None = None,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> list[Trajectory]:
+        chunks = await run_together(
+            worker.run(chunk, budget=budget, on_trajectory=on_trajectory)
+            for worker, chunk in zip(self._workers, split(jobs, len(self._workers)), strict=True)
+        )
+        return [trajectory for chunk in chunks for trajectory in chunk]
+
+    def cancel(self, trajectory_id: str) -> bool:
+        return any(worker.cancel(trajectory_id) for worker in self._workers)
+
+    async def set_weight_version(self, weight_version: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:
+    """Contiguous chunks whose sizes differ by at most one."""
+    cuts = [len(jobs) * chunk // num_chunks for chunk in range(num_chunks + 1)]
+    return [jobs[start:end] for start, end in pairwise(cuts)]

@@ -1,0 +1,109 @@
+"""Kills servers, workers and nodes at random, over and over: `python -m tests.distributed.fault_runs --runs 20`.
+
+Each run is a tool rollout of 512 rows on 4 server actors and 4 workers, during which one to three things are
+killed with `kill -9`. Its trajectories are compared, token by token, with those of a run in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.trajectory import Trajectory
+from tests.distributed.cluster import NODE, Stage, cluster_of
+from tests.distributed.project import make_config, make_project, rows, set_latency
+
+NUM_ROWS = 512
+
+
+def tokens_of(trajectory: Trajectory) -> tuple[object, ...]:
+    output = trajectory.output
+    log_probs = output.response_logprobs
+    return (
+        trajectory.trajectory_id,
+        output.prompt_ids.tobytes(),
+        output.response_ids.tobytes(),
+        output.response_mask.tobytes(),
+        None if log_probs is None else log_probs.tobytes(),
+        str(output.stop_reason),
+        trajectory.reward,
+    )
+
+
+async def reference(folder: Path) -> list[tuple[object, ...]]:
+    async with AgentLoopManager.from_config(make_config(folder, runtime="local", script="answer")) as manager:
+        return [tokens_of(trajectory) for trajectory in await manager.run(rows(NUM_ROWS))]
+
+
+class Mischief:
+    """What a random generator makes of a run."""
+
+    def __init__(self, stage: Stage, *, seed: int) -> None:
+        self._stage = stage
+        self._random = random.Random(seed)
+        self.done: list[str] = []
+
+    async def run(self) -> None:
+        for _ in range(self._random.choice([1, 1, 2, 3])):
+            await asyncio.sleep(self._random.uniform(0, 1.5))
+            what = self._random.choice(["server", "worker", "node"])
+            index = self._random.randrange(4)
+            self.done.append(what if what == "node" else f"{what} {index}")
+            match what:
+                case "server":
+                    await self._stage.kill_server(index)
+                case "worker":
+                    await self._stage.kill_worker(index)
+                case _:
+                    self._stage.cluster.add_node(**NODE)
+                    await self._stage.kill_node()
+
+
+def fault_run(stage: Stage, expected: list[tuple[object, ...]], *, seed: int) -> str | None:
+    """One run; what is wrong with it, if anything is."""
+    mischief = Mischief(stage, seed=seed)
+    started = time.perf_counter()
+    trajectories = stage.runner.run(stage.run(rows(NUM_ROWS), breaks=mischief.run, after=seed % 300))
+    seconds = time.perf_counter() - started
+    found = [tokens_of(trajectory) for trajectory in trajectories]
+    held = {name: count for name, count in stage.runner.run(stage.held()).items() if count}
+    same = sum(a == b for a, b in zip(found, expected, strict=False))
+    killed = ", ".join(mischief.done) or "nothing"
+    print(f"run {seed}: killed {killed}; {len(found)} rows, {same} the same, {seconds:.1f} s")
+    if found != expected:
+        wrong = next((a, b) for a, b in zip(trajectories, expected, strict=False) if tokens_of(a) != b)
+        return (
+            f"{len(found)} rows, {same} the same; first: {wrong[0].trajectory_id} {wrong[0].output.failure}"
+        )
+    return f"left behind: {held}" if held else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = make_project(Path(name))
+        expected = asyncio.run(reference(folder))
+        set_latency(folder, 0.3)
+        with cluster_of(3) as cluster, Stage(make_config(folder), folder=folder, cluster=cluster) as stage:
+            troubles = 0
+            for seed in range(arguments.first, arguments.first + arguments.runs):
+                trouble = fault_run(stage, expected, seed=seed)
+                troubles += trouble is not None
+                if trouble is not None:
+                    print(f"run {seed}: {trouble}")
+                stage.runner.run(stage.recovered())
+    print(f"{arguments.runs} runs of {NUM_ROWS} rows, {troubles} with lost, doubled or changed rows")
+    if troubles:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Which rows run where when workers die."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.distributed.batch import Batch, Chunk
+from agent_loop.rollout.worker import Job
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.types import StopReason
+
+
+def workers(count: int) -> list[Any]:
+    return [f"worker-{n}" for n in range(count)]
+
+
+def make_batch(count: int) -> Batch:
+    return Batch([Job({}, group, 0, {}) for group in range(count)], lambda _: None)
+
+
+async def finish(batch: Batch, *jobs: Job) -> None:
+    output = AgentLoopOutput(segments=())
+    await batch.add(Trajectory(output, job.row, job.group, job.rollout, 1.0, {}) for job in jobs)
+
+
+def groups(chunks: list[Chunk]) -> list[list[int]]:
+    return [[job.group for job in chunk.jobs] for chunk in chunks]
+
+
+def test_rows_are_shared_and_what_a_dead_worker_left_is_shared_again() -> None:
+    async def scenario() -> None:
+        batch = make_batch(8)
+        first, second = batch.next_chunks(workers(2))
+        await finish(batch, *first.jobs[:2], *second.jobs)
+        batch.close(second)
+        assert await batch.put_back(first, max_restarts=5, reason="killed") == 2
+        again = batch.next_chunks(workers(2)[1:])
+        assert groups(again) == [[2, 3]]
+        await finish(batch, *again[0].jobs)
+        assert batch.is_complete
+        assert [trajectory.group for trajectory in batch.trajectories] == list(range(8))
+
+    run_virtual(scenario())
+
+
+def test_a_row_that_ended_twice_counts_once() -> None:
+    async def scenario() -> None:
+        batch = make_batch(1)
+        [chunk] = batch.next_chunks(workers(1))
+        await batch.put_back(chunk, max_restarts=5, reason="out of reach")
+        await finish(batch, *chunk.jobs)
+        await finish(batch, *chunk.jobs)
+        assert len(batch.trajectories) == 1
+
+    run_virtual(scenario())
+
+
+@given(
+    num_jobs=st.integers(1, 40),
+    num_workers=st.integers(1, 5),
+    killers=st.sets(st.integers(0, 39), max_size=3),
+    accidents=st.lists(st.booleans(), max_size=6),
+)
+def test_rows_that_kill_their_workers_fail_and_no_others(
+    num_jobs: int, num_workers: int, killers: set[int], accidents: list[bool]
+) -> None:
+    async def scenario() -> None:
+        batch, alive, running = make_batch(num_jobs), workers(num_workers), []
+        while not batch.is_complete:
+            running += batch.next_chunks(alive)
+            chunk = running.pop(0)
+            deadly = {job.group for job in chunk.jobs} & killers
+            if deadly or (accidents and accidents.pop()):
+                # A worker's death takes along everything that it runs.
+                for victim in [chunk, *(other for other in running if other.worker == chunk.worker)]:
+                    running = [other for other in running if other is not victim]
+                    await batch.put_back(victim, max_restarts=7, reason="killed")
+            else:
+                await finish(batch, *chunk.jobs)
+                batch.close(chunk)
+        failed = {t.group for t in batch.trajectories if t.output.stop_reason is StopReason.FAILED}
+        assert failed == {job for job in killers if job < num_jobs}
+
+    run_virtual(scenario())

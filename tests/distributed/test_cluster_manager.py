@@ -1,0 +1,206 @@
+"""A manager on a cluster of its own: what it runs, what it cancels, what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agent_loop.concurrency import run_together
+from agent_loop.config import load_config
+from agent_loop.distributed import create_manager
+from agent_loop.distributed.manager import ClusterManager
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import SamplingParams, StopReason
+from tests.cli.project import make_project as make_model_project
+from tests.distributed.cluster import Stage, ray
+from tests.distributed.project import make_config, make_project, rows, set_latency
+from tests.helpers import hermes_template, user
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
+    folder = make_project(tmp_path_factory.mktemp("project"))
+    config = make_config(folder, num_servers=2, num_workers=2, max_row_restarts=1)
+    with Stage(config, folder=folder, cluster=None) as stage:
+        yield stage
+    assert not ray.is_initialized()
+
+
+def held(stage: Stage) -> dict[str, int]:
+    return {name: count for name, count in stage.runner.run(stage.held()).items() if count}
+
+
+def test_a_control_call_is_answered_while_thousands_of_completions_hang(stage: Stage) -> None:
+    set_latency(stage.folder, 3600.0)
+    server = stage.manager.remote_servers[0]
+    prompt = hermes_template().open(user("number 1?"))
+
+    async def main() -> float:
+        clock = asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            hanging = [
+                group.create_task(server.generate(prompt, SamplingParams(), f"hangs-{n}"))
+                for n in range(5000)
+            ]
+            while (await server.health()).num_running < 5000:
+                pass
+            asked = clock()
+            await server.health()
+            answered = clock()
+            for task in hanging:
+                task.cancel()
+        await run_together(server.end_session(f"hangs-{n}") for n in range(5000))
+        while (await server.health()).num_running:
+            pass
+        return answered - asked
+
+    assert stage.runner.run(main()) < 2
+    assert not held(stage)
+
+
+def test_a_cancelled_batch_of_a_thousand_leaves_nothing_and_the_next_one_works(stage: Stage) -> None:
+    set_latency(stage.folder, 3600.0)
+
+    async def main() -> float:
+        clock = asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(stage.manager.run(rows(1000)))
+            while sum([health.num_running for health in await stage.manager.server_manager.health()]) < 1000:
+                pass
+            cancelled = clock()
+            running.cancel()
+            await asyncio.wait({running})
+        while sum([health.num_running for health in await stage.manager.server_manager.health()]):
+            pass
+        return clock() - cancelled
+
+    seconds = stage.runner.run(main())
+    assert seconds < 30
+    assert not held(stage)
+    set_latency(stage.folder, 0.0)
+    assert {t.output.stop_reason for t in stage.runner.run(stage.run(rows(20)))} == {StopReason.ANSWERED}
+
+
+def test_one_trajectory_can_be_cancelled(stage: Stage) -> None:
+    set_latency(stage.folder, 0.5)
+
+    async def cancel() -> None:
+        assert stage.manager.cancel("group=7/rollout=0")
+
+    work = rows(8)
+    trajectories = stage.runner.run(stage.run(work, breaks=cancel))
+    assert [t.group for t in trajectories if t.output.stop_reason is StopReason.CANCELLED] == [7]
+    assert not stage.manager.cancel("group=7/rollout=0")
+
+
+def test_the_first_groups_are_kept_and_the_others_cancelled(stage: Stage) -> None:
+    set_latency(stage.folder, 0.1)
+    trajectories = stage.runner.run(stage.manager.run(rows(12), n=2, num_groups=4))
+    assert len(trajectories) == 8
+    assert len({t.group for t in trajectories}) == 4
+    assert not held(stage)
+
+
+def test_branches_come_together_and_what_cannot_be_sent_fails_alone(stage: Stage) -> None:
+    set_latency(stage.folder, 0.0)
+    work = rows(6)
+    work[2]["agent_name"], work[4]["agent_name"] = "two_ways", "brings_what_cannot_be_sent"
+    trajectories = stage.runner.run(stage.run(work))
+    assert [(t.group, t.branch) for t in trajectories] == [
+        (0, None),
+        (1, None),
+        (2, 0),
+        (2, 1),
+        (3, None),
+        (4, None),
+        (5, None),
+    ]
+    failures = {t.group: t.output.failure.error for t in trajectories if t.output.failure is not None}
+    assert set(failures) == {4}
+    assert "cannot be sent" in failures[4]
+    assert [t.row for t in trajectories if t.group == 2] == [work[2], work[2]]
+
+
+def test_a_row_that_kills_its_workers_fails_and_the_others_do_not(stage: Stage) -> None:
+    set_latency(stage.folder, 0.0)
+    work = rows(8)
+    work[3]["agent_name"] = "kills_its_worker"
+    trajectories = stage.runner.run(stage.run(work))
+    assert [t.group for t in trajectories] == list(range(8))
+    [(group, failure)] = [(t.group, t.output.failure) for t in trajectories if t.output.failure is not None]
+    assert group == 3
+    assert "workers died while they ran this row, the last one alone with it" in failure.error
+    assert not held(stage)
+
+
+# -- a real engine -----------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_comes_back_with_the_weights_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = make_model_project(tmp_path)
+    overrides = [
+        "rollout.n=1",
+        "rollout.temperature=0",
+        "rollout.num_servers=2",
+        "rollout.agent.num_workers=2",
+        "trainer.ray.num_cpus_per_server=0.01",
+        "trainer.ray.num_cpus_per_worker=0.01",
+        "rollout.free_cache_engine=false",
+        "rollout.engine_kwargs.num_threads=1",
+    ]
+    weights = changed_weights(tmp_path / "model")
+    work = [{"raw_prompt": user(f"question {n}")} for n in range(24)]
+
+    async def reference() -> list[Any]:
+        async with AgentLoopManager.from_config(load_config(path, overrides=overrides)) as manager:
+            before = tokens_of(await manager.run(work))
+            await manager.update_weights(weights, weight_version=1)
+            after = tokens_of(await manager.run(work))
+            assert before != after
+            return after
+
+    async def on_the_cluster() -> list[Any]:
+        config = load_config(path, overrides=[*overrides, "trainer.runtime=ray"])
+        manager = create_manager(config)
+        assert isinstance(manager, ClusterManager)
+        async with manager:
+            await manager.update_weights(weights, weight_version=1)
+            pid = await manager.remote_servers[0].actor.__ray_call__.remote(lambda _: os.getpid())
+            os.kill(pid, 9)
+            first = tokens_of(await manager.run(work))
+            while {health.weight_version for health in await manager.server_manager.health()} != {1}:
+                await manager.run(work[:1])
+            assert tokens_of(await manager.run(work)) == first
+            return first
+
+    assert asyncio.run(on_the_cluster()) == asyncio.run(reference())
+
+
+def changed_weights(model: Path) -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    state = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    return [
+        (name, weight + 0.5 * torch.randn_like(weight))
+        for name, weight in state.items()
+        if name != "lm_head.weight"
+    ]
+
+
+def tokens_of(trajectories: list[Trajectory]) -> list[Any]:
+    return [
+        (t.trajectory_id, t.output.response_ids.tolist(), t.output.weight_versions.tolist())
+        for t in trajectories
+    ]

@@ -1,0 +1,82 @@
+"""Trajectories and completions arrive as they were."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+
+from agent_loop.distributed.wire import Answer, pack_trajectories, unpack_trajectories
+from agent_loop.rollout.worker import Job
+from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Segment, Trajectory
+from agent_loop.types import Origin, StopReason, TokenOutput, VersionSpan
+
+ROW = {"raw_prompt": [], "huge": "x" * 10_000}
+JOB = Job(ROW, 3, 1, {"temperature": 1.0})
+JOBS = {JOB.trajectory_id: JOB}
+
+
+def trajectory(**fields: Any) -> Trajectory:
+    segments = [
+        Segment(np.asarray([1, 2], np.int32), Origin.PROMPT),
+        Segment(np.asarray([3], np.int32), Origin.MODEL, np.asarray([-0.1], np.float32), 7),
+        Segment(np.asarray([4, 5], np.int32), Origin.TOOL),
+        Segment(np.asarray([6], np.int32), Origin.MODEL, None, 8),
+    ]
+    output = AgentLoopOutput(
+        segments=segments,
+        stop_reason=StopReason.RESPONSE_LENGTH,
+        messages=[{"role": "user", "content": "?"}],
+        incidents=[Incident(IncidentKind.CUT_TURN, "length", 1)],
+        reward_score=0.5,
+        **fields,
+    )
+    return Trajectory(output, ROW, 3, 1, reward=0.5, reward_extra={"a": 1}, branch=2)
+
+
+def test_a_trajectory_arrives_as_it_was_without_its_row() -> None:
+    sent = trajectory(extra_fields={"note": "n"})
+    packed = pack_trajectories([sent])
+    assert len(packed) < 3000
+    [found] = unpack_trajectories(packed, jobs=JOBS)
+    assert found.row is ROW
+    assert (found.trajectory_id, found.reward, found.reward_extra) == (sent.trajectory_id, 0.5, {"a": 1})
+    for a, b in zip(found.output.segments, sent.output.segments, strict=True):
+        assert (a.token_ids.tolist(), a.origin, a.weight_version) == (
+            b.token_ids.tolist(),
+            b.origin,
+            b.weight_version,
+        )
+        assert (a.log_probs is None) == (b.log_probs is None)
+        assert a.log_probs is None or a.log_probs.tobytes() == b.log_probs.tobytes()  # type: ignore[union-attr]
+    for name in ("stop_reason", "messages", "incidents", "reward_score", "extra_fields", "num_turns"):
+        assert getattr(found.output, name) == getattr(sent.output, name)
+
+
+def test_a_trajectory_that_cannot_be_sent_arrives_as_failed_and_the_others_as_they_were() -> None:
+    bad = trajectory(extra_fields={"f": lambda: None})
+    other = Job(ROW, 4, 0, {})
+    good = Trajectory(trajectory().output, ROW, 4, 0, reward=1.0, reward_extra={})
+    first, second = unpack_trajectories(
+        pack_trajectories([bad, good]), jobs={**JOBS, other.trajectory_id: other}
+    )
+    assert first.output.failure is not None
+    assert "cannot be sent" in first.output.failure.error
+    assert first.reward is None
+    assert first.output.response_ids.tolist() == [3, 4, 5, 6]
+    assert (second.output.failure, second.reward) == (None, 1.0)
+
+
+def test_a_trajectory_of_another_batch_is_left_out() -> None:
+    assert unpack_trajectories(pack_trajectories([trajectory()]), jobs={}) == []
+
+
+def test_a_completion_arrives_to_the_bit_in_few_bytes() -> None:
+    log_probs = np.random.default_rng(0).normal(size=1000).tolist()
+    output = TokenOutput(
+        list(range(1000)), log_probs, "length", 5, 1, 3, (VersionSpan(4, 400), VersionSpan(5, 600))
+    )
+    packed = pickle.dumps(Answer.pack(output, num_others=2), protocol=5)
+    assert len(packed) < 1000 * 12 + 1000
+    assert pickle.loads(packed).unpack() == output
