@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-engines check format bench docs clean
+.PHONY: help install demo test test-engines test-ray check format bench docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,14 @@ test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU build
 
 test-vllm test-sglang: test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest tests/engines/test_$*_*.py
+
+test-ray: $(VENV)-ray/.installed  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
+	$(VENV)-ray/bin/python -m pytest -m ray tests/distributed
+
+$(VENV)-ray/.installed: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray]"
+	@touch $@
 
 $(VENV)-%/.installed: tests/engines/install_%.sh pyproject.toml
 	rm -rf $(@D)

@@ -37,7 +37,7 @@ assert ToolAgentLoop
 NUM_ROWS = 256
 NUM_CALLS = 3
 WORDS_OF_THOUGHT = 60
-TARGET = 1.10
+TARGET = 1.20
 
 
 @function_tool

@@ -56,6 +56,7 @@ def test_what_has_no_form_is_named() -> None:
         pack({"handle": object()})
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=30), max_size=5), st.data())
 def test_any_prefix_holds_the_whole_records_before_its_end(
     payloads: list[bytes], data: st.DataObject
@@ -69,6 +70,7 @@ def test_any_prefix_holds_the_whole_records_before_its_end(
     assert len(HEADER + b"".join(map(framed, payloads[: len(found.payloads) + 1]))) > cut or cut == len(whole)
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=2, max_size=5), st.data())
 def test_a_byte_that_was_changed_is_noticed_and_nothing_behind_it_is_believed(
     payloads: list[bytes], data: st.DataObject

@@ -156,7 +156,7 @@ def test_a_configuration_names_a_server_by_its_keys(tmp_path: Path) -> None:
         await server.close()
 
     asyncio.run(main())
-    with pytest.raises(ConfigError, match="'max_slotz'; did you mean 'max_slots'"):
+    with pytest.raises(ConfigError, match=r"'rollout\.engine_kwargs\.max_slotz'; did you mean 'max_slots'"):
         create(max_slotz=2)
 
 

@@ -247,7 +247,7 @@ def test_a_client_refuses_what_only_an_engine_of_ours_takes() -> None:
 
 def test_without_sglang_an_engine_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: None)
-    with pytest.raises(ConfigError, match=r"agent-loop\[sglang\]"):
+    with pytest.raises(ConfigError, match=r"pip install .sglang>=0\.5\.23"):
         SGLangServer.create(spec())
     monkeypatch.setattr("agent_loop.servers.packages.installed_version", lambda package: "0.4.1")
     with pytest.raises(ConfigError, match=r"sglang 0\.4\.1 is installed"):

@@ -266,12 +266,12 @@ def test_the_log_ends_an_error_with_its_last_lines() -> None:
     assert not log.path.parent.exists()
 
 
-def test_without_vllm_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from agent_loop.servers import packages
     from agent_loop.servers.vllm import VLLMServer
 
     monkeypatch.setattr(packages, "installed_version", lambda package: None)
-    with pytest.raises(ConfigError, match=r"pip install .agent-loop\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"pip install .vllm>=0\.32"):
         VLLMServer.create(spec())
     monkeypatch.setattr(packages, "installed_version", lambda package: "0.9.1")
     with pytest.raises(ConfigError, match=r"vllm 0\.9\.1 is installed, but only"):

@@ -261,7 +261,7 @@ def test_a_schema_that_names_no_properties_takes_any() -> None:
         ({"name": "x", "parameters": {"type": "array"}}, "has the type 'array'; make it 'object'"),
         ({"name": "x", "parameters": {"properties": {"ab": {}}, "required": ["abc"]}}, "did you mean 'ab'"),
         ({"name": "two words"}, "function.name is 'two words'"),
-        ({"name": "x", "parametres": {}}, "unknown key function.'parametres'; did you mean"),
+        ({"name": "x", "parametres": {}}, "unknown key 'function.parametres'; did you mean"),
         ({}, "name"),
     ],
 )
