@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import pytest
@@ -87,6 +87,29 @@ def test_a_completion_goes_on_where_its_server_died(streams: bool) -> None:
         assert other.requests[-1].prompt_ids.tolist() == list(range(100, 107) if streams else [100])
         assert manager.balancer.servers == (other.name,)
         assert (manager.balancer.num_leases, other.num_running) == (0, 0)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("num_tokens", "says_so"), [(3, False), (10, True)])
+def test_what_was_complete_when_its_server_died_is_complete(num_tokens: int, says_so: bool) -> None:
+    """With or without the last part having said that it is the last."""
+
+    class DiesAtTheEnd(ScriptedServer):
+        async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenChunk]:
+            reason = "stop" if says_so else None
+            yield TokenChunk([7, 8, 9], [-0.5] * 3, weight_version=4, stop_reason=reason)
+            raise ServerDied("the engine was killed", server=self.name)
+
+    def servers() -> list[ScriptedServer]:
+        return [DiesAtTheEnd([], name=name, streams=True) for name in ("a", "b")]
+
+    async def main() -> None:
+        output = await complete(AsyncLLMServerManager(servers()), num_tokens=num_tokens)
+        request: dict[str, Any] = {"prompt_ids": [100], "sampling_params": {"max_tokens": num_tokens}}
+        streamed = [chunk async for chunk in AsyncLLMServerManager(servers()).stream("s", **request)]
+        wanted = TokenOutput([7, 8, 9], [-0.5] * 3, "stop" if says_so else "length", weight_version=4)
+        assert output == TokenOutput.from_chunks(streamed) == wanted
 
     run_virtual(main())
 

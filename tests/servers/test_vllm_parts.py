@@ -13,11 +13,11 @@ import torch
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
-from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.vllm.limits import ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.log_probs import LogProbs, tell_apart
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
-from agent_loop.servers.vllm.options import check_names, engine_options
+from agent_loop.servers.vllm.options import engine_options
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import Part, stamped
 from agent_loop.servers.vllm.worker import BeforeCut, WeightWorker, keep_logits_before_cut
@@ -63,7 +63,7 @@ def test_an_option_that_contradicts_the_server_is_refused(kwargs: dict[str, Any]
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
-        check_names(["max_num_seq"], known=["max_num_seqs", "seed"])
+        refuse_unknown_options(["max_num_seq"], known=["max_num_seqs", "seed"])
 
 
 def test_end_tokens_are_stop_tokens_unless_they_are_to_be_ignored() -> None:

@@ -15,7 +15,7 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.config import ModelConfig, WeightTransfer
-from agent_loop.errors import ConfigError
+from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -62,6 +62,14 @@ class ServerSpec:
     """How long the engine may take to come up."""
     weight_transfer: WeightTransfer = "auto"
     """How new weights reach the engine's own processes."""
+
+
+def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> None:
+    """Raises: ConfigError: A key of `rollout.engine_kwargs` is not one of the engine's."""
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,12 @@ class AsyncLLMServerManager:
             except RequestAborted:
                 return TokenOutput.from_chunks([*work.chunks, self._nothing()])
             except ServerDied as error:
-                if self._give_up_on(error) or work.is_over:
-                    raise
+                is_last = self._give_up_on(error)
                 work.set_aside()
+                if work.is_over:
+                    return TokenOutput.from_chunks(work.chunks)
+                if is_last:
+                    raise
 
     async def stream(
         self,
@@ -117,9 +120,14 @@ class AsyncLLMServerManager:
                 yield self._nothing()
                 return
             except ServerDied as error:
-                if self._give_up_on(error) or work.is_over:
-                    raise
+                is_last, was_over = self._give_up_on(error), work.is_over
                 work.set_aside()
+                if work.is_over and not was_over:
+                    yield work.chunks[-1]
+                if work.is_over:
+                    return
+                if is_last:
+                    raise
 
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
@@ -258,7 +266,7 @@ class _Work:
 
     @property
     def is_over(self) -> bool:
-        """The last part came before the server died."""
+        """Nothing is left to be sampled."""
         return bool(self.chunks) and self.chunks[-1].stop_reason is not None
 
     async def take_whole(self, server: AsyncServerBase) -> None:
@@ -278,8 +286,14 @@ class _Work:
         return server.stream(prompt_ids, params, self.request_id, **self._more)
 
     def set_aside(self) -> None:
-        """A server died of it or with it: the next one computes the prefix again."""
-        self.chunks.append(TokenChunk([], [], num_preempted=1))
+        """Its server died: the next one computes the prefix again, unless all that is wanted came before."""
+        if self.is_over:
+            return
+        if self.params.max_tokens is not None and self.num_tokens >= self.params.max_tokens:
+            version = self.chunks[-1].weight_version
+            self.chunks.append(TokenChunk([], [], weight_version=version, stop_reason="length"))
+        else:
+            self.chunks.append(TokenChunk([], [], num_preempted=1))
 
     def _rest(self) -> tuple[IntArray, SamplingParams]:
         """What is still to be done."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from agent_loop.attachments import Attachment
-from agent_loop.errors import ConfigError, WeightsError, did_you_mean
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.errors import ConfigError, WeightsError
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
 from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
@@ -97,10 +97,7 @@ class EmbeddedServer(AsyncServerBase):
             "dtype": spec.model.dtype,
             **spec.engine_kwargs,
         }
-        known = [field.name for field in fields(EmbeddedConfig)]
-        for key in options:
-            if key not in known:
-                raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
+        refuse_unknown_options(options, known=[field.name for field in fields(EmbeddedConfig)])
         return cls.from_pretrained(
             spec.model.path,
             name=spec.name,

@@ -18,9 +18,8 @@ from agent_loop.errors import (
     ServerDied,
     ServerError,
     WeightsError,
-    did_you_mean,
 )
-from agent_loop.servers.base import Ability, ServerSpec
+from agent_loop.servers.base import Ability, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
@@ -54,12 +53,7 @@ class SGLangClient(SGLangBase):
         """Raises: ConfigError: There is no URL, or an option is unknown."""
         if spec.url is None:
             raise ConfigError("a SGLang client needs the URL of its server; give rollout.server_urls")
-        for key in spec.engine_kwargs:
-            if key not in OPTIONS:
-                raise ConfigError(
-                    f"rollout.engine_kwargs.{key} is no option of a SGLang server that runs already"
-                    f"{did_you_mean(key, OPTIONS)}"
-                )
+        refuse_unknown_options(spec.engine_kwargs, known=OPTIONS)
         if spec.weight_transfer not in ("auto", "disk"):
             raise ConfigError(
                 f"rollout.weight_transfer is {spec.weight_transfer}, but a SGLang server that runs already takes "

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.servers.base import ServerSpec
+from agent_loop.errors import ConfigError
+from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.sglang import loader
 from agent_loop.servers.sglang.versions import SUPPORTED
@@ -46,9 +46,7 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
             )
     fields = import_engine("sglang.srt.arg_groups.field_order", package="sglang", supported=SUPPORTED)
     known = [str(name) for name in fields.POSITIONAL_FIELD_ORDER]
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}{did_you_mean(key, known)}")
+    refuse_unknown_options(given, known=known)
     if int(given.get("dp_size") or 1) > 1:
         raise ConfigError(
             "rollout.engine_kwargs.dp_size is above 1, but SGLang updates no weights of such an engine; set "

@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 from agent_loop.attachments import Attachment
 from agent_loop.boundary import DeadlineExpired, run_bounded
 from agent_loop.concurrency import run_in_thread, run_shielded
-from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout, WeightsError, did_you_mean
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.log_probs import LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
@@ -57,12 +58,7 @@ class VLLMClient(AsyncServerBase):
 
     def __init__(self, spec: ServerSpec) -> None:
         """Raises: ConfigError: There is no URL, or an option is unknown."""
-        for key in spec.engine_kwargs:
-            if key not in KNOWN_OPTIONS:
-                raise ConfigError(
-                    f"unknown key rollout.engine_kwargs.{key!r} for a server that runs already"
-                    f"{did_you_mean(key, KNOWN_OPTIONS)}"
-                )
+        refuse_unknown_options(spec.engine_kwargs, known=KNOWN_OPTIONS)
         if spec.url is None:
             raise ConfigError("rollout.server_urls is empty; give the URL of a vLLM server")
         self.name = spec.name
@@ -287,18 +283,9 @@ class VLLMClient(AsyncServerBase):
         answer = await self._control_call(
             "/collective_rpc", {"method": "agent_loop_load_weights", "args": [handle]}
         )
-        results: list[dict[str, Any]] = answer["results"]
-        errors = [result for result in results if "error" in result]
-        if not errors:
-            self._mixed_weights = ""
-            return
-        if len(errors) == len(results) and all(error["is_unchanged"] for error in errors):
-            raise WeightsError(errors[0]["error"])
-        self._mixed_weights = (
-            f"loading new weights failed half-way ({errors[0]['error']}), so that the engine holds a mix of old and "
-            "new ones; publish again, or start another server"
-        )
-        raise ServerError(self._mixed_weights, server=self.name)
+        self._mixed_weights = mixed_weights(answer["results"])
+        if self._mixed_weights:
+            raise ServerError(self._mixed_weights, server=self.name)
 
     async def _control_call(self, path: str, body: dict[str, Any]) -> Any:
         return await self._http.post_json(path, body, timeout_s=CONTROL_TIMEOUT_S)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from agent_loop.attachments import Attachment
 from agent_loop.boundary import describe_error
 from agent_loop.concurrency import run_in_thread
-from agent_loop.errors import AgentLoopError, ConfigError, ServerError, WeightsError
+from agent_loop.errors import AgentLoopError, ConfigError, ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.core import EngineCore
 from agent_loop.servers.vllm.launch import EngineLauncher
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.log_probs import (
     NUM_TOKENS,
     PROBE_HOT_AND_CUT,
@@ -258,17 +259,9 @@ class VLLMServer(AsyncServerBase):
 
     async def _load(self, core: EngineCore, handle: str) -> None:
         answers = await core.ask_workers("agent_loop_load_weights", handle)
-        errors = [answer for answer in answers if "error" in answer]
-        if not errors:
-            self._mixed_weights = ""
-            return
-        if len(errors) == len(answers) and all(error["is_unchanged"] for error in errors):
-            raise WeightsError(errors[0]["error"])
-        self._mixed_weights = (
-            f"loading new weights failed half-way ({errors[0]['error']}), so that the engine holds a mix of old and "
-            "new ones; publish again, or start another server"
-        )
-        raise ServerError(self._mixed_weights, server=self.name)
+        self._mixed_weights = mixed_weights(answers)
+        if self._mixed_weights:
+            raise ServerError(self._mixed_weights, server=self.name)
 
     @property
     def _limited(self) -> RequestLimits:

@@ -14,9 +14,10 @@ from typing import Any
 from agent_loop.boundary import DeadlineExpired, run_bounded
 from agent_loop.concurrency import run_in_thread, run_shielded
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
+from agent_loop.servers.base import refuse_unknown_options
 from agent_loop.servers.packages import import_engine
 from agent_loop.servers.vllm.logs import EngineLog
-from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, check_names
+from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED
 
 ABANDON_TIMEOUT_S = 20.0
 POLL_S = 0.2
@@ -98,7 +99,7 @@ class EngineLauncher:
         config = import_engine("vllm.config.logging", package=PACKAGE, supported=SUPPORTED)
         usage = import_engine("vllm.usage.usage_lib", package=PACKAGE, supported=SUPPORTED)
         args_class: Any = arguments.AsyncEngineArgs
-        check_names(self._options, known=[field.name for field in dataclasses.fields(args_class)])
+        refuse_unknown_options(self._options, known=[field.name for field in dataclasses.fields(args_class)])
         # The trainer's process has threads and maybe a GPU context, which do not survive a fork.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         logging_config = config.LoggingConfig(pylogging_config_file=str(self._log.config_path))

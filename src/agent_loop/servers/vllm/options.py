@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
 
 PACKAGE = "vllm"
@@ -62,12 +62,3 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
                 )
             )
     return {"disable_log_stats": True, **ours, **spec.engine_kwargs}
-
-
-def check_names(options: Iterable[str], *, known: Iterable[str]) -> None:
-    """Raises: ConfigError: vLLM has no option of this name."""
-    known = list(known)
-    for key in options:
-        if key not in known:
-            near = did_you_mean(key, known)
-            raise ConfigError(f"unknown key rollout.engine_kwargs.{key!r}: no option of vLLM's{near}")

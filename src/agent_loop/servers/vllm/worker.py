@@ -28,7 +28,6 @@ class WeightWorker:
 
     model_runner: Any
     rank: int
-    local_rank: int
 
     def agent_loop_hello(self) -> dict[str, Any]:
         """Tells that this class is there, and on what the engine runs."""
