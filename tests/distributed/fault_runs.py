@@ -11,12 +11,15 @@ import asyncio
 import random
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
+from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.trajectory import Trajectory
 from tests.distributed.cluster import NODE, Stage, cluster_of
 from tests.distributed.project import make_config, make_project, rows, set_latency
+from tests.rollout.journaled import records_of
 
 NUM_ROWS = 512
 
@@ -64,11 +67,24 @@ class Mischief:
                     await self._stage.kill_node()
 
 
+async def run_journaled(stage: Stage, mischief: Mischief, *, after: int) -> tuple[list[Trajectory], int]:
+    """The trajectories, and how many turns are on record twice: none, since rows go on where they were."""
+    work, path = rows(NUM_ROWS), stage.folder / "step.journal"
+    key = StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
+    async with open_journal(path, key=key, rows=work, resume=False) as journal:
+        trajectories = await stage.run(work, breaks=mischief.run, after=after, journal=journal)
+    places = Counter((r["row"], *r["at"], r["is"]) for r in records_of(path.read_bytes()) if "at" in r)
+    return trajectories, sum(count - 1 for count in places.values())
+
+
 def fault_run(stage: Stage, expected: list[tuple[object, ...]], *, seed: int) -> str | None:
-    """One run; what is wrong with it, if anything is."""
-    mischief = Mischief(stage, seed=seed)
-    started = time.perf_counter()
-    trajectories = stage.runner.run(stage.run(rows(NUM_ROWS), breaks=mischief.run, after=seed % 300))
+    """One run, every second one with a journal; what is wrong with it, if anything is."""
+    mischief, after = Mischief(stage, seed=seed), seed % 300
+    started, num_repeated = time.perf_counter(), 0
+    if seed % 2:
+        trajectories, num_repeated = stage.runner.run(run_journaled(stage, mischief, after=after))
+    else:
+        trajectories = stage.runner.run(stage.run(rows(NUM_ROWS), breaks=mischief.run, after=after))
     seconds = time.perf_counter() - started
     found = [tokens_of(trajectory) for trajectory in trajectories]
     held = {name: count for name, count in stage.runner.run(stage.held()).items() if count}
@@ -80,6 +96,8 @@ def fault_run(stage: Stage, expected: list[tuple[object, ...]], *, seed: int) ->
         return (
             f"{len(found)} rows, {same} the same; first: {wrong[0].trajectory_id} {wrong[0].output.failure}"
         )
+    if num_repeated:
+        return f"{num_repeated} turns were recorded twice"
     return f"left behind: {held}" if held else None
 
 

@@ -10,7 +10,9 @@ from tests.helpers import small_tokenizer, user
 
 SCRIPT = '''
 import json
+import random
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +49,14 @@ def answer(request, *, num_turns=3, latency_s=0.0):
 
 def slow_answer(request):
     return answer(request, latency_s=float((FOLDER / "latency.txt").read_text()))
+
+
+def whatever(request):
+    """As `slow_answer`, but begins with what nobody can foresee."""
+    reply = slow_answer(request)
+    thought = tokenizer().encode(f"I think {random.random()}", add_special_tokens=False).ids
+    token_ids = [*thought, *reply.token_ids]
+    return replace(reply, token_ids=token_ids, log_probs=[-random.random() for _ in token_ids])
 
 
 def hangs(request):

@@ -22,9 +22,9 @@ def make_batch(count: int) -> Batch:
     return Batch([Job({}, group, 0, {}) for group in range(count)], lambda _: None)
 
 
-async def finish(batch: Batch, *jobs: Job) -> None:
+def finish(batch: Batch, *jobs: Job) -> None:
     output = AgentLoopOutput(segments=())
-    await batch.add(Trajectory(output, job.row, job.group, job.rollout, 1.0, {}) for job in jobs)
+    batch.add(Trajectory(output, job.row, job.group, job.rollout, 1.0, {}) for job in jobs)
 
 
 def groups(chunks: list[Chunk]) -> list[list[int]]:
@@ -35,12 +35,12 @@ def test_rows_are_shared_and_what_a_dead_worker_left_is_shared_again() -> None:
     async def scenario() -> None:
         batch = make_batch(8)
         first, second = batch.next_chunks(workers(2))
-        await finish(batch, *first.jobs[:2], *second.jobs)
+        finish(batch, *first.jobs[:2], *second.jobs)
         batch.close(second)
         assert await batch.put_back(first, max_restarts=5, reason="killed") == 2
         again = batch.next_chunks(workers(2)[1:])
         assert groups(again) == [[2, 3]]
-        await finish(batch, *again[0].jobs)
+        finish(batch, *again[0].jobs)
         assert batch.is_complete
         assert [trajectory.group for trajectory in batch.trajectories] == list(range(8))
 
@@ -52,8 +52,8 @@ def test_a_row_that_ended_twice_counts_once() -> None:
         batch = make_batch(1)
         [chunk] = batch.next_chunks(workers(1))
         await batch.put_back(chunk, max_restarts=5, reason="out of reach")
-        await finish(batch, *chunk.jobs)
-        await finish(batch, *chunk.jobs)
+        finish(batch, *chunk.jobs)
+        finish(batch, *chunk.jobs)
         assert len(batch.trajectories) == 1
 
     run_virtual(scenario())
@@ -80,7 +80,7 @@ def test_rows_that_kill_their_workers_fail_and_no_others(
                     running = [other for other in running if other is not victim]
                     await batch.put_back(victim, max_restarts=7, reason="killed")
             else:
-                await finish(batch, *chunk.jobs)
+                finish(batch, *chunk.jobs)
                 batch.close(chunk)
         failed = {t.group for t in batch.trajectories if t.output.stop_reason is StopReason.FAILED}
         assert failed == {job for job in killers if job < num_jobs}

@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from agent_loop.boundary import DeadlineExpired, run_bounded
 from agent_loop.distributed.wire import job_of
+from agent_loop.rollout.journal.row_log import RowLog
 from agent_loop.rollout.worker import Job
 from agent_loop.rollout.workers import split
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
@@ -48,6 +49,8 @@ class Batch:
         self._suspects: list[Sequence[Job]] = []
         self._chunks: set[Chunk] = set()
         self._ended: dict[str, list[Trajectory]] = {}
+        self._records: dict[str, list[bytes]] = {}
+        """Of rows that run, by trajectory: what their present workers recorded."""
         self._num_restarts: Counter[str] = Counter()
 
     @property
@@ -86,21 +89,35 @@ class Batch:
         self._chunks.update(chunks)
         return chunks
 
-    async def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Keeps what ended, in the rows' logs too; nothing of a job that ended before.
+    async def keep(self, records: Iterable[tuple[str, bytes]]) -> None:
+        """Writes what workers recorded into the journal, and remembers it for the next worker of a row.
+
+        Args:
+            records: Trajectory and payload; those of rows that ended are left out.
 
         Raises:
-            JournalError: A log cannot be written.
+            JournalError: The journal cannot be written.
         """
+        log: RowLog | None = None
+        for job_id, payload in records:
+            if job_id in self._ended:
+                continue
+            log = self._by_id[job_id].log
+            assert log is not None  # only rows that have a log are recorded
+            log.take_over(payload)
+            self._records.setdefault(job_id, []).append(payload)
+        if log is not None:
+            await log.flushed()
+
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        """Keeps what ended; nothing of a job that ended before."""
         new: dict[str, list[Trajectory]] = {}
         for trajectory in trajectories:
             if job_of(trajectory) not in self._ended:
                 new.setdefault(job_of(trajectory), []).append(trajectory)
         self._ended |= new
         for job_id, outputs in new.items():
-            log = self._by_id[job_id].log
-            if log is not None:
-                await log.end(outputs)
+            self._records.pop(job_id, None)
             for trajectory in outputs:
                 self._note(trajectory)
         if self.is_complete:
@@ -112,8 +129,17 @@ class Batch:
         self.changed.set()
 
     async def put_back(self, chunk: Chunk, *, max_restarts: int, reason: str) -> int:
-        """A chunk's worker died: what it did not finish is run again, or has failed. Returns how many that are."""
-        left = [job for job in chunk.jobs if job.trajectory_id not in self._ended]
+        """A chunk's worker died: what it did not finish goes on elsewhere, or has failed. Returns how many that are.
+
+        Raises:
+            JournalError: The journal cannot be written.
+        """
+        left = [
+            job
+            for given in chunk.jobs
+            if given.trajectory_id not in self._ended
+            for job in self._rest_of(given)
+        ]
         self._num_restarts.update(job.trajectory_id for job in left)
         if chunk.is_alone:
             if len(left) == 1 and self._num_restarts[left[0].trajectory_id] > max_restarts:
@@ -134,6 +160,18 @@ class Batch:
         if not self.is_complete:
             self.changed.clear()
 
+    def _rest_of(self, job: Job) -> list[Job]:
+        """The job, to go on from what is on record of it; nothing if the record says how it ended."""
+        payloads = self._records.pop(job.trajectory_id, None)
+        if job.log is None or payloads is None:
+            return [job]
+        log = job.log.extended(payloads)
+        if log.record.has_succeeded:
+            self.add(log.record.trajectories(job.row, group=job.group, rollout=job.rollout))
+            return []
+        self._by_id[job.trajectory_id] = replace(job, log=log)
+        return [self._by_id[job.trajectory_id]]
+
     async def _give_up(self, job: Job, *, reason: str) -> None:
         """Records a job that no worker survives."""
         times = self._num_restarts[job.trajectory_id]
@@ -142,4 +180,7 @@ class Batch:
             traceback="",
         )
         output = AgentLoopOutput(segments=(), stop_reason=StopReason.FAILED, failure=failure)
-        await self.add([Trajectory(output, job.row, job.group, job.rollout, reward=None, reward_extra={})])
+        trajectory = Trajectory(output, job.row, job.group, job.rollout, reward=None, reward_extra={})
+        if job.log is not None:
+            await job.log.end([trajectory])
+        self.add([trajectory])

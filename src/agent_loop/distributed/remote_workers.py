@@ -1,4 +1,4 @@
-"""Workers in other processes, as the driver sees them. A row whose worker dies is run again by another."""
+"""Workers in other processes, as the driver sees them. A row whose worker dies is gone on with by another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 from uuid import uuid4
@@ -48,23 +49,28 @@ class RemoteWorker:
         self.client, self.pid = await answer_of(self._actor.start.remote(self._setup))
         self.is_alive = True
 
-    async def run(self, jobs: Sequence[Job], *, weight_version: int) -> AsyncGenerator[list[Trajectory]]:
-        """Runs jobs and yields trajectories as they end, those of one job together. Leaving it ends the rest.
+    async def run(
+        self, jobs: Sequence[Job], *, weight_version: int
+    ) -> AsyncGenerator[tuple[Sequence[tuple[str, bytes]], list[Trajectory]]]:
+        """Runs jobs and yields what comes: what was recorded of those that have logs, and trajectories that ended,
+        those of one job together. Going on says that both are kept; leaving it ends the rest.
 
         Raises:
             ActorLost: The worker died.
         """
         client, run_id = self.client, uuid4().hex
         by_id = {job.trajectory_id: job for job in jobs}
-        running = self._actor.run.remote(client, run_id, list(jobs), weight_version)
+        bare = [replace(job, log=None) for job in jobs]
+        records = {job.trajectory_id: job.log.record for job in jobs if job.log is not None}
+        running = self._actor.run.remote(client, run_id, bare, records, weight_version)
         is_over = False
         try:
             while not is_over:
-                taken = await answer_of(self._actor.take.remote(client, run_id))
-                if taken is None:
+                news = await answer_of(self._actor.take.remote(client, run_id))
+                if news is None:
                     raise ActorLost("its process was started again")
-                packed, is_over = taken
-                yield unpack_trajectories(packed, jobs=by_id)
+                is_over = news.is_last
+                yield news.records, unpack_trajectories(news.trajectories, jobs=by_id)
             await answer_of(running)
         except ActorLost:
             is_over = True
@@ -193,15 +199,16 @@ class RemoteWorkers:
     async def _run_chunk(self, chunk: Chunk, batch: Batch) -> None:
         worker, client = chunk.worker, chunk.worker.client
         try:
-            async with aclosing(worker.run(chunk.jobs, weight_version=self._weight_version)) as ended:
-                async for trajectories in ended:
-                    await batch.add(trajectories)
+            async with aclosing(worker.run(chunk.jobs, weight_version=self._weight_version)) as news:
+                async for records, trajectories in news:
+                    await batch.keep(records)
+                    batch.add(trajectories)
             batch.close(chunk)
         except ActorLost as error:
             is_news = worker.is_alive and worker.client == client
             worker.is_alive = worker.is_alive and not is_news
             num_left = await batch.put_back(chunk, max_restarts=self._max_row_restarts, reason=str(error))
-            logger.warning("%s is lost (%s); others run %d of its rows again", worker.name, error, num_left)
+            logger.warning("%s is lost (%s); others go on with %d of its rows", worker.name, error, num_left)
             if is_news:
                 await self._on_death(client)
                 await self._bring_back(worker, batch)

@@ -97,6 +97,18 @@ class Cancelled:
     """The client cancelled the call."""
 
 
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a worker has for the driver."""
+
+    trajectories: bytes
+    """Packed; those of one job come together."""
+    records: Sequence[tuple[str, bytes]]
+    """Trajectory and payload of each record for the journal, in order."""
+    is_last: bool
+    """The run is over."""
+
+
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from agent_loop.concurrency import run_until
 from agent_loop.config import Config
 from agent_loop.distributed.ray_module import enter_folder
+from agent_loop.distributed.relay import Relay
 from agent_loop.distributed.remote_server import RemoteServer
-from agent_loop.distributed.wire import ServerFacts, pack_trajectories
+from agent_loop.distributed.wire import News, ServerFacts, pack_trajectories
+from agent_loop.rollout.journal.record import RowRecord
+from agent_loop.rollout.journal.row_log import RowLog
 from agent_loop.rollout.parts import (
     load_context,
     load_loops,
@@ -42,19 +45,28 @@ class WorkerSetup:
     """Where the driver was started."""
 
 
-@dataclass(slots=True)
 class _Run:
     """Some jobs of a batch."""
 
-    ended: list[Trajectory] = field(default_factory=list[Trajectory])
-    """Not yet fetched. Those of one job come together."""
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    is_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self) -> None:
+        self.has_news = asyncio.Event()
+        self.is_cancelled = asyncio.Event()
+        self.is_over = asyncio.Event()
+        self.relay = Relay(self.has_news.set)
+        self._ended: list[Trajectory] = []
 
     def add(self, trajectory: Trajectory) -> None:
-        self.ended.append(trajectory)
+        """Those of one job are added together."""
+        self._ended.append(trajectory)
         self.has_news.set()
+
+    async def news(self) -> News:
+        """What there is since the last time, as soon as there is something."""
+        self.relay.confirm()
+        await self.has_news.wait()
+        self.has_news.clear()
+        ended, self._ended = self._ended, []
+        return News(pack_trajectories(ended), self.relay.fetch(), is_last=self.is_over.is_set())
 
 
 class WorkerActor:
@@ -91,8 +103,15 @@ class WorkerActor:
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
         return self._client, os.getpid()
 
-    async def run(self, client: str, run_id: str, jobs: Sequence[Job], weight_version: int) -> None:
-        """Runs jobs to their ends; `take` hands out what ended.
+    async def run(
+        self,
+        client: str,
+        run_id: str,
+        jobs: Sequence[Job],
+        records: Mapping[str, RowRecord],
+        weight_version: int,
+    ) -> None:
+        """Runs jobs to their ends; `take` hands out what ended, and what was recorded of the jobs that have records.
 
         Ray may start the two in any order. Both do nothing for a client that is no more: the process was started
         again since.
@@ -101,6 +120,7 @@ class WorkerActor:
             return
         run = self._runs.setdefault(run_id, _Run())
         self._pool.weight_version = weight_version
+        jobs = [_logged(job, records, run.relay) for job in jobs]
         try:
             async with self._manager.watching():
                 await run_until(self._worker.run(jobs, on_trajectory=run.add), run.is_cancelled)
@@ -108,19 +128,15 @@ class WorkerActor:
             run.is_over.set()
             run.has_news.set()
 
-    async def take(self, client: str, run_id: str) -> tuple[bytes, bool] | None:
-        """The trajectories that ended since the last time, as soon as there are any; and whether all are out.
-
-        None if the client is no more."""
+    async def take(self, client: str, run_id: str) -> News | None:
+        """What there is since the last time, as soon as there is something; to ask is to say that what was taken
+        before is kept. None if the client is no more."""
         if client != self._client:
             return None
-        run = self._runs.setdefault(run_id, _Run())
-        await run.has_news.wait()
-        run.has_news.clear()
-        ended, run.ended = run.ended, []
-        if run.is_over.is_set():
+        news = await self._runs.setdefault(run_id, _Run()).news()
+        if news.is_last:
             self._runs.pop(run_id, None)
-        return pack_trajectories(ended), run.is_over.is_set()
+        return news
 
     async def cancel_run(self, client: str, run_id: str) -> None:
         """Ends a run; when this returns, nothing of it is left."""
@@ -170,3 +186,11 @@ class WorkerActor:
 
     def _note_other_requests(self, server: str, num_requests: int) -> None:
         self._pool.balancer.set_outside_requests(server, num_requests)
+
+
+def _logged(job: Job, records: Mapping[str, RowRecord], relay: Relay) -> Job:
+    record = records.get(job.trajectory_id)
+    if record is None:
+        return job
+    sink = relay.sink(job.trajectory_id)
+    return replace(job, log=RowLog(job.trajectory_id, sink=sink, record=record))

@@ -67,15 +67,26 @@ class RowRecord:
     end: Mapping[str, Any] | None = None
     """Its trajectories, if it ended."""
 
+    def add(self, payload: Mapping[str, Any]) -> None:
+        """Takes the row's next record, as it was unpacked."""
+        kind = Kind(payload["is"])
+        if kind is Kind.RESTART:
+            self.entries, self.end = [], None
+        elif kind is Kind.END:
+            self.end = payload["got"]
+        else:
+            self.entries.append(Entry(kind, Place(*payload["at"]), payload["asked"], payload["got"]))
+
     def answers(self) -> dict[Place, Entry]:
         """By place; where a call began and ended, the end."""
         return {entry.place: entry for entry in self.entries}
 
     @property
-    def has_failed(self) -> bool:
-        """It ended with a failure: it is run again as long as its rollout is not complete."""
-        ended = () if self.end is None else self.end["trajectories"]
-        return any(each["stop"] == StopReason.FAILED for each in ended)
+    def has_succeeded(self) -> bool:
+        """It ended, and without a failure, so that it need not be run again."""
+        return self.end is not None and all(
+            each["stop"] != StopReason.FAILED for each in self.end["trajectories"]
+        )
 
     def trajectories(self, row: Row, *, group: int, rollout: int) -> list[Trajectory]:
         """The finished trajectories, their tokens as they were recorded."""

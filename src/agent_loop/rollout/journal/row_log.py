@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay, describe_error
@@ -11,7 +11,7 @@ from agent_loop.chat.multimodal import Encoded
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.rollout.journal import forms
 from agent_loop.rollout.journal.record import Entry, Kind, Place, RowRecord
-from agent_loop.rollout.journal.values import Unstorable, digest, pack
+from agent_loop.rollout.journal.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.writer import Sink
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.session import ToolResult
@@ -46,17 +46,21 @@ class RowLog:
         """A tool or interaction on record that may not be asked twice, which is why the row may not begin anew."""
         self._row = trajectory_id
         self._sink = sink
-        record = record or RowRecord()
-        self._answers: Mapping[Place, Entry] = record.answers()
-        for entry in record.entries:
+        self.record = record or RowRecord()
+        """What it answers from."""
+        self._answers: Mapping[Place, Entry] = self.record.answers()
+        for entry in self.record.entries:
             if entry.kind in BEGINNINGS and entry.got is not None:
                 self.only_once = str(entry.got["what"])
         self._num_lanes = 0
         self._held: dict[int, tuple[Sequence[Segment], int]] = {}
 
-    def __reduce__(self) -> Any:
-        """A log stays in the process that writes the journal: pickled, it becomes None."""
-        return _no_log, ()
+    def extended(self, payloads: Iterable[bytes]) -> RowLog:
+        """The log of the row's next attempt, which answers from what the attempt before appended elsewhere too."""
+        record = RowRecord(list(self.record.entries), self.record.end)
+        for payload in payloads:
+            record.add(unpack(payload))
+        return RowLog(self._row, sink=self._sink, record=record)
 
     def new_lane(self) -> LaneLog:
         """The log of the row's next episode."""
@@ -117,6 +121,10 @@ class RowLog:
         except Unstorable as error:
             logger.warning("%s: the %s at turn %d holds %s", self._row, kind, place.turn, error)
             self._append({**record, "got": None})
+
+    def take_over(self, payload: bytes) -> None:
+        """Keeps what another log of this row appended in its process."""
+        self._sink.append(payload)
 
     async def flushed(self) -> None:
         """What was kept is safe from the end of this process."""
@@ -276,9 +284,6 @@ class LaneLog:
             await (again() if on_replay is OnReplay.RERUN else prepare())
         except Exception as error:
             raise self._row.mismatched(f"{what} could not be replayed: {describe_error(error)}") from error
-
-
-def _no_log() -> None: ...
 
 
 def _kind_of(messages: Sequence[Message]) -> Kind:

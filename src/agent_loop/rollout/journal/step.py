@@ -14,7 +14,7 @@ from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import JournalError
 from agent_loop.rollout.journal.frames import Scan, scan
-from agent_loop.rollout.journal.record import Entry, Kind, Place, RowRecord
+from agent_loop.rollout.journal.record import Kind, RowRecord
 from agent_loop.rollout.journal.row_log import RowLog
 from agent_loop.rollout.journal.values import digest, pack, unpack
 from agent_loop.rollout.journal.writer import JournalWriter, Sink
@@ -97,7 +97,7 @@ class StepJournal:
     @property
     def num_ended(self) -> int:
         """Rollouts on record that need not be run again."""
-        return sum(record.end is not None and not record.has_failed for record in self._records.values())
+        return sum(record.has_succeeded for record in self._records.values())
 
     @property
     def is_complete(self) -> bool:
@@ -126,7 +126,7 @@ class StepJournal:
         rest: list[Job] = []
         for job in jobs:
             record = self._record(job.group, job.rollout)
-            if record.end is not None and not record.has_failed:
+            if record.has_succeeded:
                 ended += record.trajectories(job.row, group=job.group, rollout=job.rollout)
             else:
                 rest.append(replace(job, log=RowLog(job.trajectory_id, sink=self._sink, record=record)))
@@ -210,16 +210,10 @@ def _grouped(payloads: Sequence[Mapping[str, Any]], found: Scan, *, notes: Seque
     records: dict[str, RowRecord] = {}
     complete: list[tuple[int, int]] | None = None
     for payload in payloads:
-        kind = Kind(payload["is"])
-        if kind is Kind.COMPLETE:
+        if Kind(payload["is"]) is Kind.COMPLETE:
             complete = [(group, rollout) for group, rollout in payload["got"]]
-        elif kind is Kind.RESTART:
-            records[payload["row"]] = RowRecord()
-        elif kind is Kind.END:
-            records.setdefault(payload["row"], RowRecord()).end = payload["got"]
         else:
-            entry = Entry(kind, Place(*payload["at"]), payload["asked"], payload["got"])
-            records.setdefault(payload["row"], RowRecord()).entries.append(entry)
+            records.setdefault(payload["row"], RowRecord()).add(payload)
     return Contents(records, complete, found.num_good_bytes, notes)
 
 

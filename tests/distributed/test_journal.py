@@ -1,0 +1,125 @@
+"""The journal of a rollout on a cluster: a worker's death costs no turn, the driver's no step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.rollout.journal.record import Kind, Place
+from agent_loop.rollout.journal.step import StepKey, open_journal
+from agent_loop.trajectory import Trajectory
+from tests.cli.test_crash import (
+    calls_per_rollout,
+    killed_when,
+    make_scripted_project,
+    read,
+    run,
+    tokens_by_row,
+)
+from tests.distributed.cluster import Stage
+from tests.distributed.project import make_config, make_project, rows, set_latency
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+ON_RAY = [
+    "trainer.runtime=ray",
+    "trainer.ray.num_cpus_per_server=0.01",
+    "trainer.ray.num_cpus_per_worker=0.01",
+]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
+    folder = make_project(tmp_path_factory.mktemp("project"))
+    config = make_config(folder, script="whatever", num_servers=2, num_workers=2)
+    with Stage(config, folder=folder, cluster=None) as stage:
+        yield stage
+
+
+def key_of(work: list[dict[str, Any]]) -> StepKey:
+    return StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
+
+
+def test_rows_of_a_killed_worker_go_on_from_their_last_turn(stage: Stage, tmp_path: Path) -> None:
+    """The model never says the same twice, so that a turn which was sampled again would show."""
+    set_latency(stage.folder, 0.8)
+    work, path = rows(64), tmp_path / "step.journal"
+
+    async def main() -> list[Trajectory]:
+        async with open_journal(path, key=key_of(work), rows=work, resume=False) as journal:
+            return await stage.run(work, breaks=kill_in_the_middle, journal=journal)
+
+    async def kill_in_the_middle() -> None:
+        await holds(path, Kind.OBSERVATION, 40)
+        await stage.kill_worker()
+
+    trajectories = stage.runner.run(main())
+    records = read(path)
+    asked = Counter((r["row"], Place(*r["at"]), r["is"]) for r in records if "at" in r)
+    assert set(asked.values()) == {1}
+    assert Kind.RESTART not in {record["is"] for record in records}
+    tokens = tokens_by_row(records)
+    assert {t.trajectory_id: all_tokens(t) for t in trajectories} == tokens
+    assert len(tokens) == 64
+    assert not any(stage.runner.run(stage.held()).values())
+
+
+async def holds(path: Path, kind: Kind, count: int) -> None:
+    """Waits until the journal has so many records."""
+    while sum(record["is"] == kind for record in read(path)) < count:  # noqa: ASYNC110  (another thread writes it)
+        await asyncio.sleep(0.05)
+
+
+def all_tokens(trajectory: Trajectory) -> list[int]:
+    return [token for segment in trajectory.output.segments for token in segment.token_ids.tolist()]
+
+
+def test_a_rollout_that_was_cancelled_resumes_from_its_journal(stage: Stage, tmp_path: Path) -> None:
+    set_latency(stage.folder, 0.5)
+    work, path = rows(24), tmp_path / "step.journal"
+
+    async def cut_short() -> None:
+        async with (
+            open_journal(path, key=key_of(work), rows=work, resume=False) as journal,
+            asyncio.TaskGroup() as group,
+        ):
+            running = group.create_task(stage.manager.run(work, journal=journal))
+            await holds(path, Kind.END, 4)
+            running.cancel()
+
+    async def resumed() -> list[Trajectory]:
+        async with open_journal(path, key=key_of(work), rows=work, resume=True) as journal:
+            return await stage.manager.run(work, journal=journal)
+
+    with suppress(asyncio.CancelledError):
+        stage.runner.run(cut_short())
+    before = tokens_by_row(read(path))
+    after = {t.trajectory_id: all_tokens(t) for t in stage.runner.run(resumed())}
+    assert len(after) == 24
+    assert all(after[row][: len(tokens)] == tokens for row, tokens in before.items())
+
+
+def test_a_driver_that_was_killed_resumes_on_another_cluster(tmp_path: Path) -> None:
+    make_scripted_project(tmp_path, hang="135")
+    journal = tmp_path / "out.jsonl.journal"
+    command = ["rollout", "config.yaml", *ON_RAY, "--out", "out.jsonl"]
+
+    with killed_when(command, tmp_path, journal=journal, counts={Kind.END: 6, Kind.OBSERVATION: 12}):
+        recorded = tokens_by_row(read(journal))
+        ended = {record["row"] for record in read(journal) if record["is"] == Kind.END}
+        (tmp_path / "hang").unlink()
+        run([*command, "--resume"], tmp_path)
+
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    after = {line["trajectory_id"]: [t for s in line["segments"] for t in s["token_ids"]] for line in lines}
+    assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]
+    assert all(after[row][: len(tokens)] == tokens for row, tokens in recorded.items())
+    assert all(after[row] == recorded[row] for row in ended)
+    assert len(ended) == 6
+    assert calls_per_rollout(tmp_path) == dict.fromkeys("012345", 2)
