@@ -27,12 +27,11 @@ test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU build
 test-vllm test-sglang: test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pytest tests/engines/test_$*_*.py
 
-test-ray: $(VENV)-ray/.installed  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
-	$(VENV)-ray/bin/python -m pytest -m ray tests/distributed
+test-ray: $(INSTALLED)-ray  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
+	$(BIN)/python -m pytest -m ray tests/distributed
 
-$(VENV)-ray/.installed: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray]"
+$(INSTALLED)-ray: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray]"
 	@touch $@
 
 $(VENV)-%/.installed: tests/engines/install_%.sh pyproject.toml
