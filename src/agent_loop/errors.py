@@ -7,7 +7,11 @@ without a traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agent_loop.types import TokenChunk
 
 
 class AgentLoopError(Exception):
@@ -29,10 +33,12 @@ class SamplingParamsError(AgentLoopError):
 class RequestError(AgentLoopError):
     """A request for a completion asks for something unknown, out of range or not offered."""
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
         """The field of the request that is at fault."""
+        self.code = code
+        """What programs tell it by."""
 
 
 class ChatTemplateError(AgentLoopError):
@@ -76,7 +82,15 @@ class BadPrompt(ServerError):
 
 
 class ServerDied(ServerError):
-    """The engine's process ended, or it cannot be reached any more: this server answers nothing from here on."""
+    """The engine's process ended, or it cannot be reached any more: this server answers nothing from here on.
+
+    `chunks` holds what it is known to have sampled of the completion."""
+
+    def __init__(
+        self, message: str, *, server: str = "", request_id: str = "", chunks: Sequence[TokenChunk] = ()
+    ) -> None:
+        super().__init__(message, server=server, request_id=request_id)
+        self.chunks = chunks
 
 
 class ServerTimeout(ServerError):

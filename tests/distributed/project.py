@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from agent_loop.servers.scripted import ScriptedReply
 
 FOLDER = Path(__file__).parent
+FIRST = 100
 
 
 @cache
@@ -57,6 +58,16 @@ def whatever(request):
     thought = tokenizer().encode(f"I think {random.random()}", add_special_tokens=False).ids
     token_ids = [*thought, *reply.token_ids]
     return replace(reply, token_ids=token_ids, log_probs=[-random.random() for _ in token_ids])
+
+
+def counts(request):
+    """To 60, from where the prompt ends if that is a count; 20 numbers a second."""
+    last = int(request.prompt_ids[-1]) - FIRST
+    start = last + 1 if 0 <= last < 60 else 0
+    with open(FOLDER / "counted_from.log", "a") as file:
+        file.write(f"{start}\\n")
+    token_ids = [FIRST + number for number in range(start, 60)]
+    return ScriptedReply(token_ids, latency_s=len(token_ids) / 20)
 
 
 def hangs(request):
@@ -126,13 +137,14 @@ def make_config(
     *,
     runtime: str = "ray",
     script: str = "slow_answer",
+    streams: bool = False,
     num_servers: int = 4,
     num_workers: int = 4,
     max_row_restarts: int = 5,
 ) -> Config:
     rollout: dict[str, Any] = {
         "engine": "scripted",
-        "engine_kwargs": {"script": f"{folder}/script.py:{script}"},
+        "engine_kwargs": {"script": f"{folder}/script.py:{script}", "streams": streams},
         "num_servers": num_servers,
         "prompt_length": 1024,
         "response_length": 2048,

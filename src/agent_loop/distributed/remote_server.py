@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from agent_loop.attachments import Attachment
 from agent_loop.concurrency import run_shielded
 from agent_loop.distributed.contexts import SentContexts
+from agent_loop.distributed.progress import Parts, Progress
 from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
 from agent_loop.distributed.server_actor import CONTROL_GROUP
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_ACROSS_PROCESSES = frozenset({Ability.STREAMING})
-"""A message per token costs more than what it saves when a server dies."""
+"""A message per token costs too much: what running completions have is asked for now and then, all together."""
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -57,6 +58,7 @@ class RemoteServer(AsyncServerBase):
         self._on_other_requests = on_other_requests
         self._calls = count()
         self._contexts = SentContexts()
+        self._progress = Progress(self._ask_for_parts)
         self._ended: list[str] = []
         self._is_telling = False
         self._take(facts)
@@ -128,10 +130,25 @@ class RemoteServer(AsyncServerBase):
         """The server is not this client's to end."""
 
     def _take(self, facts: ServerFacts) -> None:
+        self.facts = facts
         self.abilities = facts.abilities - NOT_ACROSS_PROCESSES
         self.max_concurrent = facts.max_concurrent
 
     async def _ask(self, ask: Ask) -> Answer | Refusal | Resend | Cancelled:
+        """Raises: ServerDied: With what the server had sampled, as far as it is known."""
+        if Ability.STREAMING not in self.facts.abilities:
+            return await self._ask_once(ask)
+        with self._progress.watching(ask.call) as chunks:
+            try:
+                return await self._ask_once(ask)
+            except ServerDied as error:
+                error.chunks = chunks
+                raise
+
+    async def _ask_for_parts(self, num_known: Mapping[int, int]) -> Parts:
+        return await self._control("parts", self._client, num_known)
+
+    async def _ask_once(self, ask: Ask) -> Answer | Refusal | Resend | Cancelled:
         is_over = False
         try:
             answer = await self._answer_of(
@@ -185,10 +202,6 @@ class OwnedServer(RemoteServer):
     def actor(self) -> Any:
         """The handle; None before `start` and after `close`."""
         return self._actor
-
-    @property
-    def facts(self) -> ServerFacts:
-        return ServerFacts(self.name, self.abilities, self.max_concurrent)
 
     async def start(self) -> None:
         self._actor = self._make_actor()

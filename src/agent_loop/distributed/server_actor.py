@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agent_loop.boundary import describe_error
 from agent_loop.config import RolloutConfig
 from agent_loop.distributed.contexts import HeldContexts, UnknownContext
+from agent_loop.distributed.progress import Parts, pack_unfinished
 from agent_loop.distributed.ray_module import enter_folder
 from agent_loop.distributed.weights import PublishedWeights, fetch_weights
 from agent_loop.distributed.wire import Answer, Ask, Cancelled, Refusal, Resend, ServerFacts
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
-from agent_loop.servers.base import AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.factory import server_class_of
+from agent_loop.types import TokenChunk, TokenOutput
 
 ResultT = TypeVar("ResultT")
 
@@ -33,6 +35,8 @@ NUM_EARLY_CANCELS = 10_000
 class _Running:
     client: str
     scope: asyncio.Timeout
+    chunks: list[TokenChunk] = field(default_factory=list[TokenChunk])
+    """What it has so far, where the server tells."""
 
 
 class ServerActor:
@@ -93,12 +97,18 @@ class ServerActor:
             return Resend()
         more: dict[str, Any] = {"attachments": attachments} if attachments else {}
         scope = asyncio.timeout(None)
-        self._running[key] = _Running(client, scope)
+        running = self._running[key] = _Running(client, scope)
         self._num_running_of[client] += 1
         try:
             async with scope:
-                output = await self._server.generate(prompt_ids, ask.sampling_params, ask.session, **more)
+                if Ability.STREAMING in self._server.abilities:
+                    chunks = self._server.stream(prompt_ids, ask.sampling_params, ask.session, **more)
+                    output = await _gathered(chunks, into=running.chunks)
+                else:
+                    output = await self._server.generate(prompt_ids, ask.sampling_params, ask.session, **more)
         except AgentLoopError as error:
+            if isinstance(error, ServerDied):
+                error.chunks = running.chunks
             return Refusal(error)
         except Exception as error:  # noqa: BLE001  (an engine's bug fails this completion, at the client)
             if scope.expired():
@@ -127,6 +137,20 @@ class ServerActor:
                 _expire(running.scope)
 
         await self._go_home(at_home)
+
+    async def parts(self, client: str, num_known: Mapping[int, int]) -> Parts:
+        """What a client's running completions have beyond the chunks of each that it knows."""
+
+        async def at_home() -> Parts:
+            parts: dict[int, tuple[int, Answer]] = {}
+            for call, num_chunks in num_known.items():
+                running = self._running.get((client, call))
+                if running is not None and len(running.chunks) > num_chunks:
+                    new = pack_unfinished(running.chunks[num_chunks:])
+                    parts[call] = (len(running.chunks), new)
+            return parts
+
+        return await self._go_home(at_home)
 
     async def abort(self, session: str) -> None:
         await self._go_home(lambda: self._up.abort(session))
@@ -210,6 +234,13 @@ class ServerActor:
 
 async def _called(call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
     return await call()
+
+
+async def _gathered(chunks: AsyncGenerator[TokenChunk], *, into: list[TokenChunk]) -> TokenOutput:
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            into.append(chunk)  # noqa: PERF401  (others read it meanwhile)
+    return TokenOutput.from_chunks(into)
 
 
 def _expire(scope: asyncio.Timeout) -> None:

@@ -87,6 +87,7 @@ class AsyncLLMServerManager:
                 return TokenOutput.from_chunks([*work.chunks, self._nothing()])
             except ServerDied as error:
                 is_last = self._give_up_on(error)
+                work.chunks += error.chunks
                 work.set_aside()
                 if work.is_over:
                     return TokenOutput.from_chunks(work.chunks)
@@ -121,6 +122,9 @@ class AsyncLLMServerManager:
                 return
             except ServerDied as error:
                 is_last, was_over = self._give_up_on(error), work.is_over
+                work.chunks += error.chunks
+                for chunk in error.chunks:
+                    yield chunk
                 work.set_aside()
                 if work.is_over and not was_over:
                     yield work.chunks[-1]

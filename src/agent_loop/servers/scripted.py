@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from agent_loop.attachments import Attachment
 from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
-from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, VersionSpan
 
 if TYPE_CHECKING:
@@ -91,14 +91,16 @@ class ScriptedServer(AsyncServerBase):
 
     @classmethod
     def create(cls, spec: ServerSpec) -> ScriptedServer:
-        """Follows the function that `engine_kwargs["script"]` names as `file.py:name`."""
+        """Follows the function that `engine_kwargs["script"]` names as `file.py:name`; the others are those of the
+        constructor."""
         kwargs = dict(spec.engine_kwargs)
-        script = kwargs.pop("script", None)
-        if script is None or kwargs:
-            raise ConfigError(
-                f"rollout.engine_kwargs of a scripted server takes script, got {sorted(spec.engine_kwargs)}"
-            )
-        return cls(load_object(str(script), key="rollout.engine_kwargs.script"), name=spec.name)
+        refuse_unknown_options(
+            kwargs, known=["script", "vocab_size", "max_model_len", "max_concurrent", "streams"]
+        )
+        if "script" not in kwargs:
+            raise ConfigError("a scripted server needs rollout.engine_kwargs.script: file.py:function")
+        script = load_object(str(kwargs.pop("script")), key="rollout.engine_kwargs.script")
+        return cls(script, name=spec.name, **kwargs)
 
     @property
     def num_sessions(self) -> int:

@@ -1,0 +1,102 @@
+"""What a server has sampled so far is known elsewhere, a moment later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from agent_loop.distributed.progress import ASK_EVERY_S, Parts, Progress, pack_unfinished
+from agent_loop.errors import ServerDied
+from agent_loop.testing import run_virtual
+from agent_loop.types import TokenChunk
+
+CHUNKS = [TokenChunk([n], [-0.5 * n], weight_version=n // 4) for n in range(10)]
+
+
+class Engine:
+    """Samples a token every 0.3 s for each of its calls."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.is_dead = False
+
+    async def parts(self, num_known: Mapping[int, int]) -> Parts:
+        self.num_asked += 1
+        if self.is_dead:
+            raise ServerDied("killed")
+        count = min(int(asyncio.get_running_loop().time() / 0.3), len(CHUNKS))
+        return {
+            call: (count, pack_unfinished(CHUNKS[known:count]))
+            for call, known in num_known.items()
+            if known < count
+        }
+
+
+def test_calls_are_looked_after_while_they_run_and_not_longer() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        progress = Progress(engine.parts)
+        with progress.watching(1) as first:
+            await asyncio.sleep(1.5 * ASK_EVERY_S)
+            with progress.watching(2) as second:
+                assert [chunk.token_ids for chunk in first] == [[0, 1, 2]]
+                await asyncio.sleep(ASK_EVERY_S)
+                assert [token for chunk in first for token in chunk.token_ids] == list(range(6))
+                assert [token for chunk in second for token in chunk.token_ids] == list(range(6))
+                assert [(chunk.weight_version, chunk.stop_reason) for chunk in second] == [
+                    (0, None),
+                    (1, None),
+                ]
+                assert [p for chunk in second for p in chunk.log_probs or ()] == [-0.5 * n for n in range(6)]
+        num_asked = engine.num_asked
+        await asyncio.sleep(60)
+        assert engine.num_asked == num_asked == 2
+        assert len(asyncio.all_tasks()) == 1
+
+    run_virtual(scenario())
+
+
+def test_a_dead_server_tells_nothing_new_and_one_that_is_back_does() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        progress = Progress(engine.parts)
+        with progress.watching(1) as chunks:
+            engine.is_dead = True
+            await asyncio.sleep(2.5 * ASK_EVERY_S)
+            assert not chunks
+            engine.is_dead = False
+            await asyncio.sleep(ASK_EVERY_S)
+            assert sum(len(chunk.token_ids) for chunk in chunks) == 10
+
+    run_virtual(scenario())
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_a_completion_goes_on_where_its_server_was_killed(tmp_path: Path) -> None:
+    from tests.distributed.cluster import Stage
+    from tests.distributed.project import make_config, make_project, rows
+
+    folder = make_project(tmp_path)
+    config = make_config(folder, script="counts", streams=True, num_servers=2, num_workers=1)
+
+    with Stage(config, folder=folder, cluster=None) as stage:
+
+        async def kill_in_the_middle() -> None:
+            await asyncio.sleep(2.2)
+            await stage.kill_server()
+
+        async def main() -> list[list[int]]:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(kill_in_the_middle())
+                trajectories = await stage.manager.run(rows(8))
+            return [t.output.response_ids.tolist() for t in trajectories]
+
+        assert stage.runner.run(main()) == [list(range(100, 160))] * 8
+        assert not any(stage.runner.run(stage.held()).values())
+    starts = [int(line) for line in (folder / "counted_from.log").read_text().split()]
+    assert starts.count(0) == 8
+    assert len(starts) == 12
