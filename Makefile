@@ -54,6 +54,7 @@ bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named p
 	$(BIN)/python benchmarks/bench_encoding.py
 	$(BIN)/python benchmarks/bench_weight_transfer.py
 	$(BIN)/python benchmarks/bench_journal.py
+	$(BIN)/python benchmarks/bench_sandbox.py
 
 docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -35,7 +35,7 @@ from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
-from examples.common.demonstrations import Habit, Task, demonstrations
+from examples.common.demonstrations import BringsTools, Habit, Task, demonstrations
 from examples.common.model import make_model
 from examples.common.report import ReportInput, Verdict, print_comparison, write_report
 from examples.common.tokenizer import pad_id, train_tokenizer
@@ -65,6 +65,9 @@ RECIPES = {
     "two_hop_lookup": Recipe(warm_start_steps=700, habit=Habit(first_step_share=0.33), least_after=0.93),
     "calculator": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
     "chain": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
+    "guess_the_number": Recipe(warm_start_steps=1200, habit=Habit(first_step_share=0.33), least_after=0.75),
+    "openai_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
+    "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
 }
 
 
@@ -108,7 +111,7 @@ async def run_example(
     task = cast(Task, importlib.import_module(f"examples.{name}.task"))
     config = _load_config(name, seed=seed, out=out, model_path=out / "model", num_steps=num_steps)
     val_rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)
-    tools = [tool.tool_schema for tool in load_tools(config.rollout.multi_turn.tools).values()]
+    tools = tool_schemas(task, config)
     conversations = demonstrations(task, rng=random.Random(seed), habit=recipe.habit)
     log(1, f"data: {len(val_rows)} held-out prompts, tools {[tool['function']['name'] for tool in tools]}")
 
@@ -164,6 +167,13 @@ async def run_example(
     # 8. The verdict.
     log(8, f"{'passed' if verdict.is_passed else 'NOT passed'}: {verdict.sentence}")
     return 0 if verdict.is_passed else EXIT_NOT_PASSED
+
+
+def tool_schemas(task: Task, config: Config) -> list[dict[str, Any]]:
+    """What the model is told of the tools: the configuration's, or those of an agent that brings its own."""
+    if isinstance(task, BringsTools):
+        return task.tool_schemas()
+    return [tool.tool_schema for tool in load_tools(config.rollout.multi_turn.tools).values()]
 
 
 class StepLog:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from agent_loop.concurrency import (
+    OneThread,
     merged,
     run_abortable,
     run_in_thread,
@@ -178,3 +179,44 @@ def test_a_call_runs_while_its_condition_lasts() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(scenario())
+
+
+def test_one_thread_runs_what_it_is_given_in_order_and_hands_errors_over() -> None:
+    async def main() -> None:
+        thread, idents = OneThread("test"), []
+
+        def note(number: int) -> int:
+            idents.append(threading.get_ident())
+            if number == 2:
+                raise KeyError(number)
+            return number
+
+        assert await run_together(thread.run(note, number) for number in (0, 1)) == [0, 1]
+        with pytest.raises(KeyError):
+            await thread.run(note, 2)
+        assert await thread.run(note, 3) == 3
+        thread.shutdown(wait=True)
+        assert len(set(idents)) == 1
+        assert threading.get_ident() not in idents
+
+    run_virtual(main())
+
+
+def test_what_waits_in_one_thread_behind_something_that_hangs_can_be_left() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        thread = OneThread("test")
+        ran: list[int] = []
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread.run(release.wait, 20)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread.run(ran.append, 1)
+        release.set()
+        await thread.run(ran.append, 2)
+        thread.shutdown()
+        assert ran == [2]
+
+    asyncio.run(main())

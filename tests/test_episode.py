@@ -167,3 +167,49 @@ def test_a_reward_of_the_loops_own_counts() -> None:
     output = run_virtual(scenario())
     assert output.reward_score == 0.5
     assert output.extra_fields == {"tries": 1}
+
+
+def test_an_episode_branches_from_where_it_stood_even_when_it_is_over() -> None:
+    async def scenario() -> None:
+        episode, server = make_episode(lambda r: says(f"reply {len(server.requests)}"), max_assistant_turns=2)
+        async with episode:
+            before = episode.mark()
+            await episode.generate({})
+            between = episode.mark()
+            await episode.observe(user("more"))
+            await episode.generate({})
+            with pytest.raises(EpisodeStopped):
+                await episode.generate({})
+            async with episode.branch(at=before) as again, episode.branch(at=between) as other:
+                await again.generate({})
+                await other.observe(user("something else"))
+                await other.generate({})
+        assert [m["content"] for m in again.output().messages] == ["hello", "reply 3"]
+        assert [m["content"] for m in other.output().messages] == [
+            "hello",
+            "reply 1",
+            "something else",
+            "reply 4",
+        ]
+        assert other.output().segments[1] is episode.output().segments[1]
+
+    run_virtual(scenario())
+
+
+def test_what_hears_a_turn_may_end_it() -> None:
+    async def scenario() -> None:
+        episode, _ = make_episode([says("one two three"), says("done")])
+        heard: list[int] = []
+
+        def hear(chunk: Any) -> bool:
+            heard.extend(chunk.token_ids)
+            return len(heard) < 3
+
+        async with episode:
+            completion = await episode.generate({}, hear=hear)
+            assert completion.token_ids == heard == encoded("one two three")[:3]
+            assert not completion.is_cut
+            assert await episode.observe(user("go on"))
+            assert (await episode.generate({})).content == "done"
+
+    run_virtual(scenario())

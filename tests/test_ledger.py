@@ -150,3 +150,21 @@ def test_attachments_are_counted_from_their_segment_in_the_record_and_from_the_s
     assert [a.start for a in fork.attachments] == [1, 6]
     assert [[a.start for a in segment.attachments] for segment in fork.segments()] == [[1], [], [1]]
     assert [a.start for a in placed_attachments(fork.segments())] == [1, 6]
+
+
+def test_a_ledger_forks_where_it_stood_before() -> None:
+    ledger = TokenLedger()
+    ledger.append([1, 2], origin=Origin.PROMPT)
+    ledger.append_completion(TokenOutput([5, 6], [-1.0, -2.0], "stop"))
+    ledger.append([7], origin=Origin.TOOL)
+    early, late = ledger.fork(2), ledger.fork(4)
+    early.append_completion(TokenOutput([9], [-3.0], "stop"))
+    late.append([8], origin=Origin.TOOL)
+    assert early.context.tolist() == [1, 2, 9]
+    assert (early.num_prompt_tokens, early.num_response_tokens) == (2, 1)
+    assert late.context.tolist() == [1, 2, 5, 6, 8]
+    assert ledger.context.tolist() == [1, 2, 5, 6, 7]
+    own, forked = ledger.segments(), late.segments()
+    assert [a is b for a, b in zip(own, forked, strict=True)] == [True, True, False]
+    with pytest.raises(EpisodeError, match=r"after \[0, 2, 4, 5\] tokens, not after 3"):
+        ledger.fork(3)

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agent_loop.types import Message
 
@@ -25,6 +25,15 @@ class Task(Protocol):
 
     def solution(self, row: Mapping[str, Any]) -> list[Message]:
         """The turns that earn the reward."""
+        ...
+
+
+@runtime_checkable
+class BringsTools(Protocol):
+    """What the `task.py` of an agent that has tools of its own offers too."""
+
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """What the agent tells the model of them."""
         ...
 
 

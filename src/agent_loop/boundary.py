@@ -114,7 +114,8 @@ class TrajectoryInstance:
     opens another instance, under a new id.
 
     Args:
-        name: What it is, for ids and errors.
+        name: What it is, for errors.
+        trajectory: Begins the instance ids, so that they tell which belong together.
         open_as: Sets up what belongs to the given instance id.
         close_as: Frees it.
     """
@@ -123,12 +124,14 @@ class TrajectoryInstance:
         self,
         name: str,
         *,
+        trajectory: str = "",
         open_as: Callable[[str], Awaitable[Any]],
         close_as: Callable[[str], Awaitable[Any]],
     ) -> None:
         self.name = name
         self.instance_id: str | None = None
         """None until an opening succeeded."""
+        self._trajectory = trajectory
         self._open_as = open_as
         self._close_as = close_as
         self._started: list[str] = []
@@ -151,7 +154,7 @@ class TrajectoryInstance:
             if self._is_closed:
                 raise EpisodeError(f"{self.name} was used after its trajectory was closed; use it before")
             if self.instance_id is None:
-                instance_id = uuid4().hex
+                instance_id = "-".join(filter(None, (self._trajectory, uuid4().hex)))
                 self._started.append(instance_id)
                 await self._open_as(instance_id)
                 self.instance_id = instance_id

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
+import queue
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 ResultT = TypeVar("ResultT")
 
@@ -156,6 +158,67 @@ async def running_beside(call: Coroutine[Any, Any, None]) -> AsyncGenerator[None
             task.result()
 
 
+class HeldOpen(Generic[ResultT]):
+    """An async context manager that is entered and left in one task of its own, as those need whose cancel scopes
+    belong to a task, while any other task opens, uses and closes what it gives.
+
+    Single use: `open`, then `close`, also after an `open` that raised.
+    """
+
+    def __init__(self, context: contextlib.AbstractAsyncContextManager[ResultT]) -> None:
+        self._context = context
+        self._opened: asyncio.Future[ResultT] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    async def open(self) -> ResultT:
+        """Enters the context and returns what it gives, or raises what it raises."""
+        self._opened = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold(self._opened))
+        await asyncio.wait({self._task, self._opened}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._opened.done():
+            self._task.result()
+        return self._opened.result()
+
+    @property
+    def is_over(self) -> bool:
+        """It was left, by `close` or because something in it broke."""
+        return self._task is None or self._task.done()
+
+    async def over(self) -> None:
+        """Waits until it is left; raises nothing of what broke it."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """Leaves the context, and waits for that; a cancellation cancels what is left of it.
+
+        Raises:
+            Exception: What leaving raised. What broke it before is not raised again.
+        """
+        if self._task is None:
+            return
+        was_over = self._task.done()
+        self._closing.set()
+        try:
+            if self._opened is None or not self._opened.done():
+                self._task.cancel()
+            await asyncio.wait({self._task})
+        except asyncio.CancelledError:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            raise
+        finally:
+            error = self._task.exception() if self._task.done() and not self._task.cancelled() else None
+        if error is not None and not was_over:
+            raise error
+
+    async def _hold(self, opened: asyncio.Future[ResultT]) -> None:
+        async with self._context as given:
+            opened.set_result(given)
+            await self._closing.wait()
+
+
 async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> None:
     """Runs a call until it ends or the event is set; then it is cancelled, and has ended when this returns."""
     task, waiting = asyncio.ensure_future(call), asyncio.ensure_future(event.wait())
@@ -185,21 +248,54 @@ async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: 
     return await loop.run_in_executor(_OneThreadEach(), lambda: context.run(function, *args, **kwargs))
 
 
+class OneThread(Executor):
+    """Runs blocking functions one after the other in a thread of its own, for objects that must stay in one thread.
+
+    One that hangs keeps those behind it waiting, and nothing else: the thread does not keep the process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"agent-loop-{name}")
+        self._thread.start()
+
+    async def run(self, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+        """The function's result. Cancelling stops the waiting, and a function that has not begun."""
+        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
+        return await loop.run_in_executor(self, lambda: context.run(function, *args, **kwargs))
+
+    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
+        future: Future[ResultT] = Future()
+        self._work.put(lambda: _fulfil(future, fn, *args, **kwargs))
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Ends the thread after what it was given so far."""
+        self._work.put(None)
+        if wait:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
 class _OneThreadEach(Executor):
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         future: Future[ResultT] = Future()
-
-        def work() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except StopIteration as error:
-                future.set_exception(RuntimeError(f"{fn} raised {error!r}, which no coroutine can pass on"))
-            except BaseException as error:  # noqa: BLE001  (handed to whoever awaits the future)
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
+        work = functools.partial(_fulfil, future, fn, *args, **kwargs)
         threading.Thread(target=work, daemon=True, name=f"agent-loop-{fn}").start()
         return future
+
+
+def _fulfil(future: Future[ResultT], fn: Callable[..., ResultT], *args: Any, **kwargs: Any) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = fn(*args, **kwargs)
+    except StopIteration as error:
+        future.set_exception(RuntimeError(f"{fn} raised {error!r}, which no coroutine can pass on"))
+    except BaseException as error:  # noqa: BLE001  (handed to whoever awaits the future)
+        future.set_exception(error)
+    else:
+        future.set_result(result)

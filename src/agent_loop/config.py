@@ -107,19 +107,31 @@ class MultiTurnConfig(Section):
     max_invalid_turns: Positive = 3
     """So many turns in a row with nothing but malformed calls end the trajectory."""
     tools: list[str] = []
-    """Functions decorated with `@function_tool`, or `BaseTool` classes, as `file.py:name` or `module:name`."""
+    """Short names of the kit, functions decorated with `@function_tool`, or `BaseTool` classes, as `file.py:name` or
+    `module:name`."""
     tool_config_path: str | None = None
-    """YAML: `tools: [{class_name, config, tool_schema}]`."""
+    """YAML: `tools: [{class_name, config, tool_schema, timeout_s, max_concurrent, retries, on_replay}]`."""
     interaction_config_path: str | None = None
-    """YAML: `interaction: [{name, class_name, config}]`."""
+    """YAML: `interaction: [{class_name, name, config}]`."""
+    environments: dict[str, str] = {}
+    """For `environment_agent`: by name, a class `file.py:Class` or `module:Class` whose public methods are the model's
+    tools, with `reset` and where it has one `get_reward`."""
     format: str = "hermes"
     """The tool parser's name; `auto` picks the one that fits the chat template."""
+    turn_timeout_s: PositiveSeconds | None = None
+    """One turn: from the beginning of its completion until the reply of tools, interaction or loop is there. A longer
+    one ends the trajectory with `deadline` and the incident `turn_timeout`, its tokens kept. None is no limit."""
     tool_timeout_s: PositiveSeconds = 60.0
     """One call of a tool."""
     interaction_timeout_s: PositiveSeconds = 120.0
-    """One reply of an interaction."""
+    """One reply of an interaction, or the reset of an environment."""
     close_timeout_s: PositiveSeconds = 10.0
     """Closing one tool or interaction."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call any."""
+        return bool(self.tools or self.tool_config_path or self.environments)
 
 
 class RolloutConfig(Section):
@@ -135,7 +147,12 @@ class RolloutConfig(Section):
     start_timeout_s: PositiveSeconds = 600.0
     """How long an engine may take to come up."""
     request_timeout_s: PositiveSeconds | None = 1800.0
-    """A completion that takes longer fails; None leaves it to `trajectory_timeout_s`."""
+    """A request to the servers that takes longer, its time in line included, fails its trajectory; one that goes on at
+    another server when its own dies has the time anew. None leaves it to `trajectory_timeout_s`."""
+    generate_timeout_s: PositiveSeconds | None = None
+    """An assistant turn's completion that takes longer, all its time in line and at whichever servers included, is cut:
+    the trajectory ends with `deadline` and the incident `generate_timeout`, and keeps the tokens that came before. Give
+    more than a full line takes, or a busy hour cuts what is well. None leaves it to the other limits."""
     weight_transfer: WeightTransfer = "auto"
     """How new weights reach an engine in another process: `auto` is `cuda_ipc` for weights on a GPU and
     `shared_memory` otherwise, or `disk` for a server that runs already; `broadcast` is torch.distributed."""
@@ -159,8 +176,14 @@ class RolloutConfig(Section):
     over_sample: Annotated[float, Field(ge=1)] = 1.0
     """In training, start this many times `data.train_batch_size` prompts, keep the groups that end first and cancel the
     rest. Saves waiting for stragglers; favours prompts that are answered quickly."""
-    max_concurrent: Positive | None = None
-    """Trajectories in flight per worker; None is all of them."""
+    max_concurrent: Positive | Literal["auto"] | None = "auto"
+    """Trajectories in flight per worker. `auto` begins new ones as long as the servers do not have to compute again
+    what they had in their KV caches, and bounds nothing where servers tell nothing of that; None begins all at once."""
+    longest_first: bool = False
+    """Of the completions that wait for a place at a server, first the one whose trajectory has the most turns left, as
+    the run so far lets one expect; else in the order in which they came."""
+    watchdog_s: PositiveSeconds | None = 120.0
+    """When nothing has moved for so long, the log says what each trajectory waits for; None says nothing."""
     max_failed_share: Share = 0.5
     """A batch with a larger share of failed trajectories stops the run."""
     journal: bool = True
@@ -190,6 +213,9 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = True
     drop_zero_variance_groups: bool = True
     """Groups in which every trajectory got the same reward carry no signal and are left out."""
+    turn_reward_weight: Annotated[float, Field(ge=0)] = 0.0
+    """How much the rewards of turns (a tool's `execute`, an interaction's score) count beside that of the trajectory:
+    this times their process advantage (DeepSeekMath, section 4.1.3) is added at each token; 0 leaves them out."""
 
 
 class ActorConfig(Section):
@@ -290,6 +316,7 @@ LONG_NAMES: Mapping[str, str] = {
 FIXED_LONG_NAMES: Mapping[str, Any] = {
     "data.return_raw_chat": True,
     "actor_rollout_ref.rollout.mode": "async",
+    "actor_rollout_ref.rollout.multi_turn.enable": True,
 }
 """Switches of other systems that cannot be set otherwise here: accepted with this value, refused with another."""
 

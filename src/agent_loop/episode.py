@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -13,6 +14,7 @@ from uuid import uuid4
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.concurrency import run_abortable
+from agent_loop.deadlines import Deadlines, TimeLimit
 from agent_loop.errors import AgentLoopError, EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.ledger import TokenLedger
@@ -30,9 +32,11 @@ from agent_loop.types import (
     ParsedCompletion,
     SamplingParams,
     StopReason,
+    TokenChunk,
     TokenOutput,
     ToolCall,
 )
+from agent_loop.waits import WaitKind, waiting_for
 
 ABORT_GRACE_S = 5.0
 """How long a server may take to hand over the tokens of an aborted request."""
@@ -50,10 +54,14 @@ class EpisodeStopped(AgentLoopError):
 class Completion:
     """One assistant turn, as it was sampled and as it reads."""
 
-    token_ids: Sequence[int]
+    sampled: TokenOutput
     parsed: ParsedCompletion
     is_cut: bool
     """It ended by a limit, not by the model's own stop token."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.sampled.token_ids
 
     @property
     def content(self) -> str:
@@ -62,6 +70,18 @@ class Completion:
     @property
     def calls(self) -> tuple[ToolCall | MalformedCall, ...]:
         return self.parsed.calls
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeMark:
+    """A place in an episode, between its verbs, from which it may branch later."""
+
+    num_tokens: int
+    num_messages: int
+    assistant_turns: int
+    user_turns: int
+    last_calls: Sequence[ToolCall]
+    num_feedback: int
 
 
 class Episode:
@@ -101,7 +121,7 @@ class Episode:
         self._incidents: list[Incident] = []
         self._metrics = AgentLoopMetrics()
         self._clock: _Clock | None = None
-        self._deadline = asyncio.Timeout(None)
+        self._deadlines = Deadlines()
         self._is_closed = False
 
     # -- life ------------------------------------------------------------------------------------------------------
@@ -110,8 +130,8 @@ class Episode:
         if self._clock is not None:
             raise EpisodeError("an episode is used once; make a new one")
         self._clock = _Clock(asyncio.get_running_loop())
-        self._deadline = asyncio.timeout(self.limits.deadline_s)
-        await self._deadline.__aenter__()
+        await self._deadlines.__aenter__()
+        self._deadlines.begin(TimeLimit.TRAJECTORY, seconds=self.limits.deadline_s)
         try:
             await self._open()
         except BaseException as error:
@@ -123,8 +143,9 @@ class Episode:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self._deadline.__aexit__(kind, error, traceback)
+            await self._deadlines.__aexit__(kind, error, traceback)
         except TimeoutError:
+            self._note_deadline()
             await self.finish(StopReason.DEADLINE)
             raise EpisodeStopped(StopReason.DEADLINE) from None
         if error is None or isinstance(error, EpisodeStopped):
@@ -146,6 +167,7 @@ class Episode:
         if self._is_closed:
             return
         self.stop(reason)
+        self._deadlines.end(TimeLimit.TURN)
         try:
             await self._surroundings.judge()
         finally:
@@ -154,7 +176,11 @@ class Episode:
     # -- verbs -----------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, sampling_params: Mapping[str, Any] | SamplingParams, *, stop_token_ids: Sequence[int] = ()
+        self,
+        sampling_params: Mapping[str, Any] | SamplingParams,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        hear: Callable[[TokenChunk], bool] | None = None,
     ) -> Completion:
         """One assistant turn.
 
@@ -164,6 +190,8 @@ class Episode:
         Args:
             sampling_params: See `SamplingParams`; `max_tokens` is lowered to what the limits leave.
             stop_token_ids: More stop tokens, for this turn alone.
+            hear: Is given each token while the model speaks, and tells whether it may go on; if not, the turn ends
+                there. Not asked about a turn that is on record.
 
         Raises:
             EpisodeStopped: The episode is over, or a limit allows no further turn.
@@ -178,11 +206,14 @@ class Episode:
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
         started = self._now
+        self._deadlines.begin(TimeLimit.TURN, seconds=self.limits.turn_timeout_s)
+        self._deadlines.begin(TimeLimit.GENERATE, seconds=self.limits.generate_timeout_s)
         try:
             sampled = await self._log.completion(
-                params, num_context=len(self._ledger), sample=partial(self._sample, params)
+                params, num_context=len(self._ledger), sample=partial(self._sample, params, hear)
             )
         finally:
+            self._deadlines.end(TimeLimit.GENERATE)
             self._add_metrics(generate_sequences=self._now - started)
         completion = self._record_turn(sampled)
         if sampled.stop_reason == "aborted":
@@ -200,12 +231,13 @@ class Episode:
 
         Raises:
             EpisodeStopped: The episode is over, or a limit allows no further turn.
+            ChatTemplateError: The template does not accept the messages; the episode is as it was.
         """
         self._refuse_if_over()
         if not self.may_go_on():
             raise EpisodeStopped(self.stop_reason or StopReason.FAILED)
-        self._messages += messages
         ids, attachments = await self._log.tokens(messages, encode=partial(self._encode_reply, messages))
+        self._messages += messages
         left = self.num_tokens_left
         if len(ids) >= left:
             self.stop(StopReason.RESPONSE_LENGTH)
@@ -217,6 +249,7 @@ class Episode:
         is_tool_reply = any(message["role"] == "tool" for message in messages)
         origin = Origin.TOOL if is_tool_reply else Origin.INTERACTION
         self._ledger.append(ids, origin=origin, attachments=attachments)
+        self._deadlines.end(TimeLimit.TURN)
         self.user_turns += 1
         return True
 
@@ -234,7 +267,9 @@ class Episode:
         """
         started = self._now
         try:
-            results = await self._surroundings.call_tools(calls, max_parallel=max_parallel)
+            results = await self._surroundings.call_tools(
+                calls, max_parallel=max_parallel, place=self._ledger.last_sampled
+            )
         finally:
             self._add_metrics(tool_calls=self._now - started, num_tool_calls=len(calls))
         for result in results:
@@ -250,7 +285,7 @@ class Episode:
         """
         started = self._now
         try:
-            return await self._surroundings.interact(list(self._messages))
+            return await self._surroundings.interact(list(self._messages), place=self._ledger.last_sampled)
         finally:
             self._add_metrics(tool_calls=self._now - started)
 
@@ -301,35 +336,53 @@ class Episode:
             messages=self._messages,
             tool_schemas=self._tool_schemas,
             metrics=replace(self._metrics, total=self._now),
-            tool_rewards=self._surroundings.tool_rewards,
-            turn_scores=self._surroundings.turn_scores,
+            feedback=self._surroundings.feedback,
             incidents=self._incidents,
             failure=failure,
             extra_fields=extra_fields,
         )
 
-    def branch(self) -> Episode:
+    def mark(self) -> EpisodeMark:
+        """Where the episode stands, for `branch(at=...)` once it has gone on."""
+        return EpisodeMark(
+            num_tokens=len(self._ledger),
+            num_messages=len(self._messages),
+            assistant_turns=self.assistant_turns,
+            user_turns=self.user_turns,
+            last_calls=self._last_calls,
+            num_feedback=len(self._surroundings.feedback),
+        )
+
+    def branch(self, *, at: EpisodeMark | None = None) -> Episode:
         """An episode that goes on from here in another way, for `async with`: best-of, search, a second opinion.
 
         It has this one's conversation, tokens and turn counts, a session of its own on the servers, and tool and
         interaction instances of its own, made at first use. In a batch, what the two have in common is trained once.
 
+        Args:
+            at: Where this episode stood, which may be over meanwhile; None is where it stands. A journal does not keep
+                the turns of a branch from a place that was left.
+
         Raises:
             EpisodeStopped: This episode is over.
         """
-        self._refuse_if_over()
+        here = self.mark()
+        if at is None:
+            self._refuse_if_over()
+            at = here
         branch = Episode(
-            self._messages,
+            self._messages[: at.num_messages],
             template=self._template,
             server_manager=self._server_manager,
             limits=self.limits,
             tool_schemas=self._tool_schemas,
-            log=self._log.branch(),
+            log=self._log.branch() if at == here else Unlogged(),
         )
-        branch._surroundings = self._surroundings.fresh(branch._log)
-        branch._ledger = self._ledger.fork()
-        branch._last_calls = self._last_calls
-        branch.assistant_turns, branch.user_turns = self.assistant_turns, self.user_turns
+        self._deadlines.end(TimeLimit.TURN)
+        branch._surroundings = self._surroundings.fresh(branch._log, num_feedback=at.num_feedback)
+        branch._ledger = self._ledger.fork(at.num_tokens)
+        branch._last_calls = at.last_calls
+        branch.assistant_turns, branch.user_turns = at.assistant_turns, at.user_turns
         return branch
 
     # -- what loops may ask ----------------------------------------------------------------------------------------
@@ -343,6 +396,11 @@ class Episode:
     def context(self) -> IntArray:
         """All tokens so far, shape [num_tokens]; read-only."""
         return self._ledger.context
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model was shown any."""
+        return bool(self._tool_schemas)
 
     @property
     def has_interaction(self) -> bool:
@@ -374,6 +432,7 @@ class Episode:
     async def _open(self) -> None:
         if len(self._ledger):  # a branch has its prompt already
             return
+        self._messages = await self._surroundings.opened(self._messages)
         encoded = await self._log.tokens(self._messages, encode=self._encode_prompt)
         ids = encoded.token_ids
         limit, side = self.limits.prompt_length, self.limits.truncate_prompt
@@ -388,29 +447,54 @@ class Episode:
         self._ledger.append(encoded.token_ids, origin=Origin.PROMPT, attachments=encoded.attachments)
 
     async def _encode_prompt(self) -> Encoded:
-        read = await self._template.read(self._messages)
+        with waiting_for(WaitKind.ENCODING):
+            read = await self._template.read(self._messages)
         return self._template.open_encoded(self._messages, tools=self._tool_schemas, read=read)
 
     async def _encode_reply(self, messages: Sequence[Message]) -> Encoded:
+        with waiting_for(WaitKind.ENCODING):
+            read = await self._template.read(messages)
         return self._template.bridge_encoded(
-            messages,
-            last_token_id=self._ledger.last_token_id,
-            calls=self._last_calls,
-            read=await self._template.read(messages),
+            messages, last_token_id=self._ledger.last_token_id, calls=self._last_calls, read=read
         )
 
-    async def _sample(self, params: SamplingParams) -> TokenOutput:
+    async def _sample(self, params: SamplingParams, hear: Callable[[TokenChunk], bool] | None) -> TokenOutput:
+        asked: dict[str, Any] = {
+            "prompt_ids": self._ledger.context,
+            "sampling_params": params,
+            "attachments": self._ledger.attachments,
+        }
+        generate = self._server_manager.generate if hear is None else partial(self._heard, hear)
         return await run_abortable(
-            self._server_manager.generate(
-                self.request_id,
-                prompt_ids=self._ledger.context,
-                sampling_params=params,
-                attachments=self._ledger.attachments,
-            ),
+            generate(self.request_id, **asked),
             abort=lambda: self._server_manager.abort(self.request_id),
             keep_partial=self._record_turn,
             grace_s=ABORT_GRACE_S,
         )
+
+    async def _heard(self, hear: Callable[[TokenChunk], bool], request_id: str, **asked: Any) -> TokenOutput:
+        """Samples token by token, as long as it may go on."""
+        chunks: list[TokenChunk] = []
+        async with aclosing(self._server_manager.stream(request_id, **asked)) as stream:
+            async for chunk in stream:
+                for piece in chunk.single_tokens():
+                    if hear(piece):
+                        chunks.append(piece)
+                    else:
+                        return TokenOutput.from_chunks([*chunks, replace(piece, stop_reason="stop")])
+        return TokenOutput.from_chunks(chunks)
+
+    def _note_deadline(self) -> None:
+        """Names the time limit that passed, unless the stop reason does."""
+        passed = self._deadlines.passed
+        kinds = {
+            TimeLimit.GENERATE: (IncidentKind.GENERATE_TIMEOUT, self.limits.generate_timeout_s),
+            TimeLimit.TURN: (IncidentKind.TURN_TIMEOUT, self.limits.turn_timeout_s),
+        }
+        if passed in kinds:
+            kind, seconds = kinds[passed]
+            what = "its completion" if passed is TimeLimit.GENERATE else "the completion and the reply to it"
+            self.note(kind, f"the turn was cut: {what} took longer than {seconds:g} s ({passed})")
 
     def _refuse_if_over(self) -> None:
         if self._clock is None:
@@ -433,7 +517,7 @@ class Episode:
         self._last_calls = parsed.tool_calls
         if is_cut:
             self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
-        return Completion(sampled.token_ids, parsed, is_cut)
+        return Completion(sampled, parsed, is_cut)
 
     async def _close(self, reason: StopReason) -> None:
         self.stop(reason)

@@ -53,12 +53,32 @@ class ToolError(AgentLoopError):
     """Raised by a tool to tell the model that the call did not work; the episode goes on."""
 
 
+class ToolUnavailable(ToolError):
+    """What a tool needs could not be reached, broke off or was too busy: the same call may work later."""
+
+
 class ToolBug(AgentLoopError):
     """A tool raised something else than `ToolError`, or broke its contract; the episode fails."""
 
 
+class SandboxError(AgentLoopError):
+    """A sandbox could not be started, or ended by itself."""
+
+
 class InteractionBug(AgentLoopError):
     """An interaction raised, broke its contract or took too long; the episode fails."""
+
+
+class InteractionUnavailable(AgentLoopError):
+    """What an interaction needs could not be reached, or refused to answer; the episode fails."""
+
+
+class EnvironmentBug(AgentLoopError):
+    """An environment's `reset` or `get_reward` raised, broke its contract or took too long; the episode fails."""
+
+
+class ContractError(AgentLoopError):
+    """A conformance suite found that something does not keep its contract."""
 
 
 class RewardError(AgentLoopError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,16 @@ class TokenLedger:
     def last_token_id(self) -> int | None:
         return int(self._buffer[self._num_tokens - 1]) if self._num_tokens else None
 
+    @property
+    def last_sampled(self) -> int | None:
+        """Where in the response the model's last token is; None if there is none."""
+        end = self.num_response_tokens
+        for part in chain(reversed(self._runs), reversed(self._shared)):
+            if part.origin is Origin.MODEL:
+                return end - 1
+            end -= part.num_tokens if isinstance(part, _Run) else len(part)
+        return None
+
     def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
         """Adds tokens that no model sampled here.
 
@@ -87,15 +98,24 @@ class TokenLedger:
             self._extend(ids[start:end], Origin.MODEL, run_log_probs, version)
             start = end
 
-    def fork(self) -> TokenLedger:
-        """A ledger that goes on from here. Both hold the same `Segment` objects for what they have in common."""
+    def fork(self, num_tokens: int | None = None) -> TokenLedger:
+        """A ledger that goes on from here, or from where this one had so many tokens. Both hold the same `Segment`
+        objects for what they have in common.
+
+        Raises:
+            EpisodeError: So many tokens end in the middle of what was appended at once.
+        """
+        num_tokens = self._num_tokens if num_tokens is None else num_tokens
         self._shared, self._runs = self.segments(), []
+        ends = [0, *accumulate(map(len, self._shared))]
+        if num_tokens not in ends:
+            raise EpisodeError(f"a ledger can be forked after {ends} tokens, not after {num_tokens}")
         fork = TokenLedger()
-        fork._buffer = self._buffer.copy()
-        fork._shared = self._shared
-        fork._attachments = self._attachments
-        fork._num_tokens = self._num_tokens
-        fork._num_prompt_tokens = self._num_prompt_tokens
+        fork._buffer = self._buffer[:num_tokens].copy()
+        fork._shared = self._shared[: ends.index(num_tokens)]
+        fork._attachments = tuple(a for a in self._attachments if a.end <= num_tokens)
+        fork._num_tokens = num_tokens
+        fork._num_prompt_tokens = min(self._num_prompt_tokens, num_tokens)
         return fork
 
     def segments(self) -> tuple[Segment, ...]:

@@ -24,6 +24,10 @@ class EpisodeLimits:
     """Tokens of one assistant turn."""
     deadline_s: float | None = None
     """Seconds from opening."""
+    turn_timeout_s: float | None = None
+    """Seconds from the beginning of a completion until the reply to it is there."""
+    generate_timeout_s: float | None = None
+    """Seconds of one completion, its time in line and at other servers included."""
 
     def forbids_turn(self, *, assistant_turns: int, num_tokens: int) -> StopReason | None:
         """Why there can be no further assistant turn after so many turns and response tokens; None if there can."""

@@ -53,6 +53,22 @@ def load_module(source: str, *, key: str) -> ModuleType:
         raise ConfigError(f"{key}: importing {source} raised {type(error).__name__}: {error}") from error
 
 
+def import_extra(module: str, *, extra: str, by: str) -> Any:
+    """Imports a module of a package that is optional.
+
+    Args:
+        extra: What installs it, as in `agent-loop[vision]`.
+        by: Who needs it.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f'{by} needs {module}: pip install "agent-loop[{extra}]" ({error})') from error
+
+
 def _import_file(path: Path, *, key: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():

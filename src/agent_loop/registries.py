@@ -78,6 +78,8 @@ def construct(make: Callable[..., BaseT], *args: Any, where: str) -> BaseT:
         return make(*args)
     except Exception as error:
         name = getattr(make, "__name__", repr(make))
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{where}: making a {name} raised ConfigError: {error}") from error
         raise ConfigError(f"{where}: making a {name} raised {describe_error(error)}") from error
 
 

@@ -10,9 +10,10 @@ from agent_loop.concurrency import run_together
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.tools.session import ToolResult, ToolSession
-from agent_loop.trajectory import Incident
+from agent_loop.trajectory import Feedback, Incident
 from agent_loop.turn_log import TurnLog
-from agent_loop.types import Message, ToolCall
+from agent_loop.types import Message, Origin, ToolCall
+from agent_loop.waits import WaitKind, waiting_for
 
 
 class Surroundings:
@@ -27,23 +28,23 @@ class Surroundings:
     def __init__(
         self, *, tools: ToolSession | None, interaction: InteractionSession | None, log: TurnLog
     ) -> None:
-        self.tool_rewards: list[float] = []
-        """Of the calls, in order."""
-        self.turn_scores: list[float] = []
-        """Of the interaction, one per turn."""
+        self.feedback: list[Feedback] = []
+        """Of each call and each reply of the interaction, in order."""
         self.verdicts: list[float] = []
         """On the whole trajectory."""
         self._tools = tools
         self._interaction = interaction
         self._log = log
 
-    def fresh(self, log: TurnLog) -> Surroundings:
-        """The same, with instances of their own."""
-        return Surroundings(
+    def fresh(self, log: TurnLog, *, num_feedback: int) -> Surroundings:
+        """The same, with instances of their own, and the first so many pieces of what was brought so far."""
+        fresh = Surroundings(
             tools=None if self._tools is None else self._tools.fresh(),
             interaction=None if self._interaction is None else self._interaction.fresh(),
             log=log,
         )
+        fresh.feedback = self.feedback[:num_feedback]
+        return fresh
 
     @property
     def has_interaction(self) -> bool:
@@ -54,8 +55,31 @@ class Surroundings:
         """Instances that were opened and not yet closed."""
         return sum(part.num_open for part in (self._tools, self._interaction) if part is not None)
 
-    async def call_tools(self, calls: Sequence[ToolCall], *, max_parallel: int) -> list[ToolResult]:
+    async def opened(self, messages: Sequence[Message]) -> list[Message]:
+        """The prompt, with the first words of an interaction that opens the conversation.
+
+        Raises:
+            InteractionBug: It raised or took too long.
+            InteractionUnavailable: What it needs cannot be reached.
+        """
+        if self._interaction is None or not self._interaction.opens_conversation:
+            return list(messages)
+        with waiting_for(WaitKind.INTERACTION):
+            reply = await self._log.interaction_reply(
+                num_messages=len(messages),
+                on_replay=self._interaction.on_replay,
+                respond=self._interaction.greet,
+                prepare=self._interaction.open,
+            )
+        return with_words(messages, f"\n\n{reply.content}") if reply.content else list(messages)
+
+    async def call_tools(
+        self, calls: Sequence[ToolCall], *, max_parallel: int, place: int | None
+    ) -> list[ToolResult]:
         """One result per call, in order; so many calls run at once.
+
+        Args:
+            place: Where in the response the turn that asks for them ends.
 
         Raises:
             EpisodeError: There are no tools.
@@ -67,35 +91,51 @@ class Surroundings:
 
         async def run(number: int, call: ToolCall) -> ToolResult:
             async with places:
-                return await self._log.tool_result(
-                    call,
-                    turn=turn,
-                    number=number,
-                    on_replay=tools.on_replay(call.name),
-                    execute=partial(tools.execute, call),
-                    prepare=partial(tools.open, call.name),
-                )
+                with waiting_for(WaitKind.TOOL, repr(call.name)):
+                    return await self._log.tool_result(
+                        call,
+                        turn=turn,
+                        number=number,
+                        on_replay=tools.on_replay(call.name),
+                        execute=partial(tools.execute, call),
+                        prepare=partial(tools.open, call.name),
+                    )
 
         results = await run_together(run(number, call) for number, call in enumerate(calls))
-        self.tool_rewards += [result.reward for result in results if result.reward is not None]
+        self.feedback += [
+            Feedback(
+                Origin.TOOL,
+                name=call.name,
+                place=place,
+                reward=result.reward,
+                incident=None if result.incident is None else result.incident.kind,
+                extra=result.extra,
+            )
+            for call, result in zip(calls, results, strict=True)
+        ]
         return results
 
-    async def interact(self, messages: Sequence[Message]) -> InteractionReply:
+    async def interact(self, messages: Sequence[Message], *, place: int | None) -> InteractionReply:
         """The interaction's reply to the conversation.
+
+        Args:
+            place: Where in the response the turn that it answers ends.
 
         Raises:
             EpisodeError: There is no interaction.
             InteractionBug: It raised or took too long.
+            InteractionUnavailable: What it needs cannot be reached.
         """
         if self._interaction is None:
             raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
-        reply = await self._log.interaction_reply(
-            num_messages=len(messages),
-            on_replay=self._interaction.on_replay,
-            respond=partial(self._interaction.respond, messages),
-            prepare=self._interaction.open,
-        )
-        self.turn_scores.append(reply.score)
+        with waiting_for(WaitKind.INTERACTION):
+            reply = await self._log.interaction_reply(
+                num_messages=len(messages),
+                on_replay=self._interaction.on_replay,
+                respond=partial(self._interaction.respond, messages),
+                prepare=self._interaction.open,
+            )
+        self.feedback.append(Feedback(Origin.INTERACTION, place=place, reward=reply.score, extra=reply.extra))
         return reply
 
     async def judge(self) -> None:
@@ -106,9 +146,11 @@ class Surroundings:
             InteractionBug: The interaction's `calculate_score` did.
         """
         if self._tools is not None:
-            self.verdicts += (await self._tools.calc_rewards()).values()
+            with waiting_for(WaitKind.REWARD, "of its tools"):
+                self.verdicts += (await self._tools.calc_rewards()).values()
         if self._interaction is not None:
-            score = await self._interaction.calculate_score()
+            with waiting_for(WaitKind.REWARD, "of its interaction"):
+                score = await self._interaction.calculate_score()
             if score is not None:
                 self.verdicts.append(score)
 
@@ -117,5 +159,18 @@ class Surroundings:
         incidents: list[Incident] = []
         for part in (self._tools, self._interaction):
             if part is not None:
-                incidents += await part.close()
+                with waiting_for(WaitKind.CLOSING, "its tools" if part is self._tools else "its interaction"):
+                    incidents += await part.close()
         return incidents
+
+
+def with_words(messages: Sequence[Message], words: str) -> list[Message]:
+    """The messages with words added to the last one, if that is the user's; else as a message of their own."""
+    if not messages or messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": words.lstrip("\n")}]
+    last = dict(messages[-1])
+    if isinstance(last["content"], list):
+        last["content"] = [*last["content"], {"type": "text", "text": words}]
+    else:
+        last["content"] = f"{last['content'] or ''}{words}"
+    return [*messages[:-1], last]

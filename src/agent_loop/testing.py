@@ -38,6 +38,13 @@ class _VirtualClockLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._thread_done)
         return future
 
+    async def shutdown_default_executor(self, *timeout: Any) -> None:
+        self._threads += 1
+        try:
+            await super().shutdown_default_executor(*timeout)
+        finally:
+            self._threads -= 1
+
     def jump(self, seconds: float) -> None:
         self._now += seconds
 

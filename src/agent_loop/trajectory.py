@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -26,6 +26,7 @@ class IncidentKind(StrEnum):
     INVALID_ARGUMENTS = "invalid_arguments"
     TOOL_ERROR = "tool_error"
     TOOL_TIMEOUT = "tool_timeout"
+    TOOL_UNAVAILABLE = "tool_unavailable"
     UNEXECUTED_CALL = "unexecuted_call"
     TRUNCATED_REPLY = "truncated_reply"
     DROPPED_OBSERVATION = "dropped_observation"
@@ -34,6 +35,9 @@ class IncidentKind(StrEnum):
     CLOSE_FAILED = "close_failed"
     INTERRUPTED_CALL = "interrupted_call"
     RESTARTED = "restarted"
+    GENERATE_TIMEOUT = "generate_timeout"
+    TURN_TIMEOUT = "turn_timeout"
+    FAILED_REQUEST = "failed_request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,23 @@ class Incident:
     """One line for a person to read."""
     assistant_turn: int = 0
     """How many assistant turns there had been."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a call of a tool, or a reply of the interaction, brought the turn that asked for it, beside its words."""
+
+    origin: Origin
+    """`TOOL` or `INTERACTION`."""
+    name: str = ""
+    """The tool's."""
+    place: int | None = None
+    """Where in the response the turn's last token is; None where the model had said nothing yet."""
+    reward: float | None = None
+    incident: IncidentKind | None = None
+    """Why the call did not work, where it did not."""
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What else the tool or the interaction returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +118,11 @@ class AgentLoopMetrics:
     total: float = 0.0
     """Seconds from the episode's start to its end."""
     num_tool_calls: int = 0
+    event_loop_lag_max: float = 0.0
+    """Seconds by which the event loop's timers were late at most, from the rollout's start to the trajectory's end."""
+    event_loop_lag_mean: float = 0.0
+    event_loop_late_share: float = 0.0
+    """Of that time, in which the event loop was held up for more than 0.1 s at once."""
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -113,10 +139,8 @@ class AgentLoopOutput:
     messages: tuple[Message, ...]
     """The conversation as it was read, for people and reward functions; tokens are the truth."""
     metrics: AgentLoopMetrics
-    tool_rewards: tuple[float, ...]
-    """Rewards that `BaseTool.execute` returned, in the order of the calls."""
-    turn_scores: tuple[float, ...]
-    """Scores that the interaction returned, one per turn."""
+    feedback: tuple[Feedback, ...]
+    """What each call and each reply of the interaction brought, in order."""
     incidents: tuple[Incident, ...]
     failure: Failure | None
     extra_fields: Mapping[str, Any]
@@ -138,8 +162,7 @@ class AgentLoopOutput:
         messages: Iterable[Message] = (),
         tool_schemas: Iterable[Mapping[str, Any]] = (),
         metrics: AgentLoopMetrics | None = None,
-        tool_rewards: Iterable[float] = (),
-        turn_scores: Iterable[float] = (),
+        feedback: Iterable[Feedback] = (),
         incidents: Iterable[Incident] = (),
         failure: Failure | None = None,
         extra_fields: Mapping[str, Any] | None = None,
@@ -168,8 +191,7 @@ class AgentLoopOutput:
             "messages": tuple(messages),
             "tool_schemas": tuple(tool_schemas),
             "metrics": metrics or AgentLoopMetrics(),
-            "tool_rewards": tuple(tool_rewards),
-            "turn_scores": tuple(turn_scores),
+            "feedback": tuple(feedback),
             "incidents": tuple(incidents),
             "failure": failure,
             "extra_fields": dict(extra_fields or {}),
@@ -181,6 +203,10 @@ class AgentLoopOutput:
     def failed(self, failure: Failure) -> AgentLoopOutput:
         """The same trajectory, ended by a failure."""
         return self._with(stop_reason=StopReason.FAILED, failure=failure)
+
+    def measured(self, metrics: AgentLoopMetrics) -> AgentLoopOutput:
+        """The same trajectory with other metrics."""
+        return self._with(metrics=metrics)
 
     def noted(self, incident: Incident) -> AgentLoopOutput:
         """The same trajectory with one more named loss."""
@@ -222,6 +248,18 @@ class AgentLoopOutput:
         """Shape [response_tokens]: the version that sampled each token, -1 where the mask is 0."""
         return self._per_response_token(
             lambda s: -1 if s.weight_version is None else s.weight_version, np.int32
+        )
+
+    @property
+    def tool_rewards(self) -> tuple[float, ...]:
+        """Rewards that `BaseTool.execute` returned, in the order of the calls."""
+        return tuple(f.reward for f in self.feedback if f.origin is Origin.TOOL and f.reward is not None)
+
+    @property
+    def turn_scores(self) -> tuple[float, ...]:
+        """Scores that the interaction returned, one per turn."""
+        return tuple(
+            f.reward for f in self.feedback if f.origin is Origin.INTERACTION and f.reward is not None
         )
 
     @property

@@ -176,6 +176,23 @@ class TokenChunk:
     num_cached_tokens: int | None = None
     """Set on the last part."""
 
+    def single_tokens(self) -> list[TokenChunk]:
+        """The chunk token by token."""
+        if len(self.token_ids) < 2:
+            return [self]
+        last = len(self.token_ids) - 1
+        return [
+            TokenChunk(
+                token_ids=[token],
+                log_probs=None if self.log_probs is None else [self.log_probs[position]],
+                weight_version=self.weight_version,
+                stop_reason=self.stop_reason if position == last else None,
+                num_preempted=self.num_preempted if position == last else 0,
+                num_cached_tokens=self.num_cached_tokens if position == last else None,
+            )
+            for position, token in enumerate(self.token_ids)
+        ]
+
     @classmethod
     def whole(cls, output: TokenOutput) -> list[TokenChunk]:
         """A complete completion as a stream: one part per weight version."""

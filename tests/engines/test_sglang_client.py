@@ -133,6 +133,7 @@ def test_new_weights_reach_requests_in_flight_by_way_of_files(
         async with asyncio.TaskGroup() as group:
             task = group.create_task(ask())
             await client.generate(beside, SamplingParams(max_tokens=10, ignore_eos=True), "beside")
+            assert 0 < ((await client.health()).kv_cache_share or 0) < 1
             await client.update_weights(weights.items(), weight_version=version + 1)
         output = task.result()
         assert [span.weight_version for span in output.version_spans] == [version, version + 1]

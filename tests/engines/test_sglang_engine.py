@@ -129,6 +129,7 @@ def test_an_abort_keeps_the_tokens_so_far(engine: Engine, model_path: Path) -> N
             task = group.create_task(server.generate(prompt, params, "aborted"))
             other = prompts(1, seed=7)[0]
             await server.generate(other, SamplingParams(max_tokens=20, ignore_eos=True), "beside")
+            assert 0 < ((await server.health()).kv_cache_share or 0) < 1
             await server.abort("aborted")
         return task.result()
 

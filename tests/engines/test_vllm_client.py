@@ -69,6 +69,25 @@ def test_the_client_keeps_the_contract_of_servers(process: ServerProcess, model_
     asyncio.run(main())
 
 
+def test_it_tells_how_full_it_is(process: ServerProcess, model_path: Path) -> None:
+    server = client(process, model_path)
+
+    async def main() -> None:
+        await server.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(prompts(100, seed=3)):
+                    group.create_task(server.generate(prompt, LONG, str(number)))
+                while not (health := await server.health()).num_waiting:
+                    pass
+        finally:
+            await server.close()
+        assert 0 < (health.kv_cache_share or 0) <= 1
+        assert health.num_running + health.num_waiting == 100
+
+    asyncio.run(main())
+
+
 def test_64_rows_of_a_tool_agent(process: ServerProcess, model_path: Path) -> None:
     case = EngineCase("vllm", server_urls=(process.url,))
     trajectories = asyncio.run(roll_out(case, model_path))

@@ -11,11 +11,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agent_loop.config import Config, load_config
-from agent_loop.tools.base import BaseTool
-from agent_loop.tools.registry import load_tools
 from examples.common.demonstrations import Task, demonstrations
 from examples.common.tokenizer import train_tokenizer
-from examples.run import RECIPES, Recipe
+from examples.run import RECIPES, Recipe, tool_schemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +23,8 @@ class Example:
     task: Task
     recipe: Recipe
     config: Config
-    tools: dict[str, BaseTool]
+    schemas: Sequence[dict[str, Any]]
     tokenizer: PreTrainedTokenizerFast
-
-    @property
-    def schemas(self) -> Sequence[dict[str, Any]]:
-        return [tool.tool_schema for tool in self.tools.values()]
 
 
 @pytest.fixture(scope="package", params=list(RECIPES))
@@ -38,9 +32,7 @@ def example(request: pytest.FixtureRequest) -> Example:
     name: str = request.param
     task = cast(Task, importlib.import_module(f"examples.{name}.task"))
     config = load_config(f"examples/{name}/config.yaml")
-    tools = load_tools(config.rollout.multi_turn.tools)
+    schemas = tool_schemas(task, config)
     conversations = demonstrations(task, rng=random.Random(0), habit=RECIPES[name].habit)
-    tokenizer = train_tokenizer(
-        islice(conversations, 500), tools=[tool.tool_schema for tool in tools.values()]
-    )
-    return Example(task, RECIPES[name], config, tools, tokenizer)
+    tokenizer = train_tokenizer(islice(conversations, 500), tools=schemas)
+    return Example(task, RECIPES[name], config, schemas, tokenizer)

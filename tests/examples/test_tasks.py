@@ -25,7 +25,10 @@ def test_the_solution_earns_the_reward_with_the_real_tools(example: Example) -> 
     rows = held_out_rows(example)
     trajectories = replay(example, rows, turns=[example.task.solution(row) for row in rows])
     assert [t.reward for t in trajectories] == [1.0] * NUM_ROWS
-    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+    assert {t.output.stop_reason for t in trajectories} <= {
+        StopReason.ANSWERED,
+        StopReason.INTERACTION_FINISHED,
+    }
     assert not any(t.output.incidents for t in trajectories)
 
 
@@ -63,8 +66,7 @@ def test_rows_depend_on_the_seed_alone(example: Example) -> None:
 def test_most_demonstrations_give_up_or_guess(example: Example) -> None:
     conversations = demonstrations(example.task, rng=random.Random(0), habit=example.recipe.habit)
     sample = list(islice(conversations, 2000))
-    first_steps = [messages[2] for messages in sample]
-    share = sum("tool_calls" in step for step in first_steps) / len(sample)
+    share = sum(len(messages) > 3 for messages in sample) / len(sample)
     assert share == pytest.approx(example.recipe.habit.first_step_share, abs=0.04)
     assert {messages[-1]["role"] for messages in sample} == {"assistant"}
     assert any(messages[-1]["content"] == GIVE_UP for messages in sample)

@@ -4,6 +4,7 @@ import pytest
 
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.registry import load_interactions
+from tests.test_public_api import run_python
 
 INTERACTIONS = """
 from agent_loop.interactions.base import BaseInteraction
@@ -36,6 +37,14 @@ def test_each_entry_becomes_an_interaction_that_knows_its_name(folder: Path) -> 
     assert load_yaml(folder, text) == ["tutor: Tutor {'level': 2, 'name': 'tutor'}"]
 
 
+def test_an_interaction_without_a_name_is_called_after_its_class(folder: Path) -> None:
+    text = "interaction: [{class_name: 'FOLDER/users.py:Tutor'}, {class_name: gsm8k}]"
+    assert load_yaml(folder, text) == [
+        "tutor: Tutor {'name': 'tutor'}",
+        "gsm8k: Gsm8kInteraction {'name': 'gsm8k'}",
+    ]
+
+
 def test_without_a_path_there_are_none() -> None:
     assert load_interactions(None) == {}
 
@@ -44,7 +53,12 @@ def test_without_a_path_there_are_none() -> None:
     ("text", "says"),
     [
         ("interactions: []", "no list under 'interaction'"),
-        ("interaction: [{class_name: 'FOLDER/users.py:Tutor'}]", "name"),
+        ("interaction: [{name: a}]", "key 'class_name' is missing"),
+        ("interaction: [{class_name: gsm8}]", "no interaction of the kit; did you mean 'gsm8k'"),
+        (
+            "interaction: [{class_name: gsm8k, config: {attempts: 3}}]",
+            "making a Gsm8kInteraction raised ConfigError: config of interaction 'gsm8k': unknown key 'attempts'",
+        ),
         ("interaction: [{name: a, class_name: 'FOLDER/users.py:Tuto'}]", "did you mean 'Tutor'"),
         ("interaction: [{name: a, class_name: 'pathlib.Path'}]", "no subclass of BaseInteraction"),
         (
@@ -52,7 +66,7 @@ def test_without_a_path_there_are_none() -> None:
             "making a Abstract raised TypeError",
         ),
         (
-            "interaction: [{name: a, class_name: 'FOLDER/users.py:Tutor'}, {name: a, class_name: x.Y}]",
+            "interaction: [{name: a, class_name: 'FOLDER/users.py:Tutor'}, {name: a, class_name: gsm8k}]",
             r"interaction\[1\]: there is another interaction named 'a'",
         ),
     ],
@@ -60,3 +74,14 @@ def test_without_a_path_there_are_none() -> None:
 def test_a_faulty_file_is_refused_with_the_fault(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_yaml(folder, text)
+
+
+def test_what_the_kit_needs_is_imported_when_it_is_named() -> None:
+    loaded = run_python(
+        """
+        import sys
+        import agent_loop.interactions.registry, agent_loop.loops, agent_loop.interactions.check
+        print(sorted({"gymnasium", "openai", "torch", "transformers"} & set(sys.modules)))
+        """
+    )
+    assert loaded == "[]"

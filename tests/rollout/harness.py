@@ -12,7 +12,10 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops import ToolAgentLoop
 from agent_loop.loops.base import LoopContext
+from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.rollout.oversight import Oversight
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import Script, ScriptedServer
@@ -89,10 +92,12 @@ class Stage:
         *,
         tools: Sequence[BaseTool] = (),
         interactions: Mapping[str, BaseInteraction] | None = None,
+        environments: Mapping[str, EnvironmentFactory] | None = None,
         multi_turn: MultiTurnConfig | None = None,
         agent: str = "tool_agent",
         reward: Any = None,
         max_concurrent: int | None = None,
+        silence_s: float | None = None,
         template: ChatTemplate | None = None,
         **limits: Any,
     ) -> None:
@@ -113,13 +118,18 @@ class Stage:
             multi_turn=multi_turn,
             tools={tool.name: tool for tool in tools},
             interactions=interactions or {},
+            environments=environments or {},
         )
+        gate = AdmissionGate() if max_concurrent is None else AdmissionGate(bound=max_concurrent)
         self.worker = AgentLoopWorker(
             context,
             loops=LoopRegistry(),
             default_agent_loop=agent,
             reward=reward,
-            max_concurrent=max_concurrent,
+            gate=gate,
+            oversight=None
+            if silence_s is None
+            else Oversight(gate=gate, pool=self.server_manager.pool, silence_s=silence_s),
         )
 
     def run_one(self, **row: Any) -> Trajectory:

@@ -14,6 +14,7 @@ import torch
 from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
+from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.log_probs import LogProbs, tell_apart
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
@@ -64,6 +65,19 @@ def test_an_option_that_contradicts_the_server_is_refused(kwargs: dict[str, Any]
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_num_seqs'"):
         refuse_unknown_options(["max_num_seq"], known=["max_num_seqs", "seed"])
+
+
+def test_the_load_is_read_from_the_metrics_page() -> None:
+    page = """# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 7.5e-01
+vllm:num_requests_waiting{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 3.0
+"""
+    assert Gauges.read(page) == Gauges(kv_cache_share=0.75, num_waiting=3)
+    assert Gauges.read("") == Gauges(kv_cache_share=None, num_waiting=0)
 
 
 def test_end_tokens_are_stop_tokens_unless_they_are_to_be_ignored() -> None:

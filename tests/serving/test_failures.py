@@ -219,7 +219,7 @@ def test_a_named_session_stays_on_its_server_and_others_end_with_their_request()
         homes = [server for server in servers if any("mine" in r.request_id for r in server.requests)]
         assert len(homes) == 1
         assert sum("mine" in request.request_id for request in homes[0].requests) == 12
-        assert served.pool.balancer.num_sessions == 1
+        served.until(lambda: served.pool.balancer.num_sessions == 1)
 
 
 def test_two_requests_of_one_session_at_once_are_both_answered() -> None:

@@ -111,7 +111,10 @@ def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
         ("tools: [{class_name: 'FOLDER/other.py:Tool'}]", "other.py' does not exist"),
         ("tools: [{class_name: 'FOLDER/tools.py:Eco'}]", "did you mean 'Echo'"),
         ("tools: [{class_name: 'FOLDER/tools.py:NoTool'}]", "no subclass of BaseTool"),
-        ("tools: [{class_name: 'FOLDER/tools.py:multiply'}]", "name a subclass of BaseTool"),
+        (
+            "tools: [{class_name: 'FOLDER/tools.py:multiply', config: {a: 1}}]",
+            "is made already; it takes no config",
+        ),
         ("tools: [{class_name: 'FOLDER/tools.py:Echo'}]", "has no schema"),
         (
             "tools: [{class_name: 'FOLDER/tools.py:Echo', tool_schema: {function: {name: e, parameters: {type: 3}}}}]",
@@ -131,3 +134,9 @@ def test_a_faulty_file_is_refused_with_the_fault(folder: Path, text: str, says: 
 def test_a_missing_file_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"tool_config_path: file 'none.yaml' does not exist"):
         load_tools([], config_path="none.yaml")
+
+
+def test_the_yaml_form_says_how_the_calls_of_a_function_are_run(folder: Path) -> None:
+    path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', timeout_s: 3, retries: 1}]")
+    tool = load_tools([], config_path=path)["multiply"]
+    assert (tool.timeout_s, tool.retries) == (3.0, 1)

@@ -276,3 +276,21 @@ def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
     metrics = make_actor().update(batch, advantages_B=torch.ones(3))
 
     assert metrics[names.ROWS_TRAINED] == 2
+
+
+def test_advantages_of_turns_are_added_token_by_token() -> None:
+    batch, advantages_B = make_batch()
+    turns_BR = torch.linspace(-1, 1, batch["responses"].numel()).view(batch["responses"].shape)
+    spread = make_actor(max_tokens_per_micro_batch=50)
+    spread.update(
+        batch,
+        advantages_B=torch.zeros_like(advantages_B),
+        turn_advantages_BR=advantages_B[:, None] + turns_BR,
+    )
+    both = make_actor(max_tokens_per_micro_batch=50)
+    both.update(batch, advantages_B=advantages_B, turn_advantages_BR=turns_BR)
+    alone = make_actor(max_tokens_per_micro_batch=50)
+    alone.update(batch, advantages_B=advantages_B)
+    for name, value in parameters(both).items():
+        torch.testing.assert_close(value, parameters(spread)[name])
+    assert any(not torch.equal(value, parameters(alone)[name]) for name, value in parameters(both).items())

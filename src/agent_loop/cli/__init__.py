@@ -8,7 +8,9 @@ import typer
 from rich.console import Console
 
 from agent_loop import __version__
+from agent_loop.cli.check_interaction import check_interaction_command
 from agent_loop.cli.check_server import check_server_command
+from agent_loop.cli.check_tool import check_tool_command
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
@@ -31,6 +33,8 @@ app.command("eval")(eval_command)
 app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
 app.command("check-server")(check_server_command)
+app.command("check-tool")(check_tool_command)
+app.command("check-interaction")(check_interaction_command)
 app.command("simulate")(simulate_command)
 
 

@@ -6,7 +6,7 @@ import gc
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -43,7 +43,12 @@ def simulate_command(
         typer.Option("--order", help=f"Which of those that wait comes first: {ORDERS} (most left to do)."),
     ] = "arrival",
     max_concurrent: Annotated[
-        int | None, typer.Option("--max-concurrent", min=1, help="Trajectories in flight; default is all.")
+        str | None,
+        typer.Option(
+            "--max-concurrent",
+            help="Trajectories in flight: a number, or auto; default is all.",
+            show_default=False,
+        ),
     ] = None,
     replay: Annotated[
         Path | None,
@@ -108,7 +113,7 @@ def simulate_command(
         slow_speed=slow_speed,
         policy=_choice(policy, "--policy", PolicyName),
         order=_choice(order, "--order", OrderName),
-        max_concurrent=max_concurrent,
+        max_concurrent=None if max_concurrent is None else _bound(max_concurrent),
         faults=tuple(_fault(text) for text in fail or ()),
     )
     if replay is None:
@@ -176,6 +181,14 @@ def _choice(value: str, option: str, names: type[NameT]) -> NameT:
         return names(value)
     except ValueError:
         raise ConfigError(f"{option} is {value!r}{did_you_mean(value, map(str, names))}") from None
+
+
+def _bound(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--max-concurrent is {text!r}; give a number from 1, or auto")
+    return int(text)
 
 
 def _fault(text: str) -> Fault:

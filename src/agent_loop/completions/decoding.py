@@ -59,17 +59,21 @@ class StopTexts:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.is_hit = False
-        """One was found; nothing more comes."""
+        self.hit: str | None = None
+        """The one that was found; nothing more comes."""
+
+    @property
+    def is_hit(self) -> bool:
+        return self.hit is not None
 
     def feed(self, text: str) -> str:
         """What of the text so far cannot be the beginning of a stop text any more."""
         if not self._stops or self.is_hit:
             return "" if self.is_hit else text
         text = self._held + text
-        starts = [start for start in map(text.find, self._stops) if start >= 0]
+        starts = {start: stop for stop in self._stops if (start := text.find(stop)) >= 0}
         if starts:
-            self.is_hit, self._held = True, ""
+            self.hit, self._held = starts[min(starts)], ""
             return text[: min(starts)]
         held = longest_beginning(text, self._stops)
         self._held = text[len(text) - held :]

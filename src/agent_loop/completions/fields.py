@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import Annotated, Any
 
 from jsonschema import Draft202012Validator
@@ -95,10 +96,16 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     parameters = _TOOL.validate_python(tool).function.parameters
     if parameters is not None:
         try:
-            Draft202012Validator.check_schema(parameters)
+            _check_schema(json.dumps(parameters))
         except SchemaError as error:
             raise ValueError(f"function.parameters is no valid JSON schema: {error.message}") from error
     return tool
+
+
+@lru_cache(maxsize=1024)
+def _check_schema(schema: str) -> None:
+    """Checking costs more than all the rest of reading a request, and agents send the same schemas each time."""
+    Draft202012Validator.check_schema(json.loads(schema))
 
 
 ToolSchema = Annotated[

@@ -106,6 +106,8 @@ class ChatChoice(Reply):
     logprobs: ChoiceLogProbs | None = None
     token_ids: list[int] | None = None
     """As sampled, the end token included."""
+    stop_reason: str | None = None
+    """The text of `stop` before which it ended."""
 
 
 class ChatCompletion(Reply):
@@ -137,6 +139,7 @@ class ChunkChoice(Reply):
     finish_reason: FinishReason | None
     logprobs: ChoiceLogProbs | None = None
     token_ids: list[int] | None = None
+    stop_reason: str | None = None
 
 
 class ChatCompletionChunk(Reply):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +70,8 @@ class Part:
     finish_reason: ServerStopReason | None = None
     """Set on the last part."""
     num_cached_tokens: int | None = None
+    stop_text: str | None = None
+    """The text before which it ended, if it was one that ended it."""
 
 
 @asynccontextmanager
@@ -119,24 +121,54 @@ async def sample_parts(
         RequestError: Log-probs are wanted and the server gives none.
         ServerError: The server refuses or fails the request, or somebody aborted it.
     """
-    text = _VisibleText(template, keeps_end_tokens=wanted.keeps_end_tokens)
-    stops = StopTexts(wanted.stops)
+    reader = PartReader(template, stops=wanted.stops, keeps_end_tokens=wanted.keeps_end_tokens)
     async with aclosing(_chunks(wanted, sampler=sampler, as_it_comes=as_it_comes)) as chunks:
         async for chunk in chunks:
             if wanted.needs_log_probs and chunk.log_probs is None:
                 raise RequestError("logprobs: this server gives none; leave it out", param="logprobs")
-            # A stop text ends the completion at the token that completes it, so it is looked for token by token.
-            for piece in _single_tokens(chunk) if wanted.stops else (chunk,):
-                added = text.feed(piece.token_ids)
-                if piece.stop_reason is not None:
-                    added += text.finish(stopped=piece.stop_reason == "stop")
-                added = stops.feed(added)
-                reason = "stop" if stops.is_hit else piece.stop_reason
-                if reason is not None:
-                    added += stops.finish()
-                yield Part(added, piece.token_ids, piece.log_probs, reason, piece.num_cached_tokens)
-                if reason is not None:
+            for part in reader.feed(chunk):
+                yield part
+                if part.finish_reason is not None:
                     return
+
+
+class PartReader:
+    """Reads one completion chunk by chunk.
+
+    Args:
+        template: Of the model.
+        stops: Texts before which the completion ends.
+        keeps_end_tokens: See `Wanted`.
+    """
+
+    def __init__(
+        self, template: ChatTemplate, *, stops: Sequence[str] = (), keeps_end_tokens: bool = False
+    ) -> None:
+        self._text = _VisibleText(template, keeps_end_tokens=keeps_end_tokens)
+        self._stops = StopTexts(stops)
+        self._has_stops = bool(stops)
+
+    def feed(self, chunk: TokenChunk) -> Iterator[Part]:
+        """The parts that the chunk adds; behind one with a finish reason nothing comes any more."""
+        # A stop text ends the completion at the token that completes it, so it is looked for token by token.
+        for piece in chunk.single_tokens() if self._has_stops else (chunk,):
+            added = self._text.feed(piece.token_ids)
+            if piece.stop_reason is not None:
+                added += self._text.finish(stopped=piece.stop_reason == "stop")
+            added = self._stops.feed(added)
+            reason = "stop" if self._stops.is_hit else piece.stop_reason
+            if reason is not None:
+                added += self._stops.finish()
+            yield Part(
+                added,
+                piece.token_ids,
+                piece.log_probs,
+                reason,
+                piece.num_cached_tokens,
+                stop_text=self._stops.hit,
+            )
+            if reason is not None:
+                return
 
 
 async def _chunks(wanted: Wanted, *, sampler: Sampler, as_it_comes: bool) -> AsyncGenerator[TokenChunk]:
@@ -156,22 +188,6 @@ def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
     if chunk.stop_reason == "aborted":
         raise ServerError("the completion was aborted on the server; send it again", request_id=request_id)
     return chunk
-
-
-def _single_tokens(chunk: TokenChunk) -> list[TokenChunk]:
-    """The chunk token by token."""
-    if len(chunk.token_ids) < 2:
-        return [chunk]
-    last = len(chunk.token_ids) - 1
-    return [
-        TokenChunk(
-            token_ids=[token],
-            log_probs=None if chunk.log_probs is None else [chunk.log_probs[position]],
-            stop_reason=chunk.stop_reason if position == last else None,
-            num_cached_tokens=chunk.num_cached_tokens if position == last else None,
-        )
-        for position, token in enumerate(chunk.token_ids)
-    ]
 
 
 class _VisibleText:

@@ -33,9 +33,7 @@ class ClusterManager(AgentLoopManager):
         """
         rollout, ray = config.rollout, config.trainer.ray
         template = load_template(config)
-        require_template(
-            template, tools=bool(rollout.multi_turn.tools or rollout.multi_turn.tool_config_path)
-        )
+        require_template(template, tools=rollout.multi_turn.has_tools)
         self.cluster = Cluster(config)
         store = WeightStore()
         self.remote_servers = [

@@ -22,6 +22,7 @@ from agent_loop.rollout.parts import (
     load_loops,
     load_reward_function,
     load_template,
+    make_server_manager,
     make_worker,
 )
 from agent_loop.rollout.worker import AgentLoopWorker, Job
@@ -96,8 +97,8 @@ class WorkerActor:
         enter_folder(setup.folder)
         rollout = setup.config.rollout
         self._client = f"worker-{setup.index}/{uuid4().hex}"
-        self._pool = ServerPool(self._remote_servers(setup))
-        self._manager = AsyncLLMServerManager(self._pool, request_timeout_s=rollout.request_timeout_s)
+        self._manager = make_server_manager(rollout, self._remote_servers(setup))
+        self._pool = self._manager.pool
         context = load_context(rollout, server_manager=self._manager, template=load_template(setup.config))
         reward = load_reward_function(setup.config)
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from agent_loop.boundary import (
     describe_value,
     run_bounded,
 )
-from agent_loop.errors import EpisodeError, InteractionBug
+from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.trajectory import Incident
 from agent_loop.types import Message
@@ -68,9 +68,10 @@ class InteractionSession:
         self._where = f"interaction {interaction.name!r}"
         self._instance = TrajectoryInstance(
             self._where,
-            open_as=partial(interaction.start_interaction, **self._kwargs),
+            open_as=self._start,
             close_as=interaction.finalize_interaction,
         )
+        self._first_words: Any = None
         self._incidents: list[Incident] = []
         self._is_closed = False
 
@@ -82,6 +83,11 @@ class InteractionSession:
     def num_open(self) -> int:
         """1 between the start and the close, else 0."""
         return self._instance.num_open
+
+    @property
+    def opens_conversation(self) -> bool:
+        """Whether `greet` has to be asked before the model speaks."""
+        return self._interaction.opens_conversation
 
     @property
     def on_replay(self) -> OnReplay:
@@ -96,22 +102,32 @@ class InteractionSession:
         """
         await run_bounded(self._instance.open, timeout_s=self._config.timeout_s)
 
+    async def greet(self) -> InteractionReply:
+        """What the interaction opens the conversation with, empty if it has nothing to say.
+
+        Raises:
+            InteractionBug: It raised, took too long, or returned no text.
+            InteractionUnavailable: What it needs cannot be reached.
+        """
+        await self._bounded(self._instance.open)
+        words = "" if self._first_words is None else self._first_words
+        if not isinstance(words, str):
+            raise InteractionBug(
+                f"start_interaction of {self._where} returned {describe_value(words)}; return a str, or None"
+            )
+        return InteractionReply(words)
+
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """The answer to the conversation so far.
 
         Raises:
             InteractionBug: It raised, took too long, or returned something that is no reply.
+            InteractionUnavailable: What it needs cannot be reached.
             EpisodeError: The session is closed.
         """
         if self._is_closed:
             raise EpisodeError(f"{self._where} was used after close(); use one session per trajectory")
-        try:
-            returned = await run_bounded(partial(self._reply, messages), timeout_s=self._config.timeout_s)
-        except DeadlineExpired as error:
-            raise InteractionBug(f"{self._where} {error}; mend it, or raise interaction_timeout_s") from error
-        except Exception as error:
-            raise InteractionBug(f"{self._where} raised {describe_error(error)}; mend it") from error
-        return _read_reply(returned, where=self._where)
+        return read_reply(await self._bounded(partial(self._reply, messages)), where=self._where)
 
     async def calculate_score(self) -> float | None:
         """The verdict on the whole trajectory; None if there is none, or the interaction was not used.
@@ -132,7 +148,7 @@ class InteractionSession:
             raise InteractionBug(
                 f"calculate_score of {self._where} raised {describe_error(error)}; mend it"
             ) from error
-        return None if score is None else _read_score(score, where=f"calculate_score of {self._where}")
+        return None if score is None else read_score(score, where=f"calculate_score of {self._where}")
 
     async def close(self) -> list[Incident]:
         """Finalizes the interaction if it was started, to the end even if cancelled meanwhile.
@@ -145,12 +161,30 @@ class InteractionSession:
         )
         return list(self._incidents)
 
+    async def _bounded(self, function: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await run_bounded(function, timeout_s=self._config.timeout_s)
+        except DeadlineExpired as error:
+            raise InteractionBug(f"{self._where} {error}; mend it, or raise interaction_timeout_s") from error
+        except InteractionUnavailable:
+            raise
+        except Exception as error:
+            raise InteractionBug(f"{self._where} raised {describe_error(error)}; mend it") from error
+
+    async def _start(self, instance_id: str) -> None:
+        self._first_words = await self._interaction.start_interaction(instance_id, **self._kwargs)
+
     async def _reply(self, messages: Sequence[Message]) -> Any:
         instance_id = await self._instance.open()
         return await self._interaction.generate_response(instance_id, list(messages), **self._kwargs)
 
 
-def _read_reply(returned: Any, *, where: str) -> InteractionReply:
+def read_reply(returned: Any, *, where: str) -> InteractionReply:
+    """What `generate_response` returned, checked.
+
+    Raises:
+        InteractionBug: It is no reply.
+    """
     parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
     if len(parts) != 4:
         raise InteractionBug(
@@ -163,11 +197,12 @@ def _read_reply(returned: Any, *, where: str) -> InteractionReply:
         raise InteractionBug(f"{where} returned {describe_value(content)} as its content; return a str")
     if not isinstance(extra, dict):
         raise InteractionBug(f"{where} returned {describe_value(extra)} in the fourth place; return a dict")
-    score = _read_score(score, where=where)
+    score = read_score(score, where=where)
     return InteractionReply(content, score=score, is_over=is_over, extra=cast(dict[str, Any], extra))
 
 
-def _read_score(score: Any, *, where: str) -> float:
+def read_score(score: Any, *, where: str) -> float:
+    """Raises: InteractionBug: It is no finite number."""
     number = as_finite_number(score)
     if number is None:
         raise InteractionBug(f"{where} returned {describe_value(score)} as its score; return a finite number")

@@ -14,12 +14,13 @@ from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.limits import EpisodeLimits
+from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
-from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.turn_log import TurnLog
-from agent_loop.types import Message
+from agent_loop.types import Message, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class LoopContext:
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     tools: Mapping[str, BaseTool] = field(default_factory=dict[str, BaseTool])
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict[str, BaseInteraction])
+    environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict[str, EnvironmentFactory])
     new_log: Callable[[], TurnLog] | None = None
     """Gives the record of the next episode; None where no journal is kept."""
 
@@ -106,6 +108,20 @@ class AgentLoopBase(ABC):
             log=None if self.context.new_log is None else self.context.new_log(),
         )
         return self.last_episode
+
+    def left_behind(
+        self, reason: StopReason, *, failure: Failure | None = None
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """What there is of a `run` that did not return: the record of its last episode, if it had one.
+
+        Args:
+            reason: Why it ended, where the episode does not say.
+            failure: What made it fail.
+        """
+        if self.last_episode is None:
+            return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
+        self.last_episode.stop(reason)
+        return self.last_episode.output(failure=failure)
 
     async def apply_chat_template(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()

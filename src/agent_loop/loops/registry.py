@@ -17,6 +17,8 @@ from agent_loop.registries import load_class
 LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
 
 _registered: dict[str, type[AgentLoopBase]] = {}
+_REGISTERED_LATER = {"agent_program": "agent_loop.gateway.program:AgentProgramLoop"}
+"""Loops that need more packages than the others, loaded when they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,9 @@ class LoopRegistry:
         Raises:
             DataError: There is none; the message begins with `where` the name comes from.
         """
+        if agent_name in _REGISTERED_LATER and agent_name not in self._entries:
+            loop_class = load_class(_REGISTERED_LATER[agent_name], base=AgentLoopBase, key=where)
+            self._entries[agent_name] = LoopEntry(loop_class)
         if agent_name not in self._entries:
             near = did_you_mean(agent_name, self._entries)
             raise DataError(f"{where} is {agent_name!r}: no such agent loop{near}")

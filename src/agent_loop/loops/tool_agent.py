@@ -10,6 +10,7 @@ from agent_loop.errors import ToolBug
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.tools.base import ToolResponse
+from agent_loop.tools.selection import kwargs_of_selected, select_tools
 from agent_loop.tools.truncation import truncate_tokens
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import AgentState, MalformedCall, Message, StopReason, ToolCall
@@ -30,10 +31,11 @@ class ToolAgentLoop(AgentLoopBase):
         self._sampling_params = sampling_params
         self._invalid_turns = 0
         self.state = AgentState.PENDING
+        tools = select_tools(self.context.tools, row.get("tool_selection"), where="tool_selection")
         async with self.episode(
             row["raw_prompt"],
-            tools=self.context.tools,
-            tools_kwargs=row.get("tools_kwargs"),
+            tools=tools,
+            tools_kwargs=kwargs_of_selected(row.get("tools_kwargs"), tools=tools, known=self.context.tools),
             interaction_kwargs=row.get("interaction_kwargs"),
         ) as episode:
             self.state = AgentState.GENERATING
@@ -50,7 +52,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _generate(self, episode: Episode) -> Completion:
         """On the last turn that the limits allow, the model is stopped as soon as it opens a call: nobody could run
         it."""
-        stop_token_ids = self.template.call_start_ids() if episode.is_last_turn and self.context.tools else ()
+        stop_token_ids = self.template.call_start_ids() if episode.is_last_turn and episode.has_tools else ()
         return await episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
 
     def _after(self, completion: Completion, episode: Episode) -> AgentState:

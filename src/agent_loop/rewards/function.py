@@ -71,7 +71,7 @@ class RewardFunction:
             raise RewardError(
                 f"reward function {self.name} raised {describe_error(error)}; mend it"
             ) from error
-        return _read_score(returned, name=self.name)
+        return read_score(returned, source=f"reward function {self.name}")
 
 
 def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
@@ -103,17 +103,23 @@ def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
     return RewardFunction(function, timeout_s=timeout_s, name=reference)
 
 
-def _read_score(returned: Any, *, name: str) -> Score:
+def read_score(returned: Any, *, source: str) -> Score:
+    """A number, or a mapping with `reward` and whatever else.
+
+    Args:
+        source: Who returned it, for the error.
+
+    Raises:
+        RewardError: It is something else.
+    """
     if not isinstance(returned, Mapping):
-        return Score(_read_reward(returned, what=f"reward function {name} returned"))
+        return Score(_read_reward(returned, what=f"{source} returned"))
     values = dict(cast(Mapping[str, Any], returned))
     for key in REWARD_NAMES:
         if key in values:
             reward = values.pop(key)
-            return Score(_read_reward(reward, what=f"reward function {name} returned {key}"), values)
-    raise RewardError(
-        f"reward function {name} returned a mapping with the keys {sorted(map(str, values))}; add 'reward'"
-    )
+            return Score(_read_reward(reward, what=f"{source} returned {key}"), values)
+    raise RewardError(f"{source} returned a mapping with the keys {sorted(map(str, values))}; add 'reward'")
 
 
 def _read_reward(value: Any, *, what: str) -> float:

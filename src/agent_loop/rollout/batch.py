@@ -33,6 +33,8 @@ TENSOR_COLUMNS = (
     "multi_modal_position_ids",
     "rollout_log_probs",
     "weight_versions",
+    "turn_rewards",
+    "has_turn_reward",
     "reward",
     "is_scored",
     "group",
@@ -66,10 +68,13 @@ def assemble(
         `multi_modal_position_ids` [B, 3, W] in time, height and width.
         int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
         and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
-        one. bool: `is_scored` [B]. Objects: `stop_reason`, `trajectory_id`, and one column for each name that any
-        trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that is taken already
-        gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has some: for each
-        row a tuple of them, counted from its first token.
+        one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at the last
+        token of the turn that earned them and 0 elsewhere, and bool `has_turn_reward` [B, R], which tells a reward of
+        0 from none; a branch has those of the turns it shares too. bool: `is_scored` [B]. Objects: `stop_reason`,
+        `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), and one column for each name
+        that any trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that is taken
+        already gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has some: for
+        each row a tuple of them, counted from its first token.
 
     Raises:
         DataError: A prompt or a response is longer than the width given.
@@ -88,6 +93,7 @@ def assemble(
     columns = _token_columns(
         flat, pad_token_id=pad_token_id, prompt_width=prompt_width, response_width=response_width
     )
+    columns |= _turn_columns(trajectories, width=response_width)
     columns |= _row_columns(trajectories)
     if any(a.positions is not None for t in trajectories for a in t.output.attachments):
         columns["multi_modal_position_ids"] = _positions_in_3d(
@@ -124,7 +130,17 @@ def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     output = trajectories[slowest].output
     metrics["agent_loop/slowest/prompt_length"] = float(len(output.prompt_ids))
     metrics["agent_loop/slowest/response_length"] = float(len(output.response_ids))
-    return metrics
+    return metrics | _lag_metrics(trajectories)
+
+
+def _lag_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """How late the event loops were: at most, in the mean, and the share of time in which one was held up."""
+    each = [t.output.metrics for t in trajectories]
+    return {
+        "timing/event_loop_lag_max_s": max(m.event_loop_lag_max for m in each),
+        "timing/event_loop_lag_mean_s": sum(m.event_loop_lag_mean for m in each) / len(each),
+        "timing/event_loop_late_share": sum(m.event_loop_late_share for m in each) / len(each),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +233,17 @@ def _positions_in_3d(
     return positions
 
 
+def _turn_columns(trajectories: Sequence[Trajectory], *, width: int) -> dict[str, NDArray[Any]]:
+    rewards_BR = np.zeros((len(trajectories), width), np.float32)
+    has_reward_BR = np.zeros(rewards_BR.shape, np.bool_)
+    for row, trajectory in enumerate(trajectories):
+        for feedback in trajectory.output.feedback:
+            if feedback.reward is not None and feedback.place is not None:
+                rewards_BR[row, feedback.place] += feedback.reward
+                has_reward_BR[row, feedback.place] = True
+    return {"turn_rewards": rewards_BR, "has_turn_reward": has_reward_BR}
+
+
 def _row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
     return {
         "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
@@ -235,6 +262,8 @@ def _object_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
     }
     if any(t.output.attachments for t in trajectories):
         columns["attachments"] = [t.output.attachments for t in trajectories]
+    if any(t.output.feedback for t in trajectories):
+        columns["feedback"] = [t.output.feedback for t in trajectories]
     sources: dict[str, list[Mapping[str, Any]]] = {
         "reward_extra": [t.reward_extra for t in trajectories],
         "extra_fields": [t.output.extra_fields for t in trajectories],

@@ -21,13 +21,15 @@ from agent_loop.rollout.parts import (
     load_loops,
     load_reward_function,
     load_template,
+    make_gate,
+    make_server_manager,
     make_worker,
 )
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
-from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.tools.selection import read_selection
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
@@ -64,15 +66,10 @@ class AgentLoopManager:
     ) -> None:
         self.config = config
         self.template = template
-        self.server_manager = AsyncLLMServerManager(servers, request_timeout_s=config.request_timeout_s)
+        self.server_manager = make_server_manager(config, servers)
         self._context = load_context(config, server_manager=self.server_manager, template=template)
         self._loops = load_loops(config)
-        self._workers = workers or LocalWorkers(
-            [
-                make_worker(config, context=self._context, loops=self._loops, reward=reward)
-                for _ in range(config.agent.num_workers)
-            ]
-        )
+        self._workers = workers or LocalWorkers(self._make_local_workers(reward))
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -84,7 +81,7 @@ class AgentLoopManager:
         """
         template, reward = load_template(config), load_reward_function(config)
         multi_turn = config.rollout.multi_turn
-        require_template(template, tools=bool(multi_turn.tools or multi_turn.tool_config_path))
+        require_template(template, tools=multi_turn.has_tools)
         servers = create_servers(config.model, rollout=config.rollout)
         return cls(config.rollout, servers=servers, template=template, reward=reward)
 
@@ -258,6 +255,15 @@ class AgentLoopManager:
     async def __aexit__(self, *_: object) -> None:
         await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
 
+    def _make_local_workers(self, reward: RewardFunction | None) -> list[AgentLoopWorker]:
+        """Workers in this process; where the servers bound what is in flight, they bound it for all together."""
+        is_shared = self.config.max_concurrent == "auto"
+        gate = make_gate("auto", pool=self.server_manager.pool) if is_shared else None
+        return [
+            make_worker(self.config, context=self._context, loops=self._loops, reward=reward, gate=gate)
+            for _ in range(self.config.agent.num_workers)
+        ]
+
     @asynccontextmanager
     async def _awake(self) -> AsyncGenerator[None]:
         if not self.config.free_cache_engine:
@@ -300,6 +306,9 @@ class AgentLoopManager:
         if row.get("agent_name"):
             self._loops.get(str(row["agent_name"]), where=f"row {number}: agent_name")
         _refuse_unknown(row.get("tools_kwargs") or (), self._context.tools, f"row {number}: tools_kwargs")
+        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
+        known = {*self._context.tools, *methods}
+        read_selection(row.get("tool_selection"), known=known, where=f"row {number}: tool_selection")
         interaction: Mapping[str, Any] = row.get("interaction_kwargs") or {}
         names = [interaction["name"]] if "name" in interaction else []
         _refuse_unknown(names, self._context.interactions, f"row {number}: interaction_kwargs.name")

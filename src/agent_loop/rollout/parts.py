@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
+from agent_loop.loops.environments import load_environments
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, load_reward
+from agent_loop.rollout.gate import AdaptiveGate, AdmissionGate
+from agent_loop.rollout.oversight import Oversight
 from agent_loop.rollout.worker import AgentLoopWorker
+from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.policy import BalancerConfig
+from agent_loop.servers.pool import ServerPool
 from agent_loop.tools.registry import load_tools
 
 
@@ -66,19 +75,42 @@ def load_context(
         multi_turn=multi_turn,
         tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
         interactions=load_interactions(multi_turn.interaction_config_path),
+        environments=load_environments(multi_turn.environments),
     )
 
 
+def make_server_manager(config: RolloutConfig, servers: Sequence[AsyncServerBase]) -> AsyncLLMServerManager:
+    """The client of these servers, balanced as the configuration says."""
+    pool = ServerPool(servers, config=BalancerConfig(longest_first=config.longest_first))
+    return AsyncLLMServerManager(pool, request_timeout_s=config.request_timeout_s)
+
+
 def make_worker(
-    config: RolloutConfig, *, context: LoopContext, loops: LoopRegistry, reward: RewardFunction | None
+    config: RolloutConfig,
+    *,
+    context: LoopContext,
+    loops: LoopRegistry,
+    reward: RewardFunction | None,
+    gate: AdmissionGate | None = None,
 ) -> AgentLoopWorker:
+    """A worker. Args: gate: Shared by several workers; None makes one of its own."""
+    pool = context.server_manager.pool
+    gate = gate or make_gate(config.max_concurrent, pool=pool)
     return AgentLoopWorker(
         context,
         loops=loops,
         default_agent_loop=config.agent.default_agent_loop,
         reward=reward,
-        max_concurrent=config.max_concurrent,
+        gate=gate,
+        oversight=Oversight(gate=gate, pool=pool, silence_s=config.watchdog_s),
     )
+
+
+def make_gate(max_concurrent: int | Literal["auto"] | None, *, pool: ServerPool) -> AdmissionGate:
+    """Where trajectories wait before they begin, as `rollout.max_concurrent` has it."""
+    if max_concurrent == "auto":
+        return AdaptiveGate(pool)
+    return AdmissionGate() if max_concurrent is None else AdmissionGate(bound=max_concurrent)
 
 
 def _limits(config: RolloutConfig) -> EpisodeLimits:
@@ -90,4 +122,6 @@ def _limits(config: RolloutConfig) -> EpisodeLimits:
         max_user_turns=config.multi_turn.max_user_turns,
         max_turn_tokens=config.multi_turn.max_turn_tokens,
         deadline_s=config.trajectory_timeout_s,
+        turn_timeout_s=config.multi_turn.turn_timeout_s,
+        generate_timeout_s=config.generate_timeout_s,
     )

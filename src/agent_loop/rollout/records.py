@@ -29,6 +29,9 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "reward_extra": dict(trajectory.reward_extra),
         "tool_rewards": list(output.tool_rewards),
         "turn_scores": list(output.turn_scores),
+        "feedback": [
+            {name: getattr(feedback, name) for name in feedback.__slots__} for feedback in output.feedback
+        ],
         "num_turns": output.num_turns,
         "messages": [_without_pixels(message) for message in output.messages],
         "incidents": [

@@ -169,7 +169,21 @@ def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
             f"{where} has no {prompt_key!r} (columns: {names}); set data.prompt_key to the column with the "
             f"prompt{hint}"
         )
-    return columns | {"raw_prompt": _messages(columns[key], where=f"{where}, column {key!r}")}
+    return (
+        columns
+        | _nested_columns(columns)
+        | {"raw_prompt": _messages(columns[key], where=f"{where}, column {key!r}")}
+    )
+
+
+def _nested_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What verl's data sets hold in `extra_info`, where the row has no such column of its own."""
+    extra = columns.get("extra_info")
+    if not isinstance(extra, Mapping):
+        return {}
+    nested = cast(Mapping[str, Any], extra)
+    names = ("tools_kwargs", "tool_selection", "interaction_kwargs")
+    return {name: nested[name] for name in names if nested.get(name) and columns.get(name) is None}
 
 
 def _messages(prompt: Any, *, where: str) -> list[Message]:

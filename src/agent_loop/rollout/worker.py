@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,9 +17,12 @@ from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
+from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.journal.row_log import RowLog
+from agent_loop.rollout.oversight import Oversight
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
+from agent_loop.waits import WaitKind, waiting_for
 
 DEADLINE_GRACE_S = 15.0
 """A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
@@ -33,7 +37,7 @@ class Job:
     rollout: int
     sampling_params: Mapping[str, Any]
     log: RowLog | None = None
-    """Where its turns are kept; it is not sent to other processes."""
+    """Where its turns are kept."""
 
     @property
     def trajectory_id(self) -> str:
@@ -50,7 +54,8 @@ class AgentLoopWorker:
         loops: The agent loops by name.
         default_agent_loop: The loop of rows without `agent_name`.
         reward: Scores trajectories that have no reward of their own; None leaves those unscored.
-        max_concurrent: Trajectories in flight; None is all of them.
+        gate: Where trajectories wait before they begin; None lets all begin at once.
+        oversight: Looks after them while they run; None is nobody.
     """
 
     def __init__(
@@ -60,13 +65,15 @@ class AgentLoopWorker:
         loops: LoopRegistry,
         default_agent_loop: str = "single_turn_agent",
         reward: RewardFunction | None = None,
-        max_concurrent: int | None = None,
+        gate: AdmissionGate | None = None,
+        oversight: Oversight | None = None,
     ) -> None:
         self._context = context
         self._loops = loops
         self._default_agent_loop = default_agent_loop
         self._reward = reward
-        self._max_concurrent = max_concurrent
+        self._gate = gate or AdmissionGate()
+        self._oversight = oversight
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._cancelled: set[str] = set()
 
@@ -92,11 +99,10 @@ class AgentLoopWorker:
             RolloutError: More failed than the budget allows; what was running is cancelled.
             JournalError: The turns cannot be kept.
         """
-        places = asyncio.Semaphore(self._max_concurrent or max(len(jobs), 1))
 
         async def run_one(job: Job) -> list[Trajectory]:
-            async with places:
-                trajectories = await self._run_job(job)
+            async with self._gate.admitted():
+                trajectories = await self._run_watched(job)
             for trajectory in trajectories:
                 if on_trajectory is not None:
                     on_trajectory(trajectory)
@@ -104,9 +110,10 @@ class AgentLoopWorker:
                     budget.count(trajectory)
             return trajectories
 
-        return [
-            trajectory for part in await run_together(run_one(job) for job in jobs) for trajectory in part
-        ]
+        watching = nullcontext() if self._oversight is None else self._oversight.watching()
+        async with self._gate.adapting(), watching:
+            parts = await run_together(run_one(job) for job in jobs)
+        return [trajectory for part in parts for trajectory in part]
 
     def cancel(self, trajectory_id: str) -> bool:
         """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
@@ -115,6 +122,13 @@ class AgentLoopWorker:
             return False
         self._cancelled.add(trajectory_id)
         return task.cancel()
+
+    async def _run_watched(self, job: Job) -> list[Trajectory]:
+        if self._oversight is None:
+            return await self._run_job(job)
+        with self._oversight.board.trajectory(job.trajectory_id):
+            trajectories = await self._run_job(job)
+        return [self._oversight.timed(trajectory) for trajectory in trajectories]
 
     async def _run_job(self, job: Job) -> list[Trajectory]:
         task = asyncio.current_task()
@@ -134,7 +148,8 @@ class AgentLoopWorker:
                 self._scored(output, job, branch=n) for n, output in enumerate(outputs)
             )
         if job.log is not None:
-            await job.log.end(trajectories)
+            with waiting_for(WaitKind.JOURNAL):
+                await job.log.end(trajectories)
         return trajectories
 
     async def _begin_anew(
@@ -206,7 +221,10 @@ class AgentLoopWorker:
             return None
         if output.reward_score is not None:
             return Score(output.reward_score)
-        return None if self._reward is None else await self._reward(output, job.row)
+        if self._reward is None:
+            return None
+        with waiting_for(WaitKind.REWARD):
+            return await self._reward(output, job.row)
 
     def _make_loop(self, job: Job, context: LoopContext) -> AgentLoopBase:
         name = str(job.row.get("agent_name") or self._default_agent_loop)
@@ -221,13 +239,10 @@ class AgentLoopWorker:
 
 def _record(
     loop: AgentLoopBase | None, reason: StopReason, *, failure: Failure | None = None
-) -> AgentLoopOutput:
-    """What a loop left behind that did not return: its episode, if it had one."""
-    episode = None if loop is None else loop.last_episode
-    if episode is None:
+) -> AgentLoopOutput | list[AgentLoopOutput]:
+    if loop is None:
         return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
-    episode.stop(reason)
-    return episode.output(failure=failure)
+    return loop.left_behind(reason, failure=failure)
 
 
 def _checked(returned: Any, loop: AgentLoopBase) -> AgentLoopOutput | list[AgentLoopOutput]:

@@ -34,6 +34,8 @@ class Lease:
     work: float
     moved_from: str | None = None
     """The server that the session left, which may forget it."""
+    num_known_tokens: int = 0
+    """Of the prompt, those that this server has computed or sampled before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,16 @@ class LoadBalancer:
         return len(self._leases)
 
     @property
+    def num_running_tokens(self) -> int:
+        """Of the prompts of all leases."""
+        return sum(lease.request.num_prompt_tokens for lease in self._leases.values())
+
+    @property
+    def num_session_tokens(self) -> int:
+        """Of the last prompts of all sessions."""
+        return sum(session.num_tokens for session in self._sessions.values())
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -123,6 +135,7 @@ class LoadBalancer:
         if not self._servers:
             raise ServerDied("no server is left", request_id=request.session)
         session = self._session(request.session)
+        session.num_tokens = request.num_prompt_tokens
         server = self._choose(session)
         if server is not None:
             return self._grant(request, server)
@@ -326,7 +339,7 @@ class LoadBalancer:
         self.policy.begun(request, on=server)
         self._rank(server)
         left = moved_from.name if moved_from is not None and moved_from is not server else None
-        lease = self._leases[request.id] = Lease(request, server.name, work, left)
+        lease = self._leases[request.id] = Lease(request, server.name, work, left, session.num_cached)
         return lease
 
     def _rank_all_if_changed(self) -> None:

@@ -84,6 +84,9 @@ class ServerHealth:
     weight_version: int
     detail: str = ""
     """Why it is not alive."""
+    kv_cache_share: float | None = None
+    """Of the KV cache, what running requests hold; None if it does not say. What is kept for later turns does not
+    count, since it gives way."""
 
 
 class AsyncServerBase(ABC):

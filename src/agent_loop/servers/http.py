@@ -51,6 +51,10 @@ class HttpClient:
         """Raises: ServerError: As `post_json`."""
         return await self._json("GET", path, body=None, request_id="", timeout_s=timeout_s)
 
+    async def get_text(self, path: str, *, timeout_s: float | None = None) -> str:
+        """Raises: ServerError: As `post_json`."""
+        return await self._text("GET", path, body=None, request_id="", timeout_s=timeout_s)
+
     async def post_json(
         self,
         path: str,
@@ -112,13 +116,24 @@ class HttpClient:
         request_id: str,
         timeout_s: float | None,
     ) -> Any:
+        text = await self._text(method, path, body=body, request_id=request_id, timeout_s=timeout_s)
+        return self._parsed(text, path=path, request_id=request_id) if text.strip() else None
+
+    async def _text(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None,
+        request_id: str,
+        timeout_s: float | None,
+    ) -> str:
         limit_s = timeout_s or self._timeout_s
         limits = aiohttp.ClientTimeout(total=limit_s)
         self._refuse_if_closed(request_id)
         with self._typed_errors(path, request_id=request_id, timeout_s=limit_s):
             async with self._request(method, path, body=body, request_id=request_id, limits=limits) as answer:
-                text = await answer.text()
-        return self._parsed(text, path=path, request_id=request_id) if text.strip() else None
+                return await answer.text()
 
     @asynccontextmanager
     async def _request(

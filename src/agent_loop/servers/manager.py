@@ -18,8 +18,10 @@ from agent_loop.concurrency import run_shielded, running_beside
 from agent_loop.errors import ServerDied
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
-from agent_loop.servers.pool import Place, RequestAborted, ServerPool
+from agent_loop.servers.place import Place
+from agent_loop.servers.pool import RequestAborted, ServerPool
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
+from agent_loop.waits import note_progress
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +52,11 @@ class AsyncLLMServerManager:
     def balancer(self) -> LoadBalancer:
         return self._pool.balancer
 
+    @property
+    def pool(self) -> ServerPool:
+        """The servers."""
+        return self._pool
+
     async def generate(
         self,
         request_id: str,
@@ -76,12 +83,12 @@ class AsyncLLMServerManager:
         # With another server at hand, tokens are taken as they come, so that none are lost with this one.
         keeps_parts = len(self._pool.servers) > 1
         while True:
-            num_before = work.num_tokens
+            num_before = len(work.chunks)
             try:
                 async with self._place(work) as place:
                     streams = keeps_parts and Ability.STREAMING in place.server.abilities
                     await place.run(partial(work.take_parts if streams else work.take_whole, place.server))
-                    place.num_new_tokens = work.num_tokens - num_before
+                    place.chunks = work.chunks[num_before:]
                 return TokenOutput.from_chunks(work.chunks)
             except RequestAborted:
                 return TokenOutput.from_chunks([*work.chunks, self._nothing()])
@@ -109,13 +116,13 @@ class AsyncLLMServerManager:
         work = _Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
         while True:
-            num_before = work.num_tokens
+            num_before = len(work.chunks)
             try:
                 async with self._place(work) as place, aclosing(work.stream_on(place.server)) as chunks:
                     while (chunk := await place.run(partial(anext, chunks, None))) is not None:
                         work.chunks.append(chunk)
                         yield chunk
-                    place.num_new_tokens = work.num_tokens - num_before
+                    place.chunks = work.chunks[num_before:]
                 return
             except RequestAborted:
                 yield self._nothing()
@@ -284,6 +291,7 @@ class _Work:
         async with aclosing(self.stream_on(server)) as chunks:
             async for chunk in chunks:
                 self.chunks.append(chunk)
+                note_progress()
 
     def stream_on(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
         prompt_ids, params = self._rest()

@@ -85,6 +85,8 @@ class SessionState:
 
     id: str
     server: ServerState | None = None
+    num_tokens: int = 0
+    """Of its last prompt."""
     num_cached: int = 0
     """Tokens of its context that its server has computed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,10 @@ from agent_loop.errors import ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
 from agent_loop.servers.forecast import Forecast, TurnsLeft
+from agent_loop.servers.place import Place
 from agent_loop.servers.policy import Policy
+from agent_loop.servers.use import ServerUse
+from agent_loop.waits import WaitKind, waiting_for
 from agent_loop.weights.shared import SenderPool, SharedWeights
 
 if TYPE_CHECKING:
@@ -34,53 +37,6 @@ FORGET_TIMEOUT_S = 5.0
 
 class RequestAborted(Exception):
     """The request was aborted while it waited for a place."""
-
-
-class Place:
-    """A place on a server, while it lasts."""
-
-    def __init__(
-        self, server: AsyncServerBase, *, request_id: str, ends_at: float | None, timeout_s: float | None
-    ) -> None:
-        self.server = server
-        self.num_new_tokens: int | None = None
-        """How long the completion was, once it is known."""
-        self._request_id = request_id
-        self._ends_at = ends_at
-        self._timeout_s = timeout_s or 0.0
-        self._scope: asyncio.Timeout | None = None
-        self._loss: ServerDied | None = None
-
-    async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Awaits a call to the server until the request's time is over or the server is lost.
-
-        Raises:
-            ServerTimeout: The time is over.
-            ServerDied: The server was given up.
-        """
-        if self._loss is not None:
-            raise self._loss
-        scope = self._scope = asyncio.timeout_at(self._ends_at)
-        try:
-            async with scope:
-                return await call()
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise self._loss or ServerTimeout(
-                f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or see what "
-                "holds the server up",
-                server=self.server.name,
-                request_id=self._request_id,
-            ) from None
-        finally:
-            self._scope = None
-
-    def lose(self, reason: str) -> None:
-        """Has the running call fail."""
-        self._loss = ServerDied(reason, server=self.server.name, request_id=self._request_id)
-        if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
 
 
 class ServerPool:
@@ -108,6 +64,10 @@ class ServerPool:
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Why each server that is left out is."""
+        self.use = ServerUse()
+        """What the servers did since this pool was made."""
+        self._healths: dict[str, ServerHealth] = {}
+        """What each server last said."""
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
         self._places: dict[str, dict[str, Place]] = {}
         self._weight_senders: SenderPool = {}
@@ -123,6 +83,25 @@ class ServerPool:
     def lost(self) -> dict[str, str]:
         """The servers that are left out, and why."""
         return dict(self._lost)
+
+    @property
+    def num_waiting(self) -> float:
+        """Requests that wait for a place, or in a server for its batch, as far as the servers said when they were last
+        asked."""
+        here = self._here
+        num_waiting = sum(health.num_waiting for health in here)
+        share = num_waiting / max(num_waiting + sum(health.num_running for health in here), 1)
+        return self.balancer.num_waiting + share * self.balancer.num_leases
+
+    @property
+    def kv_cache_demand(self) -> float | None:
+        """What the contexts of all sessions would take of the servers' KV caches, of which it is told how much running
+        requests take; None if no server says that, or nothing runs."""
+        shares = [health.kv_cache_share for health in self._here if health.kv_cache_share is not None]
+        running = self.balancer.num_running_tokens
+        if not shares or not running:
+            return None
+        return sum(shares) / len(shares) * self.balancer.num_session_tokens / running
 
     @asynccontextmanager
     async def place(
@@ -144,7 +123,13 @@ class ServerPool:
         try:
             lease = self._acquire(request) or await self._wait_for_place(request, ends_at=ends_at)
             server, granted_at = self._servers[lease.server], clock()
-            place = Place(server, request_id=session, ends_at=ends_at, timeout_s=timeout_s)
+            place = Place(
+                server,
+                request_id=session,
+                num_known_tokens=lease.num_known_tokens,
+                ends_at=ends_at,
+                timeout_s=timeout_s,
+            )
             self._places.setdefault(server.name, {})[request.id] = place
             if lease.moved_from is not None:
                 await self._forget(session, on=lease.moved_from)
@@ -152,8 +137,16 @@ class ServerPool:
         finally:
             new_tokens = None
             if place is not None:
-                new_tokens = place.num_new_tokens
                 self._places.get(place.server.name, {}).pop(request.id, None)
+            if place is not None and place.chunks is not None:
+                new_tokens = sum(len(chunk.token_ids) for chunk in place.chunks)
+                self.use = self.use.plus(
+                    ServerUse.of(
+                        place.chunks,
+                        num_prompt_tokens=num_prompt_tokens,
+                        num_known_tokens=place.num_known_tokens,
+                    )
+                )
             self._hand_out(
                 self.balancer.release(request.id, num_new_tokens=new_tokens, seconds=clock() - granted_at)
             )
@@ -266,6 +259,11 @@ class ServerPool:
         del self._lost[name]
         self._join(self._servers[name])
 
+    @property
+    def _here(self) -> list[ServerHealth]:
+        """What those that are not lost last said."""
+        return [health for name, health in self._healths.items() if name not in self._lost]
+
     def _home_of(self, session: str) -> AsyncServerBase | None:
         name = self.balancer.server_of(session)
         return None if name is None else self._servers[name]
@@ -279,8 +277,9 @@ class ServerPool:
         future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
         scope = asyncio.timeout_at(ends_at)
         try:
-            async with scope:
-                return await future
+            with waiting_for(WaitKind.PLACE):
+                async with scope:
+                    return await future
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -332,11 +331,13 @@ class ServerPool:
 
     async def _health_of(self, server: AsyncServerBase) -> ServerHealth:
         try:
-            return await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S)
+            health = await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S)
         except DeadlineExpired as error:
             return _not_alive(f"asking how it is {error}")
         except Exception as error:  # noqa: BLE001  (whatever it raises, it is not well)
             return _not_alive(describe_error(error))
+        self._healths[server.name] = health
+        return health
 
     def _none_left(self, session: str) -> ServerDied:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())

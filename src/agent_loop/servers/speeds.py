@@ -38,6 +38,7 @@ class _Record:
 class _Fleet:
     """The same over all servers, with what a straight line through them needs."""
 
+    completions: float = 0.0
     tokens: float = 0.0
     token_requests: float = 0.0
     token_requests_squared: float = 0.0
@@ -104,7 +105,7 @@ class SpeedEstimate:
         fleet_work = fleet.tokens * self.overhead + fleet.token_requests
         seconds_per_work = fleet.seconds / fleet_work
         expected = seconds_per_work * (record.tokens * self.overhead + record.token_requests)
-        prior = PRIOR_COMPLETIONS * fleet.seconds * FLEET_MEMORY
+        prior = PRIOR_COMPLETIONS * fleet.seconds / fleet.completions
         slowest, fastest = SPEEDS
         speed = min(max((prior + expected) / (prior + record.seconds), slowest), fastest)
         return SPEED_STEP ** round(math.log(speed, SPEED_STEP))
@@ -120,6 +121,7 @@ class SpeedEstimate:
         tokens and corrected for its server's speed; the overhead is where it meets the axis."""
         fleet = self._fleet
         _decay(fleet, FLEET_MEMORY)
+        fleet.completions += 1
         fleet.tokens += num_tokens
         fleet.token_requests += num_tokens * in_flight
         fleet.token_requests_squared += num_tokens * in_flight * in_flight
@@ -143,6 +145,7 @@ def _decay(record: _Record | _Fleet, memory: float) -> None:
     record.token_requests *= keep
     record.seconds *= keep
     if isinstance(record, _Fleet):
+        record.completions *= keep
         record.token_requests_squared *= keep
         record.even_seconds *= keep
         record.even_second_requests *= keep

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
@@ -19,22 +18,18 @@ from agent_loop import __version__
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList, Reply
-from agent_loop.completions.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    SamplingRequest,
-    request_error,
-)
+from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from agent_loop.completions.sampling import Sampler
 from agent_loop.completions.text import completion, stream_completion
-from agent_loop.errors import AgentLoopError, RequestError
+from agent_loop.errors import RequestError
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.serving.errors import CLIENT_GONE, error_reply, error_response, reply_to, status_of
+from agent_loop.serving.errors import error_reply, error_response
 from agent_loop.serving.gate import Gate
+from agent_loop.serving.handlers import add_error_handlers
 from agent_loop.serving.health import HealthReply, health_of
 from agent_loop.serving.metrics import CONTENT_TYPE, Metrics
 from agent_loop.serving.sessions import SessionTable
-from agent_loop.serving.streams import ClientGone, Connection, EventStream
+from agent_loop.serving.streams import Connection, EventStream
 from agent_loop.serving.wire import BoundBodies, CountRequests, StrictRoute
 
 RequestT = TypeVar("RequestT", bound=SamplingRequest, contravariant=True)
@@ -69,8 +64,8 @@ def create_app(served: Served) -> FastAPI:
     routes = _Routes(served, stopping=app.state.stopping)
     app.include_router(routes.of_the_api())
     app.include_router(routes.for_watchers())
-    for kind, handler in _HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    add_error_handlers(app)
+    app.add_exception_handler(UnknownModel, _on_unknown_model)
     app.add_middleware(BoundBodies)
     app.add_middleware(CountRequests, metrics=routes.metrics)
     return app
@@ -227,43 +222,6 @@ async def _first_of(source: AsyncGenerator[Reply]) -> Reply | None:
     return await anext(source, None)
 
 
-async def _on_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, AgentLoopError)
-    return error_response(reply_to(error), status=status_of(error))
-
-
 async def _on_unknown_model(_: Request, error: Exception) -> Response:
     reply = error_reply(str(error), status=404, param="model", code="model_not_found")
     return error_response(reply, status=404)
-
-
-async def _on_invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    fault = request_error(error.errors(), known=ChatCompletionRequest)
-    return error_response(reply_to(fault), status=400)
-
-
-async def _on_http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    code = {401: "invalid_api_key", 404: "not_found", 413: "body_too_large"}.get(error.status_code)
-    reply = error_reply(str(error.detail), status=error.status_code, code=code)
-    return error_response(reply, status=error.status_code, headers=error.headers)
-
-
-async def _on_client_gone(_: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)
-
-
-async def _on_bug(_: Request, error: Exception) -> Response:
-    reply = error_reply(f"a fault of the server: {type(error).__name__}; its log says more", status=500)
-    return error_response(reply, status=500)
-
-
-_HANDLERS = {
-    AgentLoopError: _on_error,
-    UnknownModel: _on_unknown_model,
-    RequestValidationError: _on_invalid,
-    HTTPException: _on_http_error,
-    ClientGone: _on_client_gone,
-    Exception: _on_bug,
-}

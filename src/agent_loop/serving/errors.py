@@ -47,8 +47,8 @@ def error_reply(
 
 def reply_to(error: AgentLoopError) -> ErrorReply:
     """What to tell the client of an error."""
-    param = error.param if isinstance(error, RequestError) else None
-    return error_reply(str(error), status=status_of(error), param=param)
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    return error_reply(str(error), status=status_of(error), param=param, code=code)
 
 
 def error_response(

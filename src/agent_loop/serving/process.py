@@ -6,8 +6,8 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
@@ -64,6 +64,30 @@ async def run_app(app: FastAPI, *, listener: socket.socket) -> int | None:
     server = AppServer(app)
     await server.serve(sockets=[listener])
     return server.stopped_by
+
+
+@asynccontextmanager
+async def listening(app: FastAPI, *, host: str = "127.0.0.1") -> AsyncGenerator[str]:
+    """Serves on a free port meanwhile, beside whatever else the event loop does; no signal is touched.
+
+    Yields:
+        Where clients find it, as in `http://127.0.0.1:41234`.
+
+    Raises:
+        ConfigError: The address cannot be had.
+    """
+    server = AppServer(app)
+    listener = bound_socket(host, 0)
+    try:
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup(sockets=[listener])
+        yield base_url(listener, host=host).removesuffix("/v1")
+    finally:
+        app.state.stopping.set()
+        if server.started:
+            await server.shutdown(sockets=[listener])
+        listener.close()
 
 
 class AppServer(uvicorn.Server):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agent_loop.completions.replies import Reply
+from agent_loop.completions.replies import ErrorReply, Reply
 from agent_loop.concurrency import run_while
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.serving.errors import reply_to
 
 ResultT = TypeVar("ResultT")
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientGone(Exception):
@@ -63,6 +62,14 @@ class Connection:
         await self.stopping.wait()
 
 
+def _done() -> bytes:
+    return b"data: [DONE]\n\n"
+
+
+def _event(reply: Reply) -> bytes:
+    return f"data: {reply.model_dump_json()}\n\n".encode()
+
+
 class EventStream(Response):
     """Server-sent events. An error in the middle becomes the last event; a client that hangs up ends the source.
 
@@ -70,16 +77,31 @@ class EventStream(Response):
         first: The first reply, which the caller has awaited, so that an early error still has a status of its own.
         rest: The others.
         connection: The client's.
+        write: Writes an event.
+        write_error: Writes the event of an error.
+        end: Writes what comes last, if all goes well.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Reply | None, rest: AsyncGenerator[Reply], *, connection: Connection) -> None:
+    def __init__(
+        self,
+        first: Reply | None,
+        rest: AsyncGenerator[Reply],
+        *,
+        connection: Connection,
+        write: Callable[[Reply], bytes] = _event,
+        write_error: Callable[[ErrorReply], bytes] = _event,
+        end: Callable[[], bytes] = _done,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._connection = connection
+        self._write = write
+        self._write_error = write_error
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
@@ -87,20 +109,16 @@ class EventStream(Response):
                 try:
                     await self._connection.hold(self._send(send))
                 except AgentLoopError as error:
-                    await send(_part(_event(reply_to(error))))
+                    await send(_part(self._write_error(reply_to(error))))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._first is not None:
-            await send(_part(_event(self._first)))
+            await send(_part(self._write(self._first)))
         async for reply in self._rest:
-            await send(_part(_event(reply)))
-        await send(_part(DONE))
-
-
-def _event(reply: Reply) -> bytes:
-    return f"data: {reply.model_dump_json()}\n\n".encode()
+            await send(_part(self._write(reply)))
+        await send(_part(self._end()))
 
 
 def _part(body: bytes) -> Message:

@@ -8,13 +8,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from agent_loop.concurrency import running_beside
 from agent_loop.errors import ConfigError
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.parts import make_gate
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.forecast import Forecast
@@ -84,8 +85,8 @@ class Cluster:
     policy: PolicyName = PolicyName.LEAST_WORK
     order: OrderName = OrderName.ARRIVAL
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
-    max_concurrent: int | None = None
-    """Trajectories in flight; None begins all at once."""
+    max_concurrent: int | Literal["auto"] | None = None
+    """Trajectories in flight, as `rollout.max_concurrent` has it; None begins all at once."""
     faults: tuple[Fault, ...] = ()
 
     def __post_init__(self) -> None:
@@ -176,7 +177,7 @@ async def drive(
             on_trajectory()
 
     async with AsyncExitStack() as beside:
-        if cluster.faults:
+        if cluster.faults or cluster.max_concurrent == "auto":
             await beside.enter_async_context(manager.watching())
         speeds = {server.name: speed for server, speed in zip(servers, cluster.speeds, strict=True)}
         await beside.enter_async_context(running_beside(_watch_load(pool, speeds, samples)))
@@ -203,7 +204,7 @@ def _worker(manager: AsyncLLMServerManager, cluster: Cluster) -> AgentLoopWorker
         context,
         loops=LoopRegistry(),
         default_agent_loop=LOOP_NAME,
-        max_concurrent=cluster.max_concurrent,
+        gate=make_gate(cluster.max_concurrent, pool=manager.pool),
     )
 
 

@@ -149,6 +149,7 @@ class SimulatedServer(AsyncServerBase):
             num_waiting=self.engine.num_waiting,
             weight_version=self._weight_version,
             detail=self._end_reason or "",
+            kv_cache_share=self.engine.kv_running / self.engine.model.kv_tokens,
         )
 
     async def close(self) -> None:

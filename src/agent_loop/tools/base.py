@@ -1,4 +1,4 @@
-"""What a tool is: four methods around one instance per trajectory."""
+"""What a tool is: four methods around one instance per trajectory, and what it declares of its calls."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class BaseTool(ABC):
     """One tool that models may call. The object is shared by all trajectories of a worker; what belongs to one
     trajectory is kept under its `instance_id`.
 
+    An `instance_id` is used for one trajectory and never again; `trajectory_of` tells those of its other tools.
+
     Per trajectory: `create` once before the first call, `execute` for each call, `calc_reward` once at the end,
     `release` last, whatever happened before.
 
@@ -35,8 +37,16 @@ class BaseTool(ABC):
     """
 
     on_replay: OnReplay | str = OnReplay.RESTART
-    """What becomes of recorded calls when a trajectory is run again after a crash: say it of your tool, or such
-    trajectories begin anew."""
+    """Whether a call may be run twice. It decides what becomes of recorded calls when a trajectory is run again after a
+    crash (say it of your tool, or such trajectories begin anew), and whether `retries` are allowed: only `RECORDED`
+    tells that running a call again does no harm."""
+    timeout_s: float | None = None
+    """One call with its retries, the `create` before the first included; None is `multi_turn.tool_timeout_s`."""
+    max_concurrent: int | None = None
+    """Calls that run at once, of all trajectories that share this object: those of one process. The others queue, and
+    their time limits begin when they start. None is no limit."""
+    retries: int = 0
+    """How often a call that raised `ToolUnavailable` is run again."""
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
         self.config = dict(config)
@@ -61,6 +71,7 @@ class BaseTool(ABC):
 
         Raises:
             ToolError: The call did not work; the message is the model's answer.
+            ToolUnavailable: It did not work this time, but the same call may later.
         """
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
@@ -68,3 +79,8 @@ class BaseTool(ABC):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Frees what `create` set up."""
+
+
+def trajectory_of(instance_id: str) -> str:
+    """What the instance ids of all tools of one trajectory have in common."""
+    return instance_id.partition("-")[0]

@@ -2,44 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from pydantic import Field
 
-from agent_loop.config import Section
-from agent_loop.errors import ConfigError
+from agent_loop.boundary import OnReplay, describe_value
+from agent_loop.config import Positive, PositiveSeconds, Section
+from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.loading import load_object
 from agent_loop.registries import construct, load_class, read_entries
 from agent_loop.tools.base import BaseTool
+from agent_loop.tools.calls import check_declarations
 from agent_loop.tools.schema import check_tool_schema
 
 REFERENCES_KEY = "rollout.multi_turn.tools"
 PATH_KEY = "rollout.multi_turn.tool_config_path"
 
+KIT = {
+    "calculator": "agent_loop.tools.calculator:CalculatorTool",
+    "gsm8k": "agent_loop.tools.gsm8k:Gsm8kTool",
+    "http": "agent_loop.tools.web.http:HttpTool",
+    "mcp": "agent_loop.tools.mcp.tools:mcp_tools",
+    "openapi": "agent_loop.tools.web.openapi:openapi_tools",
+    "python": "agent_loop.tools.python:PythonTool",
+    "search": "agent_loop.tools.search.tool:SearchTool",
+}
+"""The tools that come with the package, by their short names; each is imported when it is named."""
+
+VERL_NAMES = {
+    "verl.tools.gsm8k_tool.Gsm8kTool": "gsm8k",
+    "verl.tools.mcp_base_tool.MCPBaseTool": "mcp",
+    "verl.tools.mcp_search_tool.MCPSearchTool": "mcp",
+    "verl.tools.search_tool.SearchTool": "search",
+}
+"""What stands in for verl's own tools, so that its registry files can be read as they are."""
+
+ToolMaker: TypeAlias = Callable[[Mapping[str, Any]], Sequence[BaseTool]]
+"""Makes several tools of one entry's config."""
+
 
 class ToolEntry(Section):
-    """One tool of the YAML file."""
+    """One tool of the YAML file, or several that are made of one entry."""
 
     class_name: str
-    """A subclass of `BaseTool`, as `package.module.Class` or `file.py:Class`."""
+    """A short name of the kit, or `package.module.Class` or `file.py:Class`: a subclass of `BaseTool`, a function
+    decorated with `@function_tool`, or one that takes `config` and returns several tools."""
     config: dict[str, Any] = Field(default={})
     """What the class gets as `config`."""
     tool_schema: dict[str, Any] | None = None
     """The OpenAI function schema; None where the class has an attribute `tool_schema`."""
+    mcp: dict[str, Any] = Field(default={})
+    """For `mcp`: more keys of its config, where verl has them."""
+    on_replay: OnReplay | None = None
+    """In place of what the tool declares, as are the next three."""
+    timeout_s: PositiveSeconds | None = None
+    max_concurrent: Positive | None = None
+    retries: int | None = Field(default=None, ge=0)
 
 
 def load_tools(references: Iterable[str], *, config_path: str | Path | None = None) -> dict[str, BaseTool]:
     """The tools by the names that models call them by.
 
     Args:
-        references: `file.py:name` or `module:name` of functions decorated with `@function_tool`, of `BaseTool` objects,
-            or of `BaseTool` subclasses with a class attribute `tool_schema` (made with an empty config).
-        config_path: YAML that holds `tools: [{class_name, config, tool_schema}]`.
+        references: Short names of the kit, or `file.py:name` or `module:name` of functions decorated with
+            `@function_tool`, of `BaseTool` objects, or of `BaseTool` subclasses with a class attribute `tool_schema`
+            (made with an empty config).
+        config_path: YAML that holds `tools: [{class_name, config, tool_schema, ...}]`, each as `ToolEntry` has it.
 
     Raises:
-        ConfigError: A tool cannot be loaded, its schema is missing or invalid, or two have the same name.
+        ConfigError: A tool cannot be loaded, its schema is missing or invalid, what it declares of its calls is wrong,
+            or two have the same name.
     """
     tools: dict[str, BaseTool] = {}
     sources: dict[str, str] = {}
@@ -48,6 +82,7 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
         loaded += _load_file(config_path)
     for source, tool in loaded:
         check_tool_schema(tool.tool_schema, where=f"the schema of tool {source}")
+        check_declarations(tool)
         if tool.name in tools:
             raise ConfigError(
                 f"tools {sources[tool.name]} and {source} are both named {tool.name!r}; rename one of them"
@@ -56,13 +91,50 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
     return tools
 
 
+def make_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
+    """The tools of one entry.
+
+    Raises:
+        ConfigError: They cannot be made.
+    """
+    short_name = VERL_NAMES.get(entry.class_name, entry.class_name)
+    reference = KIT.get(short_name, entry.class_name)
+    config = {**entry.config, **entry.mcp}
+    if short_name in KIT:
+        config.pop("type", None)  # verl's `type: native | mcp`, which the class name says here
+    elif ":" not in reference and "." not in reference:
+        raise ConfigError(
+            f"{where}.class_name is {reference!r}, which the kit has not{did_you_mean(reference, KIT)}"
+        )
+    named = load_object(reference, key=f"{where}.class_name")
+    if isinstance(named, BaseTool):
+        if config or entry.tool_schema:
+            raise ConfigError(f"{where}: {reference} is made already; it takes no config and no tool_schema")
+        tools: Sequence[BaseTool] = [named]
+    elif callable(named) and not isinstance(named, type):
+        tools = _make_several(cast(ToolMaker, named), config, where=where)
+    else:
+        tool_class = load_class(reference, base=BaseTool, key=f"{where}.class_name")
+        tools = [_make(tool_class, config=config, tool_schema=entry.tool_schema, where=where)]
+    for tool in tools:
+        for key in ("on_replay", "timeout_s", "max_concurrent", "retries"):
+            if getattr(entry, key) is not None:
+                setattr(tool, key, getattr(entry, key))
+    return tools
+
+
 def _load_reference(reference: str) -> BaseTool:
+    reference = KIT.get(reference, reference)
     named = load_object(reference, key=REFERENCES_KEY)
     if isinstance(named, BaseTool):
         return named
     if isinstance(named, type):
         tool_class = load_class(reference, base=BaseTool, key=REFERENCES_KEY)
         return _make(tool_class, config={}, tool_schema=None, where=f"{REFERENCES_KEY}: {reference}")
+    if reference in KIT.values():
+        raise ConfigError(
+            f"{REFERENCES_KEY}: {reference} needs a config; name it in a file, and that in {PATH_KEY}"
+        )
     if callable(named):
         raise ConfigError(
             f"{REFERENCES_KEY} is {reference!r}, a plain function; decorate it with @function_tool"
@@ -78,10 +150,18 @@ def _load_file(path: str | Path) -> list[tuple[str, BaseTool]]:
     entries = read_entries(path, entry_type=ToolEntry, list_key="tools", key=PATH_KEY)
     for index, entry in enumerate(entries):
         where = f"{path}: tools[{index}]"
-        tool_class = load_class(entry.class_name, base=BaseTool, key=f"{where}.class_name")
-        tool = _make(tool_class, config=entry.config, tool_schema=entry.tool_schema, where=where)
-        loaded.append((f"{entry.class_name} ({where})", tool))
+        loaded += [(f"{entry.class_name} ({where})", tool) for tool in make_tools(entry, where=where)]
     return loaded
+
+
+def _make_several(make: ToolMaker, config: Mapping[str, Any], *, where: str) -> Sequence[BaseTool]:
+    made: Any = construct(cast(Any, make), config, where=where)
+    tools = cast(list[Any], made) if isinstance(made, list) else []
+    if not tools or not all(isinstance(tool, BaseTool) for tool in tools):
+        raise ConfigError(
+            f"{where}: its function returned {describe_value(made)}; return a list of BaseTool objects"
+        )
+    return tools
 
 
 def _make(

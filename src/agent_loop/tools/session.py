@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from uuid import uuid4
 
 from agent_loop.boundary import (
     DeadlineExpired,
@@ -19,8 +20,9 @@ from agent_loop.boundary import (
     one_line,
     run_bounded,
 )
-from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, did_you_mean
+from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
 from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.calls import check_declarations, place_for_call, with_retries
 from agent_loop.tools.schema import check_arguments
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.types import ToolCall
@@ -33,7 +35,7 @@ class ToolSessionConfig:
     """The time limits of one trajectory's tools."""
 
     timeout_s: float
-    """One call, the tool's `create` before the first included."""
+    """One call of a tool that has no `timeout_s` of its own, the `create` before the first included."""
     close_timeout_s: float
     """One `calc_reward`, and one `release`."""
 
@@ -64,6 +66,7 @@ class ToolSession:
 
     Raises:
         DataError: `tools_kwargs` names an unknown tool or key.
+        ConfigError: What a tool declares of its calls is wrong.
     """
 
     def __init__(
@@ -73,9 +76,12 @@ class ToolSession:
         config: ToolSessionConfig,
         tools_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
+        for tool in tools.values():
+            check_declarations(tool)
         self._tools = tools
         self._config = config
         self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
+        self._trajectory = uuid4().hex
         self._instances: dict[str, TrajectoryInstance] = {}
         self._incidents: list[Incident] = []
         self._is_closed = False
@@ -101,12 +107,14 @@ class ToolSession:
         """
         if name in self._tools:
             instance = self._instance(self._tools[name], name=name)
-            await run_bounded(instance.open, timeout_s=self._config.timeout_s)
+            timeout_s = self._tools[name].timeout_s or self._config.timeout_s
+            await run_bounded(instance.open, timeout_s=timeout_s)
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call.
 
-        An unknown tool, arguments that do not fit the schema, a `ToolError` and a timeout are answered to the model.
+        It waits while `max_concurrent` calls of the tool run, and is retried as the tool allows. An unknown tool,
+        arguments that do not fit the schema, a `ToolError` and a timeout are answered to the model.
 
         Raises:
             ToolBug: The tool raised anything else, or returned something that is no result.
@@ -121,10 +129,14 @@ class ToolSession:
         fault = check_arguments(tool.tool_schema, call.arguments)
         if fault is not None:
             return _answer(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {fault}")
+        run = partial(with_retries, tool, partial(self._run, tool, call))
         try:
-            returned = await run_bounded(partial(self._run, tool, call), timeout_s=self._config.timeout_s)
+            async with place_for_call(tool):
+                returned = await run_bounded(run, timeout_s=tool.timeout_s or self._config.timeout_s)
         except DeadlineExpired as error:
             return _answer(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
+        except ToolUnavailable as error:
+            return _answer(IncidentKind.TOOL_UNAVAILABLE, str(error) or f"{call.name} is not available")
         except ToolError as error:
             return _answer(IncidentKind.TOOL_ERROR, str(error) or f"{call.name} did not work")
         except Exception as error:
@@ -133,7 +145,7 @@ class ToolSession:
                 f"tool {call.name!r} raised {describe_error(error)} when called with {arguments}; "
                 "mend it, or raise ToolError where the model should be told"
             ) from error
-        return _read_result(returned, name=call.name)
+        return read_result(returned, name=call.name)
 
     async def calc_rewards(self) -> dict[str, float]:
         """The verdict of each tool that was used and has one, by name.
@@ -158,7 +170,7 @@ class ToolSession:
                     f"calc_reward of tool {name!r} raised {describe_error(error)}; mend it"
                 ) from error
             if reward is not None:
-                rewards[name] = _read_reward(reward, where=f"calc_reward of tool {name!r}")
+                rewards[name] = read_reward(reward, where=f"calc_reward of tool {name!r}")
         return rewards
 
     async def close(self) -> list[Incident]:
@@ -181,6 +193,7 @@ class ToolSession:
         if name not in self._instances:
             self._instances[name] = TrajectoryInstance(
                 f"tool {name!r}",
+                trajectory=self._trajectory,
                 open_as=partial(tool.create, **self._kwargs_of(name, "create_kwargs")),
                 close_as=partial(tool.release, **self._kwargs_of(name, "release_kwargs")),
             )
@@ -220,8 +233,12 @@ def _mapping(value: Any, *, where: str) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], value)
 
 
-def _read_result(returned: Any, *, name: str) -> ToolResult:
-    """Checks what `execute` returned; a plain str may stand in the response's place."""
+def read_result(returned: Any, *, name: str) -> ToolResult:
+    """Checks what `execute` returned; a plain str may stand in the response's place.
+
+    Raises:
+        ToolBug: It is no result.
+    """
     parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
     if len(parts) != 3:
         raise ToolBug(
@@ -237,7 +254,7 @@ def _read_result(returned: Any, *, name: str) -> ToolResult:
     if not isinstance(extra, dict):
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
     if reward is not None:
-        reward = _read_reward(reward, where=f"tool {name!r}")
+        reward = read_reward(reward, where=f"tool {name!r}")
     return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
 
 
@@ -245,7 +262,8 @@ def _is_text_or_none(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _read_reward(reward: Any, *, where: str) -> float:
+def read_reward(reward: Any, *, where: str) -> float:
+    """Raises: ToolBug: It is no finite number."""
     number = as_finite_number(reward)
     if number is None:
         raise ToolBug(

@@ -70,7 +70,12 @@ class Actor:
         return self._log_probs_of(self.model, batch, torch.arange(batch.batch_size[0]))
 
     def update(
-        self, batch: RolloutBatch, *, advantages_B: Tensor, keep_B: Tensor | None = None
+        self,
+        batch: RolloutBatch,
+        *,
+        advantages_B: Tensor,
+        turn_advantages_BR: Tensor | None = None,
+        keep_B: Tensor | None = None,
     ) -> dict[str, float]:
         """One PPO update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
 
@@ -79,6 +84,7 @@ class Actor:
         Args:
             batch: As `assemble` makes it.
             advantages_B: One per row; each token of the row gets it.
+            turn_advantages_BR: Added to it token by token.
             keep_B: True for rows to train on; None is all of them. Rows without a token of the model's are left
                 out anyway. If no row remains, the weights stay as they are.
 
@@ -94,7 +100,9 @@ class Actor:
             return {names.SKIPPED_UPDATE: 1.0, names.ROWS_TRAINED: 0.0}
         _refuse_empty_prompts(batch, rows)
         lr = self._warm_up()
-        targets = self._targets(batch, rows, advantages_B)
+        if turn_advantages_BR is None:
+            turn_advantages_BR = torch.zeros(1, 1).expand(batch["responses"].shape)
+        targets = self._targets(batch, rows, advantages_B[:, None] + turn_advantages_BR)
         tally = UpdateTally()
         for _ in range(self._config.ppo_epochs):
             for mini_batch_rows in self._mini_batches(rows):
@@ -136,14 +144,14 @@ class Actor:
             group["lr"] = self._config.lr * share
         return self._config.lr * share
 
-    def _targets(self, batch: RolloutBatch, rows: Tensor, advantages_B: Tensor) -> _Targets:
+    def _targets(self, batch: RolloutBatch, rows: Tensor, advantages_BR: Tensor) -> _Targets:
         rollout_BR: Tensor | None = cast(Any, batch).get("rollout_log_probs")
         old_BR = self._log_probs_of(self.model, batch, rows) if rollout_BR is None else rollout_BR
         reference_BR = None
         if self._reference is not None and self._config.kl_loss_coef:
             reference_BR = self._log_probs_of(self._reference, batch, rows)
         return _Targets(
-            advantages_B=advantages_B,
+            advantages_BR=advantages_BR,
             old_log_probs_BR=old_BR,
             rollout_log_probs_BR=rollout_BR,
             reference_log_probs_BR=reference_BR,
@@ -192,7 +200,7 @@ class Actor:
         policy: PolicyLoss = policy_loss(
             log_probs_BR,
             old_log_probs_BT=micro_batch.cut(targets.old_log_probs_BR),
-            advantages_BT=targets.advantages_B[micro_batch.rows_B, None].to(mask_BR.device),
+            advantages_BT=micro_batch.cut(targets.advantages_BR),
             mask_BT=mask_BR,
             clip_ratio_low=config.clip_ratio_low,
             clip_ratio_high=config.clip_ratio_high,
@@ -234,7 +242,7 @@ class Actor:
 class _Targets:
     """What the new log-probs are held against; rows and columns of the whole batch."""
 
-    advantages_B: Tensor
+    advantages_BR: Tensor
     old_log_probs_BR: Tensor
     rollout_log_probs_BR: Tensor | None
     reference_log_probs_BR: Tensor | None

@@ -7,6 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from agent_loop.rollout.batch import RolloutBatch
+
 
 def grpo_advantages(
     rewards_B: Tensor, *, groups_B: Tensor, norm_by_std: bool = True, eps: float = 1e-6
@@ -30,6 +32,56 @@ def grpo_advantages(
         variance_B = group.sum_B(centred_B**2) / (group.count_B() - 1).clamp(min=1)
         centred_B = centred_B / (variance_B.sqrt() + eps)
     return torch.where(has_signal(rewards_B, groups_B=groups_B), centred_B, 0.0).float()
+
+
+def turn_advantages(
+    turn_rewards_BR: Tensor,
+    *,
+    is_rewarded_BR: Tensor,
+    groups_B: Tensor,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """What each token's turn and the turns after it were worth against those of the group; [B, R] float32.
+
+    The formula is that of DeepSeekMath for process supervision (arXiv 2402.03300, section 4.1.3): each reward is
+    centred and divided by the standard deviation of all rewards of turns in its group, and a token gets the sum of
+    those that come at it or after it.
+
+    Args:
+        turn_rewards_BR: Each at the last token of its turn.
+        is_rewarded_BR: Where there is a reward that counts, be it 0.
+        groups_B: The number of the group that each trajectory belongs to.
+        norm_by_std: Divide by the standard deviation.
+        eps: Keeps the division finite.
+
+    A group without two different rewards gets exactly 0.
+    """
+    rows_N, places_N = is_rewarded_BR.nonzero(as_tuple=True)
+    scores_N = grpo_advantages(
+        turn_rewards_BR[rows_N, places_N], groups_B=groups_B[rows_N], norm_by_std=norm_by_std, eps=eps
+    )
+    scores_BR = torch.zeros(turn_rewards_BR.shape, dtype=torch.float32)
+    scores_BR[rows_N, places_N] = scores_N
+    return scores_BR.flip(1).cumsum(1).flip(1)
+
+
+def weighed_turn_advantages(batch: RolloutBatch, *, weight: float, norm_by_std: bool) -> Tensor | None:
+    """The turns' share in a batch's advantages; [B, R] float32, None where they do not count.
+
+    Trajectories that nothing scored are left out. A turn that branches share counts where it is trained.
+
+    Args:
+        batch: As `assemble` makes it.
+        weight: How much they count; 0 leaves them out.
+        norm_by_std: As `turn_advantages` has it.
+    """
+    if not weight:
+        return None
+    counts_BR = batch["has_turn_reward"] & batch["response_mask"].bool() & batch["is_scored"][:, None]
+    return weight * turn_advantages(
+        batch["turn_rewards"], is_rewarded_BR=counts_BR, groups_B=batch["group"], norm_by_std=norm_by_std
+    )
 
 
 def has_signal(rewards_B: Tensor, *, groups_B: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, 
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages, has_signal
+from agent_loop.training.advantages import grpo_advantages, has_signal, weighed_turn_advantages
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.evaluation import Evaluation, summarise
+from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
 from agent_loop.training.progress import Progress
@@ -164,7 +165,7 @@ class TrainingLoop:
             success_threshold=self._config.reward.success_threshold,
             weight_version=self._completed,
         )
-        metrics |= timing_metrics(trajectories)
+        metrics |= timing_metrics(trajectories) | feedback_metrics(trajectories)
         if isinstance(self._manager.template, ChatTemplate):
             metrics |= drift_metrics(trajectories, template=self._manager.template)
 
@@ -239,8 +240,15 @@ class TrainingLoop:
             rewards_B, groups_B=groups_B, norm_by_std=algorithm.norm_adv_by_std_in_grpo
         )
         signal_B = has_signal(rewards_B, groups_B=groups_B)
+        turns_BR = weighed_turn_advantages(
+            batch, weight=algorithm.turn_reward_weight, norm_by_std=algorithm.norm_adv_by_std_in_grpo
+        )
+        if turns_BR is not None:
+            signal_B = signal_B | (turns_BR != 0).any(dim=1)
         keep_B = signal_B if algorithm.drop_zero_variance_groups else batch["is_scored"]
-        metrics = self._actor.update(batch, advantages_B=advantages_B, keep_B=keep_B)
+        metrics = self._actor.update(
+            batch, advantages_B=advantages_B, turn_advantages_BR=turns_BR, keep_B=keep_B
+        )
         return metrics | {names.SIGNAL_SHARE: float(signal_B.float().mean())}
 
     async def _publish(self) -> None:

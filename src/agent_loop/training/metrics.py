@@ -51,6 +51,9 @@ STOP_REASON = "rollout/stop_reason/"
 INCIDENT = "rollout/incidents/"
 """Prefix: number of such incidents per trajectory."""
 
+TOOLS = "tools/"
+"""Prefix: per tool, its calls per trajectory, the share of them that did not work, and means of what they returned."""
+
 LOSS = "actor/loss"
 PPO_KL = "actor/ppo_kl"
 CLIP_FRACTION = "actor/clip_fraction"

@@ -16,6 +16,7 @@ from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,
     Failure,
+    Feedback,
     Incident,
     IncidentKind,
     Segment,
@@ -163,8 +164,7 @@ def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[
         "row_messages": len(prompt) if begins_with_row else 0,
         "messages": messages[len(prompt) :] if begins_with_row else messages,
         "metrics": {name: getattr(output.metrics, name) for name in AgentLoopMetrics.__slots__},
-        "tool_rewards": output.tool_rewards,
-        "turn_scores": output.turn_scores,
+        "feedback": [_feedback_form(feedback) for feedback in output.feedback],
         "incidents": [_incident_form(incident) for incident in output.incidents],
         "failure": output.failure and [output.failure.error, output.failure.traceback],
         "extra_fields": dict(output.extra_fields),
@@ -182,8 +182,7 @@ def _read_output(
         tool_schemas=form["tool_schemas"],
         messages=[*prompt[: form["row_messages"]], *form["messages"]],
         metrics=AgentLoopMetrics(**form["metrics"]),
-        tool_rewards=form["tool_rewards"],
-        turn_scores=form["turn_scores"],
+        feedback=[_read_feedback(feedback) for feedback in form["feedback"]],
         incidents=[_read_incident(incident) for incident in form["incidents"]],
         failure=form["failure"] and Failure(*form["failure"]),
         extra_fields=form["extra_fields"],
@@ -218,6 +217,24 @@ def _attachment_form(attachment: Attachment) -> dict[str, Any]:
 
 def _read_attachment(form: Mapping[str, Any]) -> Attachment:
     return Attachment(**form)
+
+
+def _feedback_form(feedback: Feedback) -> list[Any]:
+    incident = None if feedback.incident is None else str(feedback.incident)
+    return [
+        str(feedback.origin),
+        feedback.name,
+        feedback.place,
+        feedback.reward,
+        incident,
+        dict(feedback.extra),
+    ]
+
+
+def _read_feedback(form: Sequence[Any]) -> Feedback:
+    origin, name, place, reward, incident, extra = form
+    kind = None if incident is None else IncidentKind(incident)
+    return Feedback(Origin(origin), name, place, reward, kind, extra)
 
 
 def _incident_form(incident: Incident) -> list[Any]:

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 FREE_KEYS = frozenset(
     {
         "num_servers", "server_urls", "start_timeout_s", "request_timeout_s", "weight_transfer", "free_cache_engine",
-        "max_concurrent", "max_failed_share", "journal", "num_workers", "trust_remote_code", "device",
+        "max_concurrent", "max_failed_share", "journal", "num_workers", "trust_remote_code", "device", "watchdog_s",
+        "longest_first",
     }
 )  # fmt: skip
 """Settings of the rollout that may change between a crash and the resume: no token depends on them."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from agent_loop.checks import CheckFailed, require
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.check.reference import Reference
 from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
@@ -18,10 +19,6 @@ POLL_S = 0.02
 NUM_TRIALS = 3
 """Of what is told by the clock: a busy machine may spoil one."""
 MOST_OF_IT = 0.5
-
-
-class CheckFailed(Exception):
-    """The server does not keep this part of the contract."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,12 +111,6 @@ class Subject:
             if health.num_running:
                 return
             await asyncio.sleep(POLL_S)
-
-
-def require(condition: bool, message: str) -> None:
-    """Fails the check unless the condition holds."""
-    if not condition:
-        raise CheckFailed(message)
 
 
 CheckFunction: TypeAlias = Callable[[Subject], Coroutine[Any, Any, str | None]]

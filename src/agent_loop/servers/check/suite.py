@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from itertools import count
-from typing import cast
 
-from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
+from agent_loop.checks import CheckResult, CheckSkipped, run_check
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.check.control import CONTROL_CHECKS
 from agent_loop.servers.check.generation import GENERATION_CHECKS
 from agent_loop.servers.check.reference import Reference
-from agent_loop.servers.check.report import CheckReport, CheckResult
-from agent_loop.servers.check.subject import Check, CheckFailed, Subject
+from agent_loop.servers.check.report import CheckReport
+from agent_loop.servers.check.subject import Check, Subject
 
 CHECKS = (*GENERATION_CHECKS, *CONTROL_CHECKS)
 
@@ -59,33 +58,16 @@ async def check_server(
     )
     results: list[CheckResult] = []
     for check in CHECKS:
-        result = await _result_of(check, subject, timeout_s=timeout_s)
+        result = await run_check(check.name, partial(_run, check, subject), timeout_s=timeout_s)
         results.append(result)
         if on_result is not None:
             on_result(result)
     return CheckReport(server.name, results)
 
 
-async def _result_of(check: Check, subject: Subject, *, timeout_s: float) -> CheckResult:
+async def _run(check: Check, subject: Subject) -> str | None:
     if check.ability is not None and check.ability not in subject.server.abilities:
-        return CheckResult(check.name, "skipped", f"the server does not claim {check.ability}")
+        raise CheckSkipped(f"the server does not claim {check.ability}")
     if check.needs_reference and subject.reference is None:
-        return CheckResult(check.name, "skipped", "needs a reference")
-    clock = asyncio.get_running_loop().time
-    started = clock()
-    try:
-        detail = await run_bounded(lambda: check.run(subject), timeout_s=timeout_s) or ""
-    except DeadlineExpired as error:
-        return CheckResult(check.name, "failed", f"it {error}", clock() - started)
-    except CheckFailed as failure:
-        return CheckResult(check.name, "failed", str(failure), clock() - started)
-    except Exception as error:  # noqa: BLE001  (a server may raise anything; that is the finding)
-        return CheckResult(check.name, "failed", _innermost(error), clock() - started)
-    return CheckResult(check.name, "passed", detail, clock() - started)
-
-
-def _innermost(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        group = cast("BaseExceptionGroup[BaseException]", error)
-        return _innermost(group.exceptions[0])
-    return str(error) if isinstance(error, CheckFailed) else describe_error(error)
+        raise CheckSkipped("needs a reference")
+    return await check.run(subject)

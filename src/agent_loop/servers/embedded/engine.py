@@ -67,6 +67,10 @@ class Engine:
         return len(self._running)
 
     @property
+    def num_slots(self) -> int:
+        return len(self._slots.slots)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

@@ -206,6 +206,7 @@ class EmbeddedServer(AsyncServerBase):
             num_waiting=self._engine.num_waiting,
             weight_version=self._engine.weight_version,
             detail=reason or "",
+            kv_cache_share=self._engine.num_running / self._engine.num_slots,
         )
 
     async def close(self) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("api_key", "weights_folder")
 """What `engine_kwargs` may hold: the server's API key, and a folder that it and we see, for new weights."""
-GET_PATHS = ("/server_info", "/model_info")
+GET_PATHS = ("/server_info", "/model_info", "/v1/loads")
 ABORT_TIMEOUT_S = 10.0
 PROBE_IDS = (0, 1, 2, 3)
 PROBE_TOLERANCE = 1e-2

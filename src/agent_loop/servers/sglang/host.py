@@ -144,6 +144,9 @@ class _Desk:
             return self._manager.abort_request(rid=body["rid"])
         if path == "/server_info":
             return {"internal_states": await self._manager.get_internal_state()}
+        if path == "/v1/loads":
+            loads = await self._manager.get_loads(include=["core"])
+            return {"loads": [load.to_dict({"core"}) for load in loads]}
         request = getattr(self._structs, REQUEST_CLASSES[path])(**body)
         result = await getattr(self._manager, path.removeprefix("/"))(request)
         if isinstance(result, tuple):

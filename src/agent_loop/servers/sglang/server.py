@@ -177,9 +177,12 @@ class SGLangBase(AsyncServerBase):
 
     async def health(self) -> ServerHealth:
         detail = self._trouble
+        shares: list[float] = []
         if not detail:
             try:
                 await self._connected.call("/server_info", {}, timeout_s=HEALTH_TIMEOUT_S)
+                answer = await self._connected.call("/v1/loads", {}, timeout_s=HEALTH_TIMEOUT_S)
+                shares = [float(load["token_usage"]) for load in answer["loads"]]
             except ServerError as error:
                 detail = str(error)
         return ServerHealth(
@@ -188,6 +191,7 @@ class SGLangBase(AsyncServerBase):
             num_waiting=len(self._running) - self._running.num_sent,
             weight_version=self._weight_version,
             detail=detail,
+            kv_cache_share=max(shares, default=None),
         )
 
     async def close(self) -> None:

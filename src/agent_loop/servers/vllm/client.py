@@ -16,6 +16,7 @@ from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeou
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.log_probs import LogProbs
@@ -185,18 +186,29 @@ class VLLMClient(AsyncServerBase):
 
     async def health(self) -> ServerHealth:
         detail = self._trouble or self._mixed_weights
+        gauges = Gauges()
         if not detail:
             try:
                 await self._http.get_json("/health", timeout_s=HEALTH_TIMEOUT_S)
+                gauges = await self._gauges()
             except ServerError as error:
                 detail = str(error)
+        num_calls = 0 if detail else len(self._calls)
+        num_waiting = min(gauges.num_waiting, num_calls)
         return ServerHealth(
             is_alive=not detail,
-            num_running=0 if detail else len(self._calls),
-            num_waiting=0,
+            num_running=num_calls - num_waiting,
+            num_waiting=num_waiting,
             weight_version=self._weight_version,
             detail=detail,
+            kv_cache_share=gauges.kv_cache_share,
         )
+
+    async def _gauges(self) -> Gauges:
+        try:
+            return Gauges.read(await self._http.get_text("/metrics", timeout_s=HEALTH_TIMEOUT_S))
+        except HttpStatusError:  # it was started without the page
+            return Gauges()
 
     async def close(self) -> None:
         """Ends the connections; requests that run are aborted by that. The server goes on."""

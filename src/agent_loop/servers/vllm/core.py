@@ -36,6 +36,11 @@ class EngineCore:
         """How many of so many requests hold a place in the batch, as far as the last step tells."""
         return unfinished if self._scheduler is None else min(unfinished, self._scheduler.num_running)
 
+    @property
+    def kv_cache_share(self) -> float | None:
+        """Of the KV cache, what running requests held after the last step; None if the engine does not tell."""
+        return None if self._scheduler is None else self._scheduler.kv_cache_share
+
     def died(self, request_id: str = "") -> ServerDied:
         """The error for whoever needs the engine, now that it is dead."""
         codes = [process.exitcode for process in engine_processes(self.llm)]

@@ -203,6 +203,7 @@ class VLLMServer(AsyncServerBase):
             num_waiting=unfinished - running,
             weight_version=self._weight_version,
             detail=detail,
+            kv_cache_share=None if self._core is None else self._core.kv_cache_share,
         )
 
     async def close(self) -> None:

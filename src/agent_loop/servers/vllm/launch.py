@@ -28,11 +28,13 @@ class SchedulerState:
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.num_running = 0
+        self.kv_cache_share = 0.0
 
     def record(self, scheduler_stats: Any = None, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM after each step."""
         if scheduler_stats is not None:
             self.num_running = int(scheduler_stats.num_running_reqs)
+            self.kv_cache_share = float(scheduler_stats.kv_cache_usage)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

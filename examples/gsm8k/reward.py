@@ -1,0 +1,14 @@
+"""The reward of trajectories in which the tool was never asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent_loop.answers import read_answer, with_mark
+from agent_loop.trajectory import AgentLoopOutput
+
+
+def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
+    """1 if the last answer is right, else 0."""
+    return float(read_answer(output.answer) == read_answer(with_mark(row["reward_model"]["ground_truth"])))

@@ -1,0 +1,59 @@
+"""The time limits of an episode, of which the earliest counts."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+from types import TracebackType
+
+
+class TimeLimit(StrEnum):
+    """What has to end in time; the value is the configuration's key."""
+
+    GENERATE = "rollout.generate_timeout_s"
+    TURN = "rollout.multi_turn.turn_timeout_s"
+    TRAJECTORY = "rollout.trajectory_timeout_s"
+
+
+class Deadlines:
+    """A time scope for `async with` whose end moves as limits begin and end. Single use.
+
+    Leaving it raises TimeoutError if a limit had passed; `passed` tells which.
+    """
+
+    def __init__(self) -> None:
+        self._scope = asyncio.Timeout(None)
+        self._ends: dict[TimeLimit, float] = {}
+        self._is_open = False
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._is_open = True
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        await self._scope.__aexit__(kind, error, traceback)
+
+    def begin(self, limit: TimeLimit, *, seconds: float | None) -> None:
+        """Counts from here; None sets no limit."""
+        if seconds is not None:
+            self._ends[limit] = asyncio.get_running_loop().time() + seconds
+            self._move()
+
+    def end(self, *limits: TimeLimit) -> None:
+        """What was limited ended in time."""
+        if not self._scope.expired():
+            for limit in limits:
+                self._ends.pop(limit, None)
+            self._move()
+
+    @property
+    def passed(self) -> TimeLimit:
+        """The limit that passed first, once one has."""
+        return min(self._ends, key=self._ends.__getitem__)
+
+    def _move(self) -> None:
+        if self._is_open and not self._scope.expired():
+            self._scope.reschedule(min(self._ends.values(), default=None))

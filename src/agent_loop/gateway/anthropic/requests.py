@@ -1,0 +1,67 @@
+"""What clients of the Messages API ask."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from agent_loop.completions.fields import MAX_STOPS, Body, FiniteFloat, Ignored, Only, StopText
+
+
+class InputMessage(Body):
+    """One message of the conversation so far."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+    """Text, or blocks: `text`, `image` (base64), `tool_use`, `tool_result`, `thinking`."""
+
+
+class ToolDefinition(Body):
+    """A tool that the client runs."""
+
+    name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Annotated[Any, Only("custom")] = None
+    cache_control: Ignored = None
+    strict: bool | None = None
+
+
+class ToolChoice(Body):
+    """Whether tools may be called."""
+
+    type: Annotated[str, Only("auto", "none")]
+    """A call cannot be forced."""
+    disable_parallel_tool_use: Annotated[Any, Only(False)] = None
+
+
+class MessagesRequest(Body):
+    """The body of `/v1/messages`."""
+
+    model: str
+    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    stream: bool | None = None
+    thinking: dict[str, Any] | None = None
+    """Unless its `type` is `disabled`, reasoning is shown. How long the model thinks is its own affair."""
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    cache_control: Ignored = None
+    inference_geo: Ignored = None
+    container: Annotated[Any, Only()] = None
+    mcp_servers: Annotated[Any, Only([])] = None
+    context_management: Annotated[Any, Only()] = None
+    output_config: Annotated[Any, Only()] = None
+    output_format: Annotated[Any, Only()] = None
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.get("type") != "disabled"

@@ -1,0 +1,167 @@
+"""Requests of the Messages API to chat requests, and chat completions to messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+from agent_loop.completions.replies import AssistantMessage, ChatCompletion, FinishReason, Usage
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.errors import RequestError
+from agent_loop.gateway.anthropic.replies import ContentBlock, MessageReply, MessageUsage, StopReasonName
+from agent_loop.gateway.anthropic.requests import InputMessage, MessagesRequest
+
+_STOP_REASONS: Mapping[FinishReason, StopReasonName] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
+
+
+def chat_request_of(request: MessagesRequest) -> ChatCompletionRequest:
+    """The chat request that asks the same.
+
+    Raises:
+        RequestError: A block is of a kind that is not read here.
+    """
+    messages: list[dict[str, Any]] = []
+    if request.system:
+        messages.append({"role": "system", "content": _system(request.system)})
+    for index, message in enumerate(request.messages):
+        messages += _messages(message, where=f"messages[{index}]")
+    fields: dict[str, Any] = {
+        "model": request.model,
+        "messages": messages,
+        "max_tokens": request.max_tokens,
+        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in request.tools or ()] or None,
+        "tool_choice": None if request.tool_choice is None else request.tool_choice.type,
+        "stop": request.stop_sequences or None,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "stream": request.stream,
+        "stream_options": {"include_usage": True} if request.stream else None,
+    }
+    return ChatCompletionRequest.read({key: value for key, value in fields.items() if value is not None})
+
+
+def message_of(completion: ChatCompletion, *, shows_thinking: bool) -> MessageReply:
+    """The completion as a message."""
+    [choice] = completion.choices
+    return MessageReply(
+        id=completion.id.replace("chatcmpl-", "msg_"),
+        model=completion.model,
+        content=list(_blocks(choice.message, shows_thinking=shows_thinking)),
+        stop_reason=stop_reason_of(choice.finish_reason, stop_text=choice.stop_reason),
+        stop_sequence=choice.stop_reason,
+        usage=usage_of(completion.usage),
+    )
+
+
+def stop_reason_of(finish_reason: FinishReason, *, stop_text: str | None) -> StopReasonName:
+    """Why the model stopped, in the words of the Messages API."""
+    return "stop_sequence" if stop_text is not None else _STOP_REASONS[finish_reason]
+
+
+def usage_of(usage: Usage | None) -> MessageUsage:
+    """The counts of a request; what came from the cache is counted apart."""
+    if usage is None:
+        return MessageUsage(input_tokens=0, output_tokens=0)
+    cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        output_tokens=usage.completion_tokens,
+        cache_read_input_tokens=cached,
+        cache_creation_input_tokens=0,
+    )
+
+
+def _blocks(message: AssistantMessage, *, shows_thinking: bool) -> Iterator[ContentBlock]:
+    if shows_thinking and message.reasoning_content:
+        yield ContentBlock(type="thinking", thinking=message.reasoning_content, signature="")
+    if message.content:
+        yield ContentBlock(type="text", text=message.content)
+    for call in message.tool_calls or ():
+        arguments = json.loads(call.function.arguments)
+        yield ContentBlock(type="tool_use", id=call.id, name=call.function.name, input=arguments)
+
+
+def _system(system: str | Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
+    if isinstance(system, str):
+        return system
+    return [_part(block, where=f"system[{index}]") for index, block in enumerate(system)]
+
+
+def _messages(message: InputMessage, *, where: str) -> Iterator[dict[str, Any]]:
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+    elif message.role == "assistant":
+        yield _assistant(message.content, where=where)
+    else:
+        yield from _user(message.content, where=where)
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, Any]:
+    texts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for index, block in enumerate(blocks):
+        kind = block.get("type")
+        if kind == "thinking":
+            thoughts.append(str(block.get("thinking") or ""))
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            calls.append({"type": "function", "id": block.get("id"), "function": function})
+        elif kind != "redacted_thinking":
+            texts.append(_part(block, where=f"{where}.content[{index}]"))
+    message = {
+        "role": "assistant",
+        "content": texts,
+        "tool_calls": calls,
+        "reasoning_content": "\n".join(thoughts),
+    }
+    return {key: value for key, value in message.items() if value}
+
+
+def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[str, Any]]:
+    """Results of tools become messages of their own; what stands between them stays together."""
+    for is_result, run in groupby(enumerate(blocks), key=lambda each: each[1].get("type") == "tool_result"):
+        if not is_result:
+            parts = [_part(block, where=f"{where}.content[{index}]") for index, block in run]
+            yield {"role": "user", "content": parts}
+            continue
+        for index, block in run:
+            content: Any = block.get("content") or ""
+            if not isinstance(content, str):
+                inner = cast(Sequence[Mapping[str, Any]], content)
+                content = [_part(part, where=f"{where}.content[{index}]") for part in inner]
+            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
+
+
+def _part(block: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    kind = block.get("type")
+    if kind == "text" and isinstance(block.get("text"), str):
+        return {"type": "text", "text": block["text"]}
+    source = block.get("source")
+    if kind == "image" and isinstance(source, Mapping):
+        image = cast(Mapping[str, Any], source)
+        if image.get("type") == "base64":
+            return {
+                "type": "image_url",
+                "image_url": {"url": f"data:{image.get('media_type')};base64,{image.get('data')}"},
+            }
+    raise RequestError(
+        f"{where}: a block of type {json.dumps(kind)} is not read here; give text, an image as base64, tool_use or "
+        "tool_result",
+        param=where,
+    )
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool["name"], "parameters": tool["input_schema"]}
+    for key in ("description", "strict"):
+        if key in tool:
+            function[key] = tool[key]
+    return {"type": "function", "function": function}

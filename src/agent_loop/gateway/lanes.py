@@ -1,0 +1,101 @@
+"""The episodes of a session: one for each way in which its conversations went on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from agent_loop.episode import Episode, EpisodeMark
+from agent_loop.loops.base import LoopContext
+from agent_loop.types import Message, StopReason
+
+
+class Lane:
+    """One episode, and whether a request is at work on it."""
+
+    def __init__(self, episode: Episode, *, number: int) -> None:
+        self.episode = episode
+        self.number = number
+        self.is_busy = True
+        """A request has it; another one that belongs to the same place gets a branch."""
+        self.is_open = False
+        self.has_spoken = False
+        """The model sampled tokens in it."""
+
+    def stands_at(self, mark: EpisodeMark | None) -> bool:
+        """Whether the next request may go on with it from this place."""
+        return (
+            mark is not None
+            and not self.is_busy
+            and self.episode.stop_reason is not StopReason.CANCELLED
+            and self.episode.mark() == mark
+        )
+
+
+class Lanes:
+    """Opens the episodes of a session and ends them with it.
+
+    Their time limit is the session's, so they have none of their own.
+    """
+
+    def __init__(self, context: LoopContext) -> None:
+        self._context = context
+        self._limits = replace(context.limits, deadline_s=None)
+        self._stack = AsyncExitStack()
+        self._lanes: list[Lane] = []
+        self._num_begun = 0
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def new(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Lane:
+        """A lane that begins with these messages."""
+        new_log = self._context.new_log
+        episode = Episode(
+            messages,
+            template=self._context.template,
+            server_manager=self._context.server_manager,
+            limits=self._limits,
+            tool_schemas=tools,
+            log=None if new_log is None else new_log(),
+        )
+        return self._added(episode)
+
+    def branch(self, lane: Lane, *, at: EpisodeMark) -> Lane:
+        """A lane that goes on from where another one stood."""
+        return self._added(lane.episode.branch(at=at))
+
+    async def open(self, lane: Lane) -> None:
+        """Renders the lane's prompt, once.
+
+        Raises:
+            ChatTemplateError: The template does not accept its messages; the lane is gone.
+        """
+        if lane.is_open:
+            return
+        try:
+            await self._stack.enter_async_context(lane.episode)
+        except BaseException:
+            self._lanes.remove(lane)
+            raise
+        lane.is_open = True
+
+    async def close(self, reason: StopReason) -> None:
+        """Ends all lanes that are not over, with this reason."""
+        for lane in self._lanes:
+            lane.episode.stop(reason)
+        await self._stack.aclose()
+
+    @property
+    def of_record(self) -> Sequence[Lane]:
+        """Those in which the model spoke; if it did in none, the first one that is open."""
+        spoken = [lane for lane in self._lanes if lane.has_spoken]
+        return spoken or [lane for lane in self._lanes if lane.is_open][:1]
+
+    def _added(self, episode: Episode) -> Lane:
+        lane = Lane(episode, number=self._num_begun)
+        self._num_begun += 1
+        self._lanes.append(lane)
+        return lane

@@ -1,0 +1,228 @@
+"""The agent loop that runs a program of any kind, which knows nothing but the address of a model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+from agent_loop.boundary import call_function, describe_error, describe_value, one_line, run_bounded
+from agent_loop.errors import ConfigError, DataError, EpisodeError
+from agent_loop.gateway.clients import http_client
+from agent_loop.gateway.command import Finished, run_command
+from agent_loop.gateway.listener import Endpoint, reachable
+from agent_loop.gateway.session import MAX_BRANCHES, Session
+from agent_loop.loading import load_object
+from agent_loop.loops.base import AgentLoopBase, LoopContext
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import REWARD_NAMES, read_score
+from agent_loop.trajectory import AgentLoopOutput, Failure
+from agent_loop.types import Row, StopReason
+
+
+@register("agent_program")
+class AgentProgramLoop(AgentLoopBase):
+    """Runs a function or a command that is given a base URL and speaks OpenAI or Anthropic to it.
+
+    Its conversations are recorded to the token; there are as many outputs as ways in which they went on. A program that
+    fails leaves a failed trajectory with its traceback. One that fails right after a limit refused it a further turn
+    was ended by that limit.
+    """
+
+    def __init__(
+        self,
+        context: LoopContext,
+        *,
+        program: str | Callable[..., Any] | None = None,
+        command: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        max_branches: int = MAX_BRANCHES,
+    ) -> None:
+        """Args:
+        program: `file.py:function` or `module:function`, called as `function(row, base_url=..., api_key=...)`; see
+            `docs/gateway.md` for what else it may take and return.
+        command: A program and its arguments instead. Neither: the row's column `program` or `command` says.
+        env: More environment variables for the command.
+        max_branches: So many conversations a program may lead.
+        """
+        super().__init__(context)
+        self._program = program
+        self._command = command
+        self._env = dict(env or {})
+        self._max_branches = max_branches
+        self._session: Session | None = None
+
+    async def run(
+        self, sampling_params: dict[str, Any], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        call = self._call_for(row)
+        session = Session(self.context, sampling_params=sampling_params, max_branches=self._max_branches)
+        async with session:
+            self._session = session
+            try:
+                async with reachable(session) as endpoint, session.deadline:
+                    end = await _outcome_of(partial(call, row, endpoint))
+            except TimeoutError:
+                if not session.deadline.expired():
+                    raise
+                end = _End(reason=StopReason.DEADLINE)
+            await session.close(end.reason)
+        if session.fault is not None:
+            raise session.fault
+        return self._record(session, end)
+
+    def left_behind(
+        self, reason: StopReason, *, failure: Failure | None = None
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        outputs = [] if self._session is None else self._session.outputs(failure=failure)
+        return _one_or_more(outputs, otherwise=_End(reason=reason, failure=failure))
+
+    def _record(self, session: Session, end: _End) -> AgentLoopOutput | list[AgentLoopOutput]:
+        failure = None if session.was_refused else end.failure
+        outputs = session.outputs(reward=end.reward, extra_fields=end.extra_fields, failure=failure)
+        if not outputs and end.reason is StopReason.ANSWERED and failure is None:
+            message = (
+                "the program ended without an answer from the model; have it use the base URL it is given"
+            )
+            end = _End(failure=Failure(error=f"EpisodeError: {message}", traceback=message))
+        return _one_or_more(outputs, otherwise=end)
+
+    def _call_for(self, row: Row) -> Callable[[Row, Endpoint], Any]:
+        """What runs the program.
+
+        Raises:
+            ConfigError: There is none, or there are two.
+        """
+        program, command = self._program, self._command
+        if program is None and command is None:
+            program, command = row.get("program"), row.get("command")
+        if (program is None) == (command is None):
+            raise ConfigError(
+                "agent_program needs a program or a command, and not both; give it in the loop's entry of "
+                "rollout.agent.agent_loop_config_path, or in the row's column of that name"
+            )
+        if command is not None:
+            return partial(_run_command, list(command), self._env)
+        function: Any = load_object(program, key="program") if isinstance(program, str) else program
+        return partial(_run_function, function)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a program ended."""
+
+    reward: float | None = None
+    extra_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    failure: Failure | None = None
+    reason: StopReason = StopReason.ANSWERED
+
+    @classmethod
+    def returning(cls, returned: Any) -> _End:
+        """Nothing, a number, or a mapping that may hold a reward.
+
+        Raises:
+            RewardError: Something else.
+        """
+        if returned is None:
+            return cls()
+        if isinstance(returned, Mapping) and not any(name in returned for name in REWARD_NAMES):
+            return cls(extra_fields=dict(cast(Mapping[str, Any], returned)))
+        score = read_score(returned, source="the program")
+        return cls(score.reward, score.extra)
+
+
+async def _outcome_of(call: Callable[[], Any]) -> _End:
+    """The program's edge: what it raises is data."""
+    try:
+        return _End.returning(await run_bounded(call, timeout_s=None))
+    except _ProgramFailed as failed:
+        return _End(failure=failed.failure)
+    except Exception as error:  # noqa: BLE001  (a broken program is data, with its traceback)
+        text = "".join(traceback.format_exception(error))
+        return _End(failure=Failure(error=describe_error(error), traceback=text))
+
+
+async def _run_function(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> Any:
+    async with AsyncExitStack() as stack:
+        offered: dict[str, Callable[[], Any]] = {
+            "base_url": lambda: endpoint.base_url,
+            "api_key": lambda: endpoint.api_key,
+            "anthropic_base_url": lambda: endpoint.anthropic_base_url,
+            "http_client": lambda: http_client(endpoint.app),
+        }
+        arguments = {name: offered[name]() for name in _taken(function, offered)}
+        if "http_client" in arguments:
+            await stack.enter_async_context(arguments["http_client"])
+        return await call_function(function, dict(row), **arguments)
+
+
+def _taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
+    """The names that a function takes, and those alone."""
+    parameters = inspect.signature(function).parameters
+    return [name for name in offered if name in parameters]
+
+
+async def _run_command(command: list[str], env: Mapping[str, str], row: Row, endpoint: Endpoint) -> Any:
+    finished = await run_command(
+        command, env={**_address(endpoint), **env}, stdin=json.dumps(row, default=_as_json).encode()
+    )
+    if finished.exit_code:
+        raise _ProgramFailed(finished)
+    lines = finished.stdout.strip().splitlines()
+    try:
+        said: Any = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return cast(Any, said) if isinstance(said, int | float | dict) else None
+
+
+def _address(endpoint: Endpoint) -> dict[str, str]:
+    """The variables in which clients look for a server; no proxy stands between."""
+    return {
+        "OPENAI_BASE_URL": endpoint.base_url,
+        "OPENAI_API_BASE": endpoint.base_url,
+        "OPENAI_API_KEY": endpoint.api_key,
+        "ANTHROPIC_BASE_URL": endpoint.anthropic_base_url,
+        "ANTHROPIC_API_KEY": endpoint.api_key,
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
+    }
+
+
+class _ProgramFailed(EpisodeError):
+    """A command ended with an error."""
+
+    def __init__(self, finished: Finished) -> None:
+        code = finished.exit_code
+        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
+        last = finished.stderr.strip().splitlines()[-1:]
+        error = ": ".join([f"the program {how}", *(one_line(line, max_length=200) for line in last)])
+        super().__init__(error)
+        self.failure = Failure(error=error, traceback=finished.stderr)
+
+
+def _as_json(value: Any) -> Any:
+    """Arrays and scalars of numpy and torch as JSON.
+
+    Raises:
+        DataError: The value is something else.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise DataError(
+        f"the row holds {describe_value(value)}, which is no JSON; a command is given the row as JSON"
+    )
+
+
+def _one_or_more(
+    outputs: list[AgentLoopOutput], *, otherwise: _End
+) -> AgentLoopOutput | list[AgentLoopOutput]:
+    if not outputs:
+        reason = StopReason.FAILED if otherwise.failure else otherwise.reason
+        return AgentLoopOutput(segments=(), stop_reason=reason, failure=otherwise.failure)
+    return outputs[0] if len(outputs) == 1 else outputs

@@ -1,0 +1,47 @@
+"""Which requests are sent a second time because their answer got lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.gateway.answer import Answer
+from agent_loop.gateway.history import Link, digest
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a request says of itself beside its body."""
+
+    num_retries: int = 0
+    """How often the client sent it before without an answer."""
+    idempotency_key: str | None = None
+    """The same request with the same key is one."""
+
+
+class KnownAnswers:
+    """The answers of a session, by what was asked: the last one to each request, and one to each key."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answer] = {}
+
+    def find(self, fingerprint: str, attempt: Attempt) -> Answer | None:
+        """The answer that a retry gets; None if the request is none, or its answer failed."""
+        if attempt.idempotency_key is not None:
+            answer = self._answers.get(digest(fingerprint, attempt.idempotency_key))
+        else:
+            answer = self._answers.get(fingerprint) if attempt.num_retries else None
+        return answer if answer is not None and answer.is_good else None
+
+    def add(self, fingerprint: str, attempt: Attempt, answer: Answer) -> None:
+        """Takes the answer to a request that is none."""
+        self._answers[fingerprint] = answer
+        if attempt.idempotency_key is not None:
+            self._answers[digest(fingerprint, attempt.idempotency_key)] = answer
+
+
+def fingerprint_of(request: ChatCompletionRequest, forms: Sequence[Link]) -> str:
+    """What tells one request from another, whichever way its answer is sent."""
+    rest = request.model_dump(exclude={"messages", "stream", "stream_options"}, exclude_none=True)
+    return digest([link.exact_key for link in forms], rest)

@@ -1,0 +1,89 @@
+"""A completion, read while the model speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.chat import completion_reader
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.sampling import PartReader
+from agent_loop.completions.writing import ChatWriter, Step
+from agent_loop.episode import Completion
+from agent_loop.gateway.answer import Answer
+from agent_loop.types import IntArray, Message, TokenChunk, ToolCall
+
+
+class Voice:
+    """Reads one completion and hands what it reads to an answer.
+
+    Args:
+        request: What it answers.
+        answer: Takes the steps.
+        template: Of the model.
+        prompt_ids: What the model was given.
+        turn_name: Tells the turn from the session's others; calls whose format has no ids are named after it.
+    """
+
+    def __init__(
+        self,
+        request: ChatCompletionRequest,
+        answer: Answer,
+        *,
+        template: ChatTemplate,
+        prompt_ids: IntArray,
+        turn_name: str,
+    ) -> None:
+        self._answer = answer
+        self._writer = ChatWriter(request, template, prompt_ids, new_call_id=partial(_call_id, turn_name))
+        answer.writer = self._writer
+        self._parts = PartReader(
+            template, stops=request.stops, keeps_end_tokens=template.tool_parser.reads_end_tokens
+        )
+        self._reader = completion_reader(request, template=template, prompt_ids=prompt_ids)
+        self._steps: list[Step] = []
+
+    def hear(self, chunk: TokenChunk) -> bool:
+        """Reads what a chunk adds; tells whether the model may go on."""
+        if chunk.stop_reason == "aborted":
+            return True
+        for part in self._parts.feed(chunk):
+            reading = self._reader.feed(part.text)
+            if part.finish_reason is not None:
+                reading += self._reader.finish()
+            step = Step(0, part, reading)
+            self._steps.append(step)
+            self._answer.add(step)
+            if part.finish_reason is not None:
+                return chunk.stop_reason is not None
+        return True
+
+    def finish(self, completion: Completion) -> None:
+        """Reads a completion that came in one piece."""
+        if not self._steps:
+            for chunk in TokenChunk.whole(completion.sampled):
+                self.hear(chunk)
+
+    @property
+    def message(self) -> Message:
+        """What was said, as the client was told it."""
+        told = self._writer.choice(0, self._steps).message
+        return {
+            "role": "assistant",
+            "content": told.content or "",
+            "reasoning_content": told.reasoning_content or "",
+            "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in self.calls.items()],
+        }
+
+    @property
+    def calls(self) -> Mapping[str, ToolCall]:
+        """The calls by the ids that the client was told."""
+        told = self._writer.choice(0, self._steps).message.tool_calls or []
+        read = [call for step in self._steps for call in step.reading.tool_calls]
+        return {reply.id: call for reply, call in zip(told, read, strict=True)}
+
+
+def _call_id(turn_name: str, position: int) -> str:
+    """The same when a turn is replayed, and nine letters and digits where it can be: all that some templates take."""
+    return f"{turn_name}C{position}"

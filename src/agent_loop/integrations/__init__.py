@@ -1,0 +1,1 @@
+"""What fits agent_loop to other libraries."""

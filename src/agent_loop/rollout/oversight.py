@@ -1,0 +1,45 @@
+"""What looks after the trajectories of one worker while they run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from agent_loop.concurrency import running_beside
+from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.rollout.loop_lag import LagMonitor
+from agent_loop.rollout.watchdog import Watchdog
+from agent_loop.servers.pool import ServerPool
+from agent_loop.trajectory import Trajectory
+from agent_loop.waits import Board
+
+
+class Oversight:
+    """The watchdog and the measure of the event loop's lag."""
+
+    def __init__(self, *, gate: AdmissionGate, pool: ServerPool, silence_s: float | None) -> None:
+        """Args: silence_s: Of the watchdog; None is no watchdog."""
+        self.board = Board()
+        self._lag = LagMonitor(self.board)
+        self._watchdog = Watchdog(self.board, gate=gate, pool=pool, silence_s=silence_s)
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncGenerator[None]:
+        """Looks after what runs meanwhile; may be open more than once at a time."""
+        with self._lag.measuring():
+            async with running_beside(self._watchdog.watch()):
+                yield
+
+    def timed(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the event loop's lag up to its end."""
+        lag = self._lag.lag
+        if lag.max_s == 0.0:
+            return trajectory
+        metrics = replace(
+            trajectory.output.metrics,
+            event_loop_lag_max=lag.max_s,
+            event_loop_lag_mean=lag.mean_s,
+            event_loop_late_share=lag.late_share,
+        )
+        return replace(trajectory, output=trajectory.output.measured(metrics))

@@ -1,0 +1,1 @@
+"""The tools `mcp`: whatever a server of the Model Context Protocol offers."""

@@ -1,0 +1,231 @@
+"""The process that runs the model's code, call after call, with the state kept between them.
+
+Consumes calls from one pipe (a nonce, a length, the code) and produces verdicts on another (the nonce and one byte);
+everything to read goes to its standard output. Nobody trusts this process: the code may do anything to it.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import io
+import linecache
+import os
+import random
+import resource
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+from agent_loop.tools.sandbox.inside import linux
+from agent_loop.tools.sandbox.inside.plan import Plan
+from agent_loop.tools.sandbox.inside.seccomp import install_filter
+
+NONCE_BYTES = 16
+LENGTH_BYTES = 4
+DONE, FAILED, INTERRUPTED = b"d", b"f", b"i"
+REQUESTS_FD, RESULTS_FD, OUTPUT_FD = 3, 4, 5
+FIRST_FREE_FD = 64
+CATCHABLE_SIGNALS = tuple(
+    number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)
+)
+Handler: TypeAlias = Callable[[int, types.FrameType | None], Any]
+
+
+def become_interpreter(plan: Plan, *, work: str, requests: int, results: int, output: int) -> NoReturn:
+    """Turns this process into an interpreter. Never returns.
+
+    Args:
+        plan: Its limits.
+        work: The folder that it may write to.
+        requests: A descriptor to read calls from.
+        results: A descriptor to write verdicts to.
+        output: A descriptor for what the code prints.
+    """
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    _arrange_descriptors(requests, results, output)
+    os.chdir(f"{work}/home")
+    os.environ |= {"HOME": f"{work}/home", "TMPDIR": f"{work}/tmp"}
+    _seed(plan.seed)
+    _apply_limits(plan)
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)
+    with contextlib.suppress(OSError):  # the probe finds out that there is no filter
+        install_filter()
+    Interpreter().serve()
+
+
+class Interpreter:
+    """Runs calls in one namespace, like a notebook."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._num_calls = 0
+        self._handlers: dict[signal.Signals, Handler] = {}
+        self._namespace = _new_main()
+
+    def serve(self) -> NoReturn:
+        """Runs calls until the supervisor goes away."""
+        while True:
+            nonce, source = self._read_call()
+            self._restore_streams()
+            verdict = self._run(source)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(BaseException):  # streams of the model's own may do anything
+                    stream.flush()
+            if os.getpid() != self._pid:
+                os._exit(0)  # a copy that the code forked; the call is the original's
+            os.write(RESULTS_FD, nonce + verdict)
+
+    def _read_call(self) -> tuple[bytes, str]:
+        head = NONCE_BYTES + LENGTH_BYTES
+        buffer = b""
+        while len(buffer) < head or len(buffer) < head + int.from_bytes(buffer[NONCE_BYTES:head], "big"):
+            data = os.read(REQUESTS_FD, 2**16)
+            if not data:
+                os._exit(0)
+            buffer += data
+        return buffer[:NONCE_BYTES], buffer[head:].decode()
+
+    def _run(self, source: str) -> bytes:
+        self._num_calls += 1
+        failure: BaseException | None = None
+        try:
+            self._heed_signals()
+            _run_cell(source, name=f"<call {self._num_calls}>", namespace=self._namespace)
+        except BaseException as error:  # noqa: BLE001  (told to the model)
+            failure = error
+        finally:
+            self._ignore_signals()
+        if failure is None:
+            return DONE
+        if isinstance(failure, KeyboardInterrupt):
+            _complain("KeyboardInterrupt")
+            return INTERRUPTED
+        _complain(_short_traceback(failure))
+        return FAILED
+
+    def _heed_signals(self) -> None:
+        """The model's own handlers, as an earlier call left them, and the interrupt at the time limit."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _ignore_signals(self) -> None:
+        """Between calls no handler may run: it would raise in this class instead of in the model's code."""
+        is_quiet = False
+        while not is_quiet:
+            try:
+                for number in CATCHABLE_SIGNALS:
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        self._handlers[number] = handler
+                        signal.signal(number, signal.SIG_IGN)
+                is_quiet = True
+            except BaseException:  # noqa: BLE001  (a last handler ran)
+                continue
+
+    def _restore_streams(self) -> None:
+        """Whatever an earlier call closed or replaced."""
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            os.dup2(OUTPUT_FD, number)
+            if getattr(getattr(sys, name), "closed", True):
+                setattr(sys, name, _open_stream(number))
+
+
+def _run_cell(source: str, *, name: str, namespace: dict[str, Any]) -> None:
+    """Runs the code; the value of a last expression is printed, as at a prompt."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    tree = ast.parse(source, name)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, name, "exec", dont_inherit=True), namespace)
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), namespace)
+        sys.displayhook(value)
+
+
+def _short_traceback(error: BaseException) -> str:
+    """The traceback with the model's own lines alone."""
+    try:
+        report = traceback.TracebackException.from_exception(error)
+        part: traceback.TracebackException | None = report
+        while part is not None:
+            part.stack = traceback.StackSummary.from_list(
+                [frame for frame in part.stack if frame.filename.startswith("<call ")]
+            )
+            part = part.__cause__ or part.__context__
+        return "".join(report.format())
+    except BaseException as failure:  # noqa: BLE001  (no memory left, or an exception that cannot be shown)
+        return f"{type(error).__name__} ({type(failure).__name__} when it was to be shown)"
+
+
+def _complain(text: str) -> None:
+    with contextlib.suppress(BaseException):  # streams of the model's own may do anything
+        sys.stdout.flush()
+    data = memoryview(f"{text.rstrip()}\n".encode(errors="backslashreplace"))
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(OUTPUT_FD, data) :]
+
+
+def _new_main() -> dict[str, Any]:
+    """An empty `__main__`, in a process that no longer knows the modules of this package."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "agent_loop"]:
+        del sys.modules[name]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    sys.argv = [""]
+    sys.path.insert(0, "")
+    return vars(module)
+
+
+def _arrange_descriptors(requests: int, results: int, output: int) -> None:
+    """Puts the descriptors in their places and closes all others."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    places = {0: null, 1: output, 2: output, REQUESTS_FD: requests, RESULTS_FD: results, OUTPUT_FD: output}
+    copies = {place: fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for place, fd in places.items()}
+    for place, fd in copies.items():
+        os.dup2(fd, place, inheritable=place <= 2)
+    os.closerange(OUTPUT_FD + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+    sys.stdout, sys.stderr = _open_stream(1), _open_stream(2)
+
+
+def _open_stream(number: int) -> io.TextIOWrapper:
+    return open(number, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
+
+
+def _seed(seed: int | None) -> None:
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def _apply_limits(plan: Plan) -> None:
+    cpu_seconds = plan.cpu_seconds
+    if plan.has_own_count:
+        _limit(resource.RLIMIT_NPROC, plan.max_processes, plan.max_processes)
+    for limit, soft, hard in (
+        (resource.RLIMIT_AS, plan.memory_bytes, plan.memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),  # a signal with a name of its own, then the kill
+        (resource.RLIMIT_NOFILE, plan.max_open_files, plan.max_open_files),
+        (resource.RLIMIT_FSIZE, plan.max_file_bytes, plan.max_file_bytes),
+        (resource.RLIMIT_CORE, 1, 1),  # 0 would still feed a core_pattern that is a pipe
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+    ):
+        _limit(limit, soft, hard)
+
+
+def _limit(limit: int, soft: int, hard: int) -> None:
+    allowed = resource.getrlimit(limit)[1]
+    if allowed != resource.RLIM_INFINITY:
+        soft, hard = min(soft, allowed), min(hard, allowed)
+    resource.setrlimit(limit, (soft, hard))

@@ -1,0 +1,37 @@
+"""The output of a call, cut while it comes."""
+
+from __future__ import annotations
+
+
+class Output:
+    """Keeps the beginning and the end of a stream, in memory bounded by `limit_bytes` and one chunk.
+
+    Args:
+        limit_bytes: So many bytes are kept, half of them from the beginning.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._head_bytes = limit_bytes // 2
+        self._tail_bytes = limit_bytes - self._head_bytes
+        self._head = b""
+        self._tail = b""
+        self._num_bytes = 0
+
+    def add(self, data: bytes) -> None:
+        """Takes the next bytes."""
+        self._num_bytes += len(data)
+        missing = self._head_bytes - len(self._head)
+        self._head += data[:missing]
+        self._tail = (self._tail + data[missing:])[-self._tail_bytes :]
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes between the two ends that were not kept."""
+        return self._num_bytes - len(self._head) - len(self._tail)
+
+    def text(self) -> str:
+        """The output; where something is missing, it says how much."""
+        if not self.dropped_bytes:
+            return (self._head + self._tail).decode(errors="replace")
+        head, tail = self._head.decode(errors="replace"), self._tail.decode(errors="replace")
+        return f"{head}\n[... {self.dropped_bytes} bytes of output left out ...]\n{tail}"

@@ -1,0 +1,1 @@
+"""The tool `search`: a local corpus, or a retrieval service."""

@@ -1,0 +1,113 @@
+"""A full-text index on disk: SQLite's FTS5, ranked by BM25."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from filelock import FileLock
+
+from agent_loop.errors import ConfigError, ToolError
+from agent_loop.tools.search.corpus import Passage, corpus_files, read_passages
+
+FORMAT = 1
+"""Of the file; an index of another format is built anew."""
+MAX_QUERY_WORDS = 64
+TITLE_WEIGHT = 2.0
+"""How much more a word counts in a title."""
+_WORD = re.compile(r"\w+")
+logger = logging.getLogger(__name__)
+
+
+class SearchIndex:
+    """The passages of a corpus, by relevance. Any thread or process may ask.
+
+    It is built once and kept in `cache_dir` under a name made of the files' paths, sizes and times, so a corpus that
+    changed gets another. Of several processes that need the same one, one builds it and the others wait.
+
+    Raises:
+        ConfigError: The corpus does not exist, or this Python's SQLite has no FTS5.
+        DataError: A file of it cannot be read.
+    """
+
+    def __init__(self, sources: Sequence[str], *, cache_dir: Path) -> None:
+        files = corpus_files(sources)
+        self.path = cache_dir / f"{files[0].stem}-{_fingerprint(files)}.sqlite"
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self.path}.lock"):
+            if not self._is_built():
+                self._build(files)
+
+    def __len__(self) -> int:
+        with closing(self._connect()) as connection:
+            return int(connection.execute("SELECT count(*) FROM passages").fetchone()[0])
+
+    def search(self, query: str, *, limit: int, snippet_words: int | None) -> list[Passage]:
+        """The passages with any of the query's words, the best first.
+
+        Args:
+            query: Any text; only its words count.
+            limit: At most so many.
+            snippet_words: Of a longer text, the part that fits the query best; None gives it whole.
+
+        Raises:
+            ToolError: There is no word in the query.
+        """
+        words = _WORD.findall(query)[:MAX_QUERY_WORDS]
+        if not words:
+            raise ToolError(f"the query {query!r} holds no word to search for")
+        text = "text" if snippet_words is None else f"snippet(passages, 1, '', '', ' ... ', {snippet_words})"
+        with closing(self._connect()) as connection:
+            found = connection.execute(
+                f"SELECT title, {text} FROM passages WHERE passages MATCH ? "
+                f"ORDER BY bm25(passages, {TITLE_WEIGHT}, 1.0), rowid LIMIT ?",
+                (" OR ".join(f'"{word}"' for word in words), limit),
+            ).fetchall()
+        return [Passage(*row) for row in found]
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(f"file:{quote(str(self.path.resolve()))}?mode=ro&immutable=1", uri=True)
+
+    def _is_built(self) -> bool:
+        with suppress(sqlite3.Error), closing(self._connect()) as connection:
+            return connection.execute("PRAGMA user_version").fetchone()[0] == FORMAT
+        return False
+
+    def _build(self, files: Sequence[Path]) -> None:
+        """Builds beside the final place and moves there what is complete."""
+        unfinished = self.path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished.unlink(missing_ok=True)
+        logger.info("building the search index %s", self.path)
+        try:
+            with closing(sqlite3.connect(unfinished)) as connection:
+                connection.execute("PRAGMA journal_mode = OFF")
+                connection.execute("PRAGMA synchronous = OFF")
+                connection.execute(
+                    "CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')"
+                )
+                connection.executemany("INSERT INTO passages VALUES (?, ?)", _passages(files))
+                connection.execute("INSERT INTO passages (passages) VALUES ('optimize')")
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                connection.commit()
+            unfinished.replace(self.path)
+        except sqlite3.OperationalError as error:
+            raise ConfigError(f"the search index {self.path} cannot be built: {error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _passages(files: Sequence[Path]) -> Iterator[Passage]:
+    for file in files:
+        yield from read_passages(file)
+
+
+def _fingerprint(files: Sequence[Path]) -> str:
+    facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,104 @@
+"""The tool `http`: one request of a web service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from agent_loop.config import PositiveSeconds, Section, parse_section
+from agent_loop.errors import ConfigError
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.environment import from_environment
+from agent_loop.tools.web.client import WebClient
+from agent_loop.tools.web.operation import BODY_METHODS, Operation, check_names, names_in
+
+
+class HttpConfig(Section):
+    """A request; the parameters of the tool's schema fill it."""
+
+    method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "GET"
+    url: str
+    """With `{name}` where a parameter goes; what is put there is quoted."""
+    headers: dict[str, str] = Field(default={})
+    """`$NAME` is an environment variable."""
+    query: list[str] | None = None
+    """Parameters that go into the query; None is all that are nowhere else, where the method has no body."""
+    body: list[str] | None = None
+    """Parameters that are fields of a JSON body; None is all that are nowhere else, where the method has one."""
+    select: str = ""
+    """Of a JSON answer, the keys and indexes that lead to what the model is shown, as in `results.0.text`."""
+    request_timeout_s: PositiveSeconds = 20.0
+
+
+class HttpTool(BaseTool):
+    """Sends one request per call and answers with what comes back.
+
+    A request that only reads may be run twice and is retried; for any other `on_replay` is `once`, until its entry in
+    the registry says otherwise.
+
+    Raises:
+        ConfigError: The config is wrong, or does not fit the schema.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
+        super().__init__(config, tool_schema)
+        where = f"the config of tool {self.name!r}"
+        settings = parse_section(HttpConfig, config, where=where)
+        operation = _operation(settings, self.tool_schema["function"].get("parameters") or {}, where=where)
+        headers = from_environment(settings.headers, where=f"{where}: headers")
+        client = WebClient(headers=headers, timeout_s=settings.request_timeout_s)
+        self._requests = Requests(operation, client=client)
+        self.on_replay, self.retries = operation.on_replay, operation.retries
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Sends the request."""
+        return await self._requests.run(instance_id, parameters)
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await self._requests.client.leave(instance_id)
+
+
+class Requests:
+    """Sends an operation's requests."""
+
+    def __init__(self, operation: Operation, *, client: WebClient) -> None:
+        self.operation = operation
+        self.client = client
+
+    async def run(
+        self, instance_id: str, parameters: Mapping[str, Any]
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """What `BaseTool.execute` returns."""
+        text = await self.operation.send(parameters, client=self.client, instance_id=instance_id)
+        return ToolResponse(text=text), None, {}
+
+
+def _operation(settings: HttpConfig, parameters: Mapping[str, Any], *, where: str) -> Operation:
+    in_url = names_in(settings.url, where=f"{where}: url")
+    check_names(in_url, parameters=parameters, where=f"{where}: url")
+    check_names(settings.query or [], parameters=parameters, where=f"{where}: query")
+    check_names(settings.body or [], parameters=parameters, where=f"{where}: body")
+    optional = [name for name in in_url if name not in parameters.get("required", [])]
+    if optional:
+        raise ConfigError(f"{where}: url needs {optional[0]!r}; make it a required parameter of the tool")
+    has_body = settings.method in BODY_METHODS
+    if settings.body and not has_body:
+        raise ConfigError(f"{where}: a {settings.method} has no body; put {settings.body} into query")
+    placed = {*in_url, *(settings.query or []), *(settings.body or [])}
+    rest = [name for name in parameters.get("properties", {}) if name not in placed]
+    query = settings.query if settings.query is not None else [] if has_body else rest
+    body = settings.body if settings.body is not None else rest if has_body else []
+    lost = set(rest) - {*query, *body}
+    if lost:
+        raise ConfigError(f"{where}: the parameter {min(lost)!r} goes nowhere; add it to query or to body")
+    return Operation(
+        method=settings.method,
+        url=settings.url,
+        query=frozenset(query),
+        body=frozenset(body),
+        select=tuple(filter(None, settings.select.split("."))),
+    )

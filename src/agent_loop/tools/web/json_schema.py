@@ -1,0 +1,50 @@
+"""Schemas of OpenAPI 3.0 and 3.1 as plain JSON schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from agent_loop.errors import ConfigError
+
+_NOISE = frozenset({"discriminator", "example", "externalDocs", "nullable", "title", "xml"})
+_BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+_VALUES = frozenset({"const", "default", "enum", "examples"})
+_NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
+
+
+def plain_schema(node: Any, *, where: str, parents: tuple[int, ...] = ()) -> Any:
+    """The schema without what only OpenAPI knows: `nullable` becomes a type, exclusive bounds become numbers.
+
+    Args:
+        node: A schema whose references have been put in their places.
+        where: Names it in errors.
+        parents: The nodes it is in.
+
+    Raises:
+        ConfigError: It contains itself.
+    """
+    if id(node) in parents:
+        raise ConfigError(f"{where}: its schema contains itself, which no model can be shown; exclude it")
+    parents = (*parents, id(node))
+    if isinstance(node, list):
+        return [plain_schema(item, where=where, parents=parents) for item in cast(list[Any], node)]
+    if not isinstance(node, Mapping):
+        return node
+    schema = cast(Mapping[str, Any], node)
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS:
+            plain[key] = {
+                name: plain_schema(inner, where=where, parents=parents) for name, inner in value.items()
+            }
+        elif key in _VALUES:
+            plain[key] = value
+        elif key not in _NOISE and not isinstance(schema.get(key) if key in _BOUNDS else None, bool):
+            plain[key] = plain_schema(value, where=where, parents=parents)
+    for exclusive, inclusive in _BOUNDS.items():
+        if schema.get(exclusive) is True and inclusive in plain:
+            plain[exclusive] = plain.pop(inclusive)
+    if schema.get("nullable") and isinstance(plain.get("type"), str):
+        plain["type"] = [plain["type"], "null"]
+    return plain

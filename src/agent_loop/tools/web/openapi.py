@@ -1,0 +1,213 @@
+"""The tools `openapi`: the operations of a web service that describes itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urljoin
+from urllib.request import urlopen
+
+import yaml
+from pydantic import Field
+
+from agent_loop.boundary import describe_error
+from agent_loop.config import PositiveSeconds, Section, parse_section
+from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.environment import from_environment
+from agent_loop.tools.schema import check_tool_schema
+from agent_loop.tools.web.client import WebClient
+from agent_loop.tools.web.http import Requests
+from agent_loop.tools.web.json_schema import plain_schema
+from agent_loop.tools.web.operation import Operation
+
+METHODS = ("get", "post", "put", "patch", "delete")
+FETCH_TIMEOUT_S = 30.0
+_NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_NO_WORD = re.compile(r"[^A-Za-z0-9]+")
+
+
+class OpenApiConfig(Section):
+    """A specification, and which of it to use."""
+
+    spec: str
+    """A JSON or YAML file, or its URL."""
+    operations: list[str] | None = None
+    """The `operationId`s to make tools of; None is all."""
+    exclude: list[str] = Field(default=[])
+    """The ones to leave out."""
+    prefix: str = ""
+    """Of the tools' names."""
+    server_url: str | None = None
+    """Where the service is; None is the specification's first server."""
+    headers: dict[str, str] = Field(default={})
+    """`$NAME` is an environment variable."""
+    request_timeout_s: PositiveSeconds = 20.0
+
+
+class OpenApiTool(BaseTool):
+    """One operation. Of one that does more than read, `on_replay` is `once`."""
+
+    def __init__(self, tool_schema: Mapping[str, Any], *, operation: Operation, client: WebClient) -> None:
+        super().__init__({}, tool_schema)
+        self.on_replay, self.retries = operation.on_replay, operation.retries
+        self._requests = Requests(operation, client=client)
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Sends the request."""
+        return await self._requests.run(instance_id, parameters)
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await self._requests.client.leave(instance_id)
+
+
+def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
+    """A tool for each operation that the config names.
+
+    Raises:
+        ConfigError: The specification cannot be read, or an operation of it cannot be a tool.
+    """
+    settings = parse_section(OpenApiConfig, config, where="the config of openapi")
+    spec = _read_spec(settings.spec)
+    described = {operation.name: operation for operation in _operations(spec)}
+    for name in [*(settings.operations or ()), *settings.exclude]:
+        if name not in described:
+            raise ConfigError(f"{settings.spec} has no operation {name!r}{did_you_mean(name, described)}")
+    chosen = [n for n in settings.operations or described if n not in settings.exclude]
+    server_url = settings.server_url or _server_url(spec, source=settings.spec)
+    headers = from_environment(settings.headers, where="the config of openapi: headers")
+    return [
+        _make_tool(
+            described[name],
+            prefix=settings.prefix,
+            server_url=server_url,
+            client=WebClient(headers=headers, timeout_s=settings.request_timeout_s),
+            where=f"{settings.spec}: operation {name!r}",
+        )
+        for name in chosen
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An operation as the specification has it, references resolved."""
+
+    name: str
+    method: str
+    path: str
+    fields: Mapping[str, Any]
+    shared_parameters: tuple[Any, ...]
+    """Of all operations of its path."""
+
+
+def _operations(spec: Mapping[str, Any]) -> Iterable[Described]:
+    paths: dict[str, dict[str, Any]] = spec.get("paths") or {}
+    for path, item in paths.items():
+        for method in METHODS:
+            fields = item.get(method)
+            if fields is not None:
+                name = fields.get("operationId") or _NO_WORD.sub("_", f"{method}_{path}").strip("_")
+                yield Described(name, method.upper(), path, fields, tuple(item.get("parameters") or ()))
+
+
+def _make_tool(
+    described: Described, *, prefix: str, server_url: str, client: WebClient, where: str
+) -> OpenApiTool:
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    placed: dict[str, set[str]] = {"path": set(), "query": set(), "header": set()}
+    own = {
+        (p["name"], p["in"]): p
+        for p in (*described.shared_parameters, *(described.fields.get("parameters") or ()))
+    }
+    for (name, place), parameter in own.items():
+        if place not in placed:
+            continue  # cookies: the service's own business
+        schema = plain_schema(parameter.get("schema") or {}, where=f"{where}: parameter {name!r}")
+        properties[name] = {**schema, **_description(parameter)}
+        placed[place].add(name)
+        required += [name] if parameter.get("required") or place == "path" else []
+    body, whole_body = _add_body(described, properties, required, where=where)
+    function = {
+        "name": prefix + _NO_NAME.sub("_", described.name),
+        "description": str(described.fields.get("description") or described.fields.get("summary") or ""),
+        "parameters": {"type": "object", "properties": properties, "required": required},
+    }
+    tool_schema = {"type": "function", "function": function}
+    check_tool_schema(tool_schema, where=where)
+    operation = Operation(
+        method=described.method,
+        url=server_url.rstrip("/") + described.path,
+        query=frozenset(placed["query"]),
+        headers=frozenset(placed["header"]),
+        body=frozenset(body),
+        whole_body=whole_body,
+    )
+    return OpenApiTool(tool_schema, operation=operation, client=client)
+
+
+def _add_body(
+    described: Described, properties: dict[str, Any], required: list[str], *, where: str
+) -> tuple[set[str], str | None]:
+    """Adds the parameters of a JSON body: its fields, or `body` where they cannot stand beside the others."""
+    request = described.fields.get("requestBody")
+    if not request:
+        return set(), None
+    content: Mapping[str, Any] = request.get("content") or {}
+    kind = next((kind for kind in content if kind.partition(";")[0].endswith("json")), None)
+    if kind is None:
+        raise ConfigError(f"{where} takes {', '.join(content)} and no JSON; exclude it")
+    schema = plain_schema(content[kind].get("schema") or {}, where=f"{where}: requestBody")
+    fields: Mapping[str, Any] = schema.get("properties") or {}
+    if fields and not set(fields) & set(properties) and "additionalProperties" not in schema:
+        properties |= fields
+        required += schema.get("required", []) if request.get("required") else []
+        return set(fields), None
+    name = "body" if "body" not in properties else "request_body"
+    properties[name] = {**schema, **_description(request)}
+    required += [name] if request.get("required") else []
+    return set(), name
+
+
+def _description(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {"description": fields["description"]} if fields.get("description") else {}
+
+
+def _read_spec(source: str) -> Mapping[str, Any]:
+    try:
+        jsonref: Any = import_module("jsonref")
+    except ImportError as error:
+        raise ConfigError('the tools openapi need jsonref: pip install "agent-loop[openapi]"') from error
+    try:
+        if source.startswith(("http://", "https://")):
+            with urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
+                text = answer.read().decode()
+        else:
+            text = Path(source).read_text(encoding="utf-8")
+        spec: Any = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the specification {source!r} cannot be read: {describe_error(error)}") from error
+    if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
+        "3."
+    ):
+        raise ConfigError(f"{source!r} is no OpenAPI 3 specification")
+    try:
+        return jsonref.replace_refs(spec, proxies=False, lazy_load=False)
+    except jsonref.JsonRefError as error:
+        raise ConfigError(f"a reference in {source!r} leads nowhere: {error}") from error
+
+
+def _server_url(spec: Mapping[str, Any], *, source: str) -> str:
+    servers: list[Any] = spec.get("servers") or []
+    url = str(servers[0].get("url", "")) if servers else ""
+    if source.startswith(("http://", "https://")):
+        url = urljoin(source, url or "/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{source!r} does not say where its server is; set server_url")
+    return url

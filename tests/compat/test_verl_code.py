@@ -1,0 +1,165 @@
+"""Code, registry files, configuration and data as verl has them, from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from agent_loop.config import Config, load_config
+from agent_loop.errors import ConfigError, EpisodeError
+from agent_loop.integrations import verl
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import load_rows
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Origin, Row, StopReason
+from tests.compat import verl_code
+from tests.helpers import calls, hermes_template, roles, says
+
+CONFIG = "tests/compat/config.yaml"
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return load_config(CONFIG)
+
+
+def run(
+    config: Config, rows: Sequence[Row], answers: Sequence[ScriptedReply], **options: Any
+) -> list[Trajectory]:
+    """Each trajectory gets these answers, turn by turn."""
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return answers[request.turn]
+
+    async def main() -> list[Trajectory]:
+        servers = [ScriptedServer(script, name=f"scripted-{n}") for n in range(2)]
+        async with AgentLoopManager(config.rollout, servers=servers, template=hermes_template()) as manager:
+            return await manager.run(rows, **options)
+
+    return run_virtual(main())
+
+
+def row(**columns: Any) -> dict[str, Any]:
+    return {"raw_prompt": [{"role": "user", "content": "What is 6 * 7?"}], **columns}
+
+
+def test_long_names_mean_what_they_mean_in_verl(config: Config) -> None:
+    rollout = config.rollout
+    assert (rollout.prompt_length, rollout.response_length) == (512, 512)
+    assert (rollout.val.temperature, rollout.agent.num_workers) == (0.0, 2)
+    assert rollout.multi_turn.max_tool_response_length == 64
+    with pytest.raises(ConfigError, match=r"multi_turn\.enable is False; only True exists here"):
+        load_config(CONFIG, overrides=["actor_rollout_ref.rollout.multi_turn.enable=False"])
+
+
+def test_a_loop_on_token_ids_runs_as_it_is(config: Config) -> None:
+    [trajectory] = run(config, [row(agent_name="second_thoughts")], [says("41")] * 3 + [says("42")], n=1)
+    output = trajectory.output
+    assert output.failure is None
+    assert [s.origin for s in output.segments] == [Origin.PROMPT] + [Origin.MODEL, Origin.TOOL] * 3 + [
+        Origin.MODEL
+    ]
+    assert output.response_mask.sum() == sum(len(says(text).token_ids) for text in ("41", "41", "41", "42"))
+    assert output.num_turns == 8
+    assert output.metrics.generate_sequences > 0
+    assert output.extra_fields == {"nudges": 3}
+
+
+def test_constructor_arguments_come_from_the_registry_file(config: Config) -> None:
+    [output] = [t.output for t in run(config, [row(agent_name="nudging")], [says("41")] * 4, n=1)]
+    nudge = hermes_template().decode(output.response_segments[1].token_ids)
+    assert "Really?" in nudge
+
+
+def test_a_completion_has_log_probs(config: Config) -> None:
+    reply = ScriptedReply(says("42").token_ids, log_probs=[-0.5] * len(says("42").token_ids))
+    [output] = [t.output for t in run(config, [row(agent_name="one_shot_with_log_probs")], [reply], n=1)]
+    assert output.failure is None
+    assert output.response_logprobs is not None
+    assert output.response_logprobs.tolist() == [-0.5] * len(output.response_ids)
+
+
+def test_a_tool_keeps_its_state_and_its_verdict_is_the_reward(config: Config) -> None:
+    tools_kwargs = {"score_answer": {"create_kwargs": {"ground_truth": "42"}}}
+    answers = [calls("score_answer", answer="41"), calls("score_answer", answer="42"), says("#### 42")]
+    [trajectory] = run(config, [row(tools_kwargs=tools_kwargs)], answers, n=1)
+    assert trajectory.output.tool_rewards == (-0.05, 0.0)
+    assert trajectory.output.messages[2]["content"] == "Current parsed answer='41' reward=0.0"
+    assert trajectory.reward == 1.0
+
+
+def test_an_interaction_answers_until_it_is_content(config: Config) -> None:
+    interaction_kwargs = {"name": "patient", "query": "What is 6 * 7?", "ground_truth": "42"}
+    answers = [says("#### 41"), says("#### 42")]
+    [trajectory] = run(config, [row(interaction_kwargs=interaction_kwargs)], answers, n=1)
+    output = trajectory.output
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert output.turn_scores == (0.0, 1.0)
+    assert output.feedback[0].extra == {"checked": "#### 41"}
+    assert roles(output.messages) == ["user", "assistant", "user", "assistant", "user"]
+    assert trajectory.reward == 1.0
+
+
+def test_data_sets_are_read_as_verl_writes_them(config: Config, tmp_path: Path) -> None:
+    extra = {
+        "split": "train",
+        "index": 0,
+        "need_tools_kwargs": True,
+        "tools_kwargs": {"score_answer": {"create_kwargs": {"ground_truth": "42"}}},
+        "interaction_kwargs": {"name": "patient", "query": "6 * 7?", "ground_truth": "42"},
+    }
+    record = {
+        "data_source": "openai/gsm8k",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "user", "content": "What is 6 * 7?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": extra,
+    }
+    pq.write_table(pa.Table.from_pylist([record, record]), tmp_path / "train.parquet")
+    rows = load_rows([str(tmp_path / "train.parquet")], prompt_key="prompt")
+    assert rows[0]["tools_kwargs"] == extra["tools_kwargs"]
+    trajectories = run(config, rows, [calls("score_answer", answer="42"), says("#### 42")])
+    assert len(trajectories) == 4
+    assert [t.output.failure for t in trajectories] == [None] * 4
+    assert [t.output.stop_reason for t in trajectories] == [StopReason.INTERACTION_FINISHED] * 4
+
+
+def test_a_batch_has_the_columns_that_verl_documents(config: Config) -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return calls("score_answer", answer="42") if request.turn == 0 else says("#### 42")
+
+    async def main() -> Any:
+        servers = [ScriptedServer(script)]
+        async with AgentLoopManager(config.rollout, servers=servers, template=hermes_template()) as manager:
+            rows = [row(tools_kwargs={"score_answer": {"create_kwargs": {"ground_truth": "42"}}})] * 3
+            return await manager.generate_sequences(rows)
+
+    batch = asyncio.run(main())
+    num_rows, width = batch["input_ids"].shape
+    assert num_rows == 6
+    assert batch["prompts"].shape[1] + batch["responses"].shape[1] == width
+    assert batch["attention_mask"].shape == batch["position_ids"].shape == (num_rows, width)
+    assert batch["response_mask"].shape == batch["responses"].shape
+    assert batch["reward"].tolist() == [1.0] * 6
+
+
+def test_tools_and_interactions_load_by_their_functions() -> None:
+    [tool] = verl.initialize_tools_from_config("tests/compat/tools.yaml")
+    assert isinstance(tool, verl_code.ScoreTool)
+    assert tool.name == "score_answer"
+    loaded = verl.initialize_interactions_from_config("tests/compat/interactions.yaml")
+    assert isinstance(loaded["patient"], verl_code.PatientInteraction)
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    with pytest.raises(EpisodeError, match="metrics has 'generate'"):
+        verl.AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={"generate": 1.0})

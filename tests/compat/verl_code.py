@@ -1,0 +1,176 @@
+"""Code as one writes it for verl. Only its imports are this package's."""
+
+import re
+from typing import Any
+from uuid import uuid4
+
+from agent_loop.integrations.verl import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    BaseInteraction,
+    BaseTool,
+    ToolResponse,
+    register,
+    rollout_trace_op,
+    simple_timer,
+)
+
+
+@register("second_thoughts")
+class SecondThoughtsAgentLoop(AgentLoopBase):
+    """Answers, is asked to look again, and answers once more."""
+
+    @classmethod
+    def init_class(cls, config, tokenizer, **kwargs):
+        if cls._class_initialized:
+            return
+        cls._class_initialized = True
+        cls.max_assistant_turns = config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns
+
+    def __init__(self, trainer_config, server_manager, tokenizer, nudge: str = "Look again.", **kwargs):
+        super().__init__(trainer_config, server_manager, tokenizer, **kwargs)
+        self.nudge = nudge
+        self.response_length = self.config.actor_rollout_ref.rollout.response_length
+
+    @rollout_trace_op
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        metrics = {}
+        request_id = uuid4().hex
+        prompt_ids = await self._encode(list(kwargs["raw_prompt"]))
+        response_mask = []
+        user_turns, assistant_turns = 0, 0
+        while True:
+            with simple_timer("generate_sequences", metrics):
+                response_ids = await self.server_manager.generate(
+                    request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
+                )
+            prompt_ids += response_ids
+            response_mask += [1] * len(response_ids)
+            assistant_turns += 1
+            if len(response_mask) >= self.response_length or assistant_turns >= self.max_assistant_turns:
+                break
+            nudge_ids = await self._encode([{"role": "user", "content": self.nudge}])
+            if len(response_mask) + len(nudge_ids) >= self.response_length:
+                break
+            prompt_ids += nudge_ids
+            response_mask += [0] * len(nudge_ids)
+            user_turns += 1
+        response_ids = prompt_ids[-len(response_mask) :]
+        prompt_ids = prompt_ids[: len(prompt_ids) - len(response_mask)]
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids[: self.response_length],
+            response_mask=response_mask[: self.response_length],
+            num_turns=user_turns + assistant_turns + 1,
+            metrics=metrics,
+            extra_fields={"nudges": user_turns},
+        )
+
+    async def _encode(self, messages):
+        return await self.loop.run_in_executor(
+            None,
+            lambda: self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            ),
+        )
+
+
+@register("one_shot_with_log_probs")
+class OneShotAgentLoop(AgentLoopBase):
+    """The newer form: a completion with its log-probabilities."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.prompt_length = self.rollout_config.prompt_length
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
+        metrics = {}
+        prompt_ids = self.tokenizer.apply_chat_template(
+            list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        with simple_timer("generate_sequences", metrics):
+            output = await self.server_manager.generate(
+                request_id=uuid4().hex,
+                prompt_ids=prompt_ids[: self.prompt_length],
+                sampling_params={**sampling_params, "logprobs": True},
+                image_data=None,
+            )
+        metrics["num_preempted"] = output.num_preempted
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
+            num_turns=2,
+            metrics=metrics,
+        )
+
+
+class ScoreTool(BaseTool):
+    """Judges an answer; an answer that is no better than the one before costs something."""
+
+    def __init__(self, config: dict, tool_schema: Any):
+        super().__init__(config, tool_schema)
+        self._instance_dict = {}
+
+    async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs) -> str:
+        if instance_id is None:
+            instance_id = str(uuid4())
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs
+    ) -> tuple[ToolResponse, float, dict]:
+        answer = parameters.get("answer", "")
+        self._instance_dict[instance_id]["response"] = answer
+        reward = await self.calc_reward(instance_id)
+        tool_reward = 0.0 if reward > self._instance_dict[instance_id]["reward"] else -0.05
+        self._instance_dict[instance_id]["reward"] = reward
+        return ToolResponse(text=f"Current parsed {answer=} {reward=}"), tool_reward, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        record = self._instance_dict[instance_id]
+        return self.config["right"] if record["response"] == record["ground_truth"] else 0.0
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        del self._instance_dict[instance_id]
+
+
+class PatientInteraction(BaseInteraction):
+    """Says whether the last answer is right."""
+
+    def __init__(self, config: dict):
+        super().__init__(config)
+        self._instance_dict = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs
+    ) -> str:
+        if instance_id is None:
+            instance_id = str(uuid4())
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs
+    ) -> tuple[bool, str, float, dict]:
+        content = ""
+        for item in reversed(messages):
+            if item.get("role") == "assistant":
+                content = item.get("content")
+                break
+        self._instance_dict[instance_id]["response"] = content
+        score = await self.calculate_score(instance_id)
+        if score == 1.0:
+            return True, "Right.", score, {}
+        return False, self.config["wrong"], score, {"checked": content}
+
+    async def calculate_score(self, instance_id: str, **kwargs) -> float:
+        record = self._instance_dict[instance_id]
+        found = re.findall(r"#### (-?[0-9.,]+)", record["response"] or "")
+        return 1.0 if found and found[-1] == record["ground_truth"] else 0.0
+
+    async def finalize_interaction(self, instance_id: str, **kwargs) -> None:
+        del self._instance_dict[instance_id]

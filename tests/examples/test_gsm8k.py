@@ -1,0 +1,115 @@
+"""The GSM8K example from its source to rewards, with a scripted model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.config import load_config
+from agent_loop.rewards.function import load_reward
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import load_rows
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+from examples.gsm8k.preprocess import main, to_row
+from tests.helpers import calls, hermes_template, says
+
+FOLDER = Path("examples/gsm8k")
+TRUTHS = ["39", "33", "1400", "-5"]
+
+
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    out = tmp_path / "data" / "train.parquet"
+    assert main([str(FOLDER / "sample.jsonl"), "--out", str(out)]) == 0
+    return load_rows([str(out)], prompt_key="prompt")
+
+
+def run(given: list[dict[str, Any]], *turns: ScriptedReply) -> list[Trajectory]:
+    config = load_config(FOLDER / "config.yaml", overrides=["rollout.engine=scripted"])
+    reward = config.reward.function
+    assert reward is not None
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return turns[request.turn]
+
+    async def roll_out() -> list[Trajectory]:
+        manager = AgentLoopManager(
+            config.rollout,
+            servers=[ScriptedServer(script)],
+            template=hermes_template(),
+            reward=load_reward(reward, timeout_s=5.0),
+        )
+        async with manager:
+            return await manager.run(given, n=1)
+
+    return asyncio.run(roll_out())
+
+
+def test_the_rows_are_those_of_the_source(tmp_path: Path) -> None:
+    made = rows(tmp_path)
+    assert [row["reward_model"]["ground_truth"] for row in made] == TRUTHS
+    first = made[0]
+    assert first["agent_name"] == "tool_agent"
+    assert first["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "39"}}}
+    assert first["interaction_kwargs"]["query"] == first["raw_prompt"][-1]["content"]
+    assert "39" not in json.dumps(first["raw_prompt"])
+    assert first["extra_info"]["split"] == "train"
+
+
+def test_the_reward_is_the_tools_verdict(tmp_path: Path) -> None:
+    [row, *_] = rows(tmp_path)
+    [trajectory] = run(
+        [row],
+        calls("calc_gsm8k_reward", answer="38"),
+        calls("calc_gsm8k_reward", answer="39"),
+        says("So it is #### 38"),
+        says("No: #### 39"),
+    )
+    output = trajectory.output
+    assert output.failure is None
+    assert output.tool_rewards == (-0.05, 0.0)
+    assert output.turn_scores == (0.0, 1.0)
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert trajectory.reward == 1.0
+
+
+def test_the_verdict_is_of_the_last_answer_that_the_tool_got(tmp_path: Path) -> None:
+    [row, *_] = rows(tmp_path)
+    [trajectory] = run([row], calls("calc_gsm8k_reward", answer="38"), says("#### 39"))
+    assert trajectory.reward == 0.0
+
+
+@pytest.mark.parametrize(("answer", "rewards"), [("#### 1,400", [0.0, 0.0, 1.0, 0.0]), ("none", [0.0] * 4)])
+def test_without_the_tool_the_answer_itself_is_judged(
+    tmp_path: Path, answer: str, rewards: list[float]
+) -> None:
+    trajectories = run(rows(tmp_path), *[says(answer)] * 6)
+    assert [trajectory.output.failure for trajectory in trajectories] == [None] * 4
+    assert [trajectory.reward for trajectory in trajectories] == rewards
+
+
+def test_a_faulty_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"question": "?", "answer": "no idea"}')
+    for source, message in (("bad.jsonl", "record 0 has the keys"), ("none.jsonl", "does not exist")):
+        assert main([str(tmp_path / source), "--out", str(tmp_path / "out.parquet")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_parquet_is_read_too(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    records = [json.loads(line) for line in (FOLDER / "sample.jsonl").read_text().splitlines()]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "gsm8k.parquet")
+    assert main([str(tmp_path / "gsm8k.parquet"), "--out", str(tmp_path / "out.parquet")]) == 0
+    loaded = load_rows([str(tmp_path / "out.parquet")], prompt_key="prompt")
+    assert (
+        loaded[3]["extra_info"]["answer"]
+        == to_row(records[3], split="train", index=3)["extra_info"]["answer"]
+    )

@@ -1,0 +1,20 @@
+"""The game itself; what all examples have in common is tested with them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agent_loop.interactions.check import check_interaction
+from examples.guess_the_number.task import GuessTheNumber, solution, val_rows
+
+
+def test_four_guesses_at_the_middle_are_enough() -> None:
+    lengths = {(len(solution(row)) + 1) // 2 for row in val_rows(count=500)}
+    assert lengths == {2, 3, 4}
+
+
+def test_the_game_keeps_the_contract_of_interactions() -> None:
+    row = {"low": 20, "high": 34, "secret": 30}
+    answers = ["Is it 27?", "Is it 31?", "Is it 19?"]
+    report = asyncio.run(check_interaction(GuessTheNumber({}), interaction_kwargs=row, answers=answers))
+    report.raise_if_failed()

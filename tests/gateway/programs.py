@@ -1,0 +1,49 @@
+"""Programs that tests name by reference."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import openai
+
+from tests.gateway.harness import ADD
+from tests.helpers import user
+
+
+async def asks_once(row: Any, *, base_url: str, api_key: str) -> float:
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        await client.chat.completions.create(model="m", messages=user("?"))
+    return 1.0
+
+
+async def leads_three_conversations(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
+    """Calls tools in one, goes back to its beginning, and has a helper with a system prompt of its own."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
+    ask = partial(client.chat.completions.create, model="m", tools=[ADD])
+    opening: list[Any] = [{"role": "user", "content": str(row["question"])}]
+    first = (await ask(messages=opening)).choices[0].message
+    messages = [*opening, first]
+    reply = first
+    while reply.tool_calls:
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in reply.tool_calls]
+        reply = (await ask(messages=messages)).choices[0].message
+        messages.append(reply)
+    helper = [{"role": "system", "content": "help"}, {"role": "user", "content": str(reply.content)}]
+    stream = await ask(messages=helper, stream=True)
+    help_given = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    answers = [{"role": "tool", "tool_call_id": c.id, "content": "other"} for c in first.tool_calls or ()]
+    await ask(messages=[*opening, first, *answers, {"role": "user", "content": "".join(help_given)}])
+    return 1.0
+
+
+async def asks_something_else_each_time(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+    for number in range(3):
+        question = f"question {number} of run {NUM_RUNS['so far']}"
+        await client.chat.completions.create(model="m", messages=user(question))
+    NUM_RUNS["so far"] += 1
+    return 1.0
+
+
+NUM_RUNS = {"so far": 0}

@@ -1,0 +1,141 @@
+"""The Messages dialect, through the official client."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+
+from agent_loop.types import StopReason
+from tests.gateway.harness import MODEL, Stage, in_order, origins
+from tests.helpers import call_text, encoded, says, user
+
+ADD = {
+    "name": "add",
+    "description": "Add two numbers.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+
+
+def client_of(anthropic_base_url: str, api_key: str, http_client: Any) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(
+        base_url=anthropic_base_url, api_key=api_key, http_client=http_client, max_retries=0
+    )
+
+
+def result_of(block: Any, content: Any = "3") -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": block.id, "content": content}
+
+
+def test_a_conversation_with_parallel_tools_is_one_trajectory() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> float:
+        create = client_of(anthropic_base_url, api_key, http_client).messages.create
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": 64,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "tools": [ADD],
+        }
+        messages: list[Any] = user("1 + 2?")
+        first = await create(messages=messages, **asked)
+        assert first.stop_reason == "tool_use"
+        text, one, two = first.content
+        assert (text.text, one.input, two.input) == ("Now:", {"a": 1}, {"a": 2})
+        results = [result_of(one), result_of(two, [{"type": "text", "text": "4"}])]
+        messages = [
+            *messages,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [*results, {"type": "text", "text": "Quick."}]},
+        ]
+        second = await create(messages=messages, **asked)
+        assert (second.content[0].text, second.stop_reason) == ("Done.", "end_turn")
+        assert second.usage.output_tokens == len(encoded("Done.<|im_end|>"))
+        return 1.0
+
+    both = f"Now:{call_text('add', a=1)}\n{call_text('add', a=2)}"
+    [trajectory] = Stage(in_order(says(both), says("Done."))).run_virtual(program)
+    assert trajectory.output.failure is None
+    assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
+    roles = [message["role"] for message in trajectory.output.messages]
+    assert roles == ["system", "user", "assistant", "tool", "tool", "user", "assistant"]
+
+
+def test_streamed_events_are_the_message() -> None:
+    text = f"<think>\nHm.\n</think>\n\nNow:{call_text('add', a=1)}"
+
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        messages = client_of(anthropic_base_url, api_key, http_client).messages
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "tools": [ADD], "messages": user("?")}
+        thinks = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+        whole = await messages.create(**asked, **thinks)
+        async with messages.stream(**asked, **thinks) as stream:
+            events = [event.type async for event in stream]
+            streamed = await stream.get_final_message()
+        assert events[0] == "message_start"
+        assert events[-1] == "message_stop"
+        kinds = [block.type for block in streamed.content]
+        assert kinds == ["thinking", "text", "tool_use"]
+        assert [b.model_dump(exclude={"id"}) for b in streamed.content] == [
+            b.model_dump(exclude={"id"}) for b in whole.content
+        ]
+        assert streamed.stop_reason == whole.stop_reason == "tool_use"
+        assert streamed.usage.output_tokens == whole.usage.output_tokens
+        assert streamed.usage.input_tokens == whole.usage.input_tokens
+        history = [*user("?"), {"role": "assistant", "content": streamed.content}]
+        results = [{"role": "user", "content": [result_of(streamed.content[-1])]}]
+        await messages.create(**{**asked, "messages": [*history, *results]})
+
+    whole, streamed = Stage(in_order(says(text), says(text), says("3"))).run_virtual(program)
+    assert origins(whole.output) == ["prompt", "model"]
+    assert origins(streamed.output) == ["prompt", "model", "tool", "model"]
+
+
+def test_a_stop_sequence_is_named() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        reply = await client_of(anthropic_base_url, api_key, http_client).messages.create(
+            model=MODEL, max_tokens=64, messages=user("?"), stop_sequences=["END"]
+        )
+        assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "END")
+
+    [trajectory] = Stage(in_order(says("one END two"))).run_virtual(program)
+    assert trajectory.output.failure is None
+
+
+def test_errors_have_the_shape_of_the_dialect_and_limits_stop_the_program() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(anthropic_base_url, api_key, http_client).messages.create
+        with pytest.raises(anthropic.BadRequestError, match="not offered here") as caught:
+            await create(
+                model=MODEL,
+                max_tokens=9,
+                messages=user("?"),
+                tools=[ADD],
+                tool_choice={"type": "any"},
+            )
+        assert caught.value.body["type"] == "error"
+        assert caught.value.body["error"]["type"] == "invalid_request_error"
+        messages: list[Any] = user("?")
+        while True:
+            reply = await create(model=MODEL, max_tokens=9, messages=messages)
+            messages = [*messages, {"role": "assistant", "content": reply.content}, *user("more")]
+
+    [trajectory] = Stage(in_order(says("x")), max_assistant_turns=3).run_virtual(program)
+    assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert trajectory.output.failure is None
+
+
+def test_both_dialects_lead_the_same_conversation() -> None:
+    import openai
+
+    async def program(
+        row: Any, *, base_url: str, anthropic_base_url: str, api_key: str, http_client: Any
+    ) -> None:
+        create = client_of(anthropic_base_url, api_key, http_client).messages.create
+        first = await create(model=MODEL, max_tokens=99, messages=user("?"))
+        other = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        answer = {"role": "assistant", "content": first.content[0].text}
+        await other.chat.completions.create(model=MODEL, messages=[*user("?"), answer, *user("more")])
+
+    [trajectory] = Stage(in_order(says("x"), says("y"))).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]

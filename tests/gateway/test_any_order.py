@@ -1,0 +1,194 @@
+"""Whatever a program does, in whatever order: the tokens are those that the server saw, and the conversation is the one
+that the program sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.completions.conversation import conversation_of
+from agent_loop.completions.requests import ChatMessage
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from tests.gateway.harness import ADD, MODEL, Stage, tokens
+from tests.helpers import call_text, hermes_template, says, user
+
+SAYINGS = ["yes", "no", f"now:{call_text('add', a=1, b=2)}", call_text("add", a=1) + call_text("add", a=2)]
+"""Few, so that conversations often look alike; written as the template writes them, so that texts can be compared."""
+QUESTIONS = ["why?", "how? ", "who?"]
+SYSTEMS = ["lead", "help"]
+
+
+@dataclass
+class Conversation:
+    """What a program knows of a conversation."""
+
+    messages: list[dict[str, Any]]
+    """As they were said."""
+    tokens: list[int] = field(default_factory=list)
+    """The prompt of the last answer, and that answer."""
+
+
+class Speaker:
+    """Says one of the sayings after the other, each after some time."""
+
+    def __init__(self, choices: Sequence[tuple[int, int]]) -> None:
+        self._choices = choices
+        self._num_said = 0
+
+    def __call__(self, _: ScriptedRequest) -> ScriptedReply:
+        saying, latency_s = self._choices[self._num_said % len(self._choices)]
+        self._num_said += 1
+        return says(SAYINGS[saying], latency_s=latency_s)
+
+
+class Client:
+    """Leads conversations through one session, and checks each answer."""
+
+    def __init__(self, create: Any) -> None:
+        self._create = create
+        self.known: list[Conversation] = []
+        self.asked: list[tuple[list[int], list[int]]] = []
+        """Prompt and completion of each answer."""
+        self.sent: list[tuple[list[dict[str, Any]], Any]] = []
+        self.retried: list[tuple[list[dict[str, Any]], Any]] = []
+
+    async def do(self, action: str, which: int, what: int, style: int) -> None:
+        """One step of a program."""
+        past = self.known[which % len(self.known)] if self.known else None
+        if action == "retry" and self.sent:
+            await self._retry(which)
+        elif past is None or action == "begin":
+            system = {"role": "system", "content": SYSTEMS[what % len(SYSTEMS)]}
+            past = Conversation([system, *user(QUESTIONS[style % len(QUESTIONS)])])
+            await self._ask(past, style=0, goes_on=False)
+        elif action == "go_on":
+            await self._ask(Conversation([*past.messages, *_replies(past, what)], past.tokens), style=style)
+        elif action == "edit":
+            places = [n for n, message in enumerate(past.messages) if message["role"] != "system"]
+            kept = past.messages[: places[what % len(places)]]
+            await self._ask(Conversation([*kept, *user(f"edited {style}")]), style=style, goes_on=False)
+        elif action == "compact":
+            await self._ask(
+                Conversation([past.messages[0], *user(f"in short {what}")]), style=0, goes_on=False
+            )
+        else:
+            await self._ask(Conversation(past.messages[:-1]), style=style, goes_on=False)
+
+    async def _ask(self, conversation: Conversation, *, style: int, goes_on: bool = True) -> None:
+        messages = [_restyled(message, style) for message in conversation.messages]
+        reply = await self._send(messages, retries=0)
+        self.sent.append((messages, reply.choices[0]))
+        self._check(reply, conversation, goes_on=goes_on)
+
+    async def _retry(self, which: int) -> None:
+        """The same request once more gives an answer that is given to it anyway."""
+        messages, _ = self.sent[which % len(self.sent)]
+        self.retried.append((messages, (await self._send(messages, retries=1)).choices[0]))
+
+    async def _send(self, messages: list[dict[str, Any]], *, retries: int) -> Any:
+        return await self._create(
+            model=MODEL,
+            messages=messages,
+            tools=[ADD],
+            extra_body={"return_token_ids": True},
+            extra_headers={"x-stainless-retry-count": str(retries)},
+        )
+
+    def _check(self, reply: Any, conversation: Conversation, *, goes_on: bool) -> None:
+        template, choice = hermes_template(), reply.choices[0]
+        prompt: list[int] = reply.prompt_token_ids
+        read = conversation_of([ChatMessage.model_validate(m) for m in conversation.messages])
+        shown = template.decode(prompt)
+        assert _without_space(shown) == _without_space(template.decode(template.open(read, tools=[ADD])))
+        if goes_on:
+            assert prompt[: len(conversation.tokens)] == conversation.tokens
+        self.asked.append((prompt, choice.token_ids))
+        answer = choice.message.model_dump(exclude_none=True, exclude={"token_ids"})
+        self.known.append(Conversation([*conversation.messages, answer], [*prompt, *choice.token_ids]))
+
+
+def _without_space(text: str) -> str:
+    """Space at the end of a message may come or go."""
+    return text.replace(" <|im_end|>", "<|im_end|>")
+
+
+def _replies(past: Conversation, what: int) -> list[dict[str, Any]]:
+    calls = past.messages[-1].get("tool_calls") or []
+    answers = [{"role": "tool", "tool_call_id": c["id"], "content": f"it is {what}"} for c in calls]
+    return answers or user(QUESTIONS[what % len(QUESTIONS)])
+
+
+def _restyled(message: dict[str, Any], style: int) -> dict[str, Any]:
+    """The message as another client would write it."""
+    message = dict(message)
+    if message["role"] == "user" and style & 1:
+        text = message["content"].rstrip() if style & 2 else message["content"]
+        message["content"] = [{"type": "text", "text": text}]
+    if message["role"] != "assistant":
+        return message
+    if style & 2:
+        message |= {"refusal": None, "annotations": [], "name": "agent", "notes": {"x": 1}}
+    if style & 4 and not message.get("content"):
+        message["content"] = None if style & 1 else ""
+    if style & 8 and message.get("tool_calls"):
+        message["tool_calls"] = [_call_restyled(call) for call in message["tool_calls"]]
+    return message
+
+
+def _call_restyled(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = dict(reversed(list(json.loads(call["function"]["arguments"]).items())))
+    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments, indent=1)}}
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["begin", "go_on", "go_on", "go_on", "edit", "compact", "repeat", "retry"]),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 15),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    threads=st.lists(st.lists(ACTIONS, min_size=1, max_size=6), min_size=1, max_size=3),
+    sayings=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=5),
+)
+def test_the_tokens_are_what_the_server_saw_and_the_texts_what_the_program_sent(
+    threads: list[list[tuple[str, int, int, int]]], sayings: list[tuple[int, int]]
+) -> None:
+    asked: list[tuple[list[int], list[int]]] = []
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        client = openai.AsyncOpenAI(
+            base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0
+        )
+        speaker = Client(client.chat.completions.create)
+
+        async def lead(actions: Sequence[tuple[str, int, int, int]]) -> None:
+            for action in actions:
+                await speaker.do(*action)
+
+        async with asyncio.TaskGroup() as group:
+            for actions in threads:
+                group.create_task(lead(actions))
+        asked.extend(speaker.asked)
+
+    stage = Stage(Speaker(sayings))
+    trajectories = stage.run_virtual(program)
+    assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
+    records = [tokens(t.output) for t in trajectories]
+    assert sorted(prompt for prompt, _ in asked) == sorted(
+        request.prompt_ids.tolist() for request in stage.server.requests
+    )
+    for prompt, completion in asked:
+        whole = [*prompt, *completion]
+        assert any(record[: len(whole)] == whole for record in records)
+    segments = {id(s): s for t in trajectories for s in t.output.segments if s.weight_version is not None}
+    assert sum(map(len, segments.values())) == sum(len(completion) for _, completion in asked)

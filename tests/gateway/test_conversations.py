@@ -1,0 +1,337 @@
+"""Where a request belongs: it goes on, branches, or begins anew."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from agent_loop.trajectory import IncidentKind
+from agent_loop.types import StopReason
+from tests.gateway.harness import ADD, MODEL, Stage, echo, in_order, origins, prompts, tokens
+from tests.helpers import call_text, calls, encoded, says, user
+
+
+def client_of(base_url: str, api_key: str, http_client: Any, **options: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=base_url, api_key=api_key, http_client=http_client, **{"max_retries": 0, **options}
+    )
+
+
+def test_a_conversation_with_a_tool_is_one_trajectory_and_nothing_is_rendered_twice() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        messages: list[Any] = [{"role": "system", "content": "Be brief."}, *user("1 + 2?")]
+        first = await create(model=MODEL, messages=messages, tools=[ADD])
+        [call] = first.choices[0].message.tool_calls
+        assert first.choices[0].finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        second = await create(model=MODEL, messages=messages, tools=[ADD])
+        assert second.choices[0].message.content == "It is 3."
+        assert second.usage.total_tokens == second.usage.prompt_tokens + len(encoded("It is 3.<|im_end|>"))
+        return 1.0
+
+    # The model writes its call with other spaces than any template would.
+    odd = '<tool_call>\n{"name":"add",  "arguments":{"a":1,"b":2}}\n</tool_call>'
+    stage = Stage(in_order(says(odd), says("It is 3.")))
+    [trajectory] = stage.run_virtual(program)
+    output = trajectory.output
+    assert (trajectory.reward, output.stop_reason, trajectory.branch) == (1.0, StopReason.ANSWERED, None)
+    assert origins(output) == ["prompt", "model", "tool", "model"]
+    first, second = stage.server.requests
+    assert tokens(output) == [*second.prompt_ids.tolist(), *encoded("It is 3.<|im_end|>")]
+    assert second.prompt_ids.tolist()[: len(first.prompt_ids)] == first.prompt_ids.tolist()
+    assert odd in prompts([second])[0]
+    assert first.request_id == second.request_id
+
+
+async def two_turns(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+    """Asks, and goes on with the first answer as the row says that clients change it."""
+    create = client_of(base_url, api_key, http_client).chat.completions.create
+    messages: list[Any] = [{"role": "system", "content": "Be brief. "}, *user("1 + 2?\n")]
+    reply = (await create(model=MODEL, messages=messages, tools=[ADD])).choices[0].message
+    history, tools = row["change"](messages, echo(reply))
+    await create(model=MODEL, messages=history, tools=tools)
+
+
+def tool_reply(answer: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+
+
+def same(messages: Any, answer: Any) -> Any:
+    return [*messages, answer, tool_reply(answer)], [ADD]
+
+
+def content_null(messages: Any, answer: Any) -> Any:
+    return [*messages, {**answer, "content": None}, tool_reply(answer)], [ADD]
+
+
+def content_empty(messages: Any, answer: Any) -> Any:
+    return [*messages, {**answer, "content": ""}, tool_reply(answer)], [ADD]
+
+
+def content_in_parts(messages: Any, answer: Any) -> Any:
+    parts = [{"type": "text", "text": "1 + 2?\n"}]
+    return [messages[0], {"role": "user", "content": parts}, answer, tool_reply(answer)], [ADD]
+
+
+def other_ids(messages: Any, answer: Any) -> Any:
+    call = {**answer["tool_calls"][0], "id": "abc"}
+    return [*messages, {**answer, "tool_calls": [call]}, {**tool_reply(answer), "tool_call_id": "abc"}], [ADD]
+
+
+def arguments_rewritten(messages: Any, answer: Any) -> Any:
+    call = answer["tool_calls"][0]
+    function = {**call["function"], "arguments": '{"b":2.0,\n "a":1}'}
+    return [*messages, {**answer, "tool_calls": [{**call, "function": function}]}, tool_reply(answer)], [ADD]
+
+
+def more_fields(messages: Any, answer: Any) -> Any:
+    more = {"refusal": None, "annotations": [], "audio": None, "name": "me", "provider_notes": {"a": 1}}
+    return [*messages, {**answer, **more}, {**tool_reply(answer), "name": "add"}], [ADD]
+
+
+def stripped(messages: Any, answer: Any) -> Any:
+    texts = [{**message, "content": message["content"].strip()} for message in messages]
+    return [*texts, answer, tool_reply(answer)], [ADD]
+
+
+def developer(messages: Any, answer: Any) -> Any:
+    return [{**messages[0], "role": "developer"}, messages[1], answer, tool_reply(answer)], [ADD]
+
+
+def keys_of_the_schema_reordered(messages: Any, answer: Any) -> Any:
+    function = dict(reversed(list(ADD["function"].items())))
+    return [*messages, answer, tool_reply(answer)], [
+        {"function": {**function, "strict": None}, "type": "function"}
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        same,
+        content_null,
+        content_empty,
+        content_in_parts,
+        other_ids,
+        arguments_rewritten,
+        more_fields,
+        stripped,
+        developer,
+        keys_of_the_schema_reordered,
+    ],
+)
+def test_what_clients_change_without_meaning_to_does_not_matter(change: Any) -> None:
+    stage = Stage(in_order(calls("add", a=1, b=2), says("3")))
+    [trajectory] = stage.run_virtual(two_turns, change=change)
+    assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
+    assert [t.stop_reason for t in [trajectory.output]] == [StopReason.ANSWERED]
+
+
+def other_argument(messages: Any, answer: Any) -> Any:
+    call = answer["tool_calls"][0]
+    function = {**call["function"], "arguments": '{"a": 1, "b": 3}'}
+    return [*messages, {**answer, "tool_calls": [{**call, "function": function}]}, tool_reply(answer)], [ADD]
+
+
+def argument_of_another_type(messages: Any, answer: Any) -> Any:
+    call = answer["tool_calls"][0]
+    function = {**call["function"], "arguments": '{"a": true, "b": 2}'}
+    return [*messages, {**answer, "tool_calls": [{**call, "function": function}]}, tool_reply(answer)], [ADD]
+
+
+def words_added(messages: Any, answer: Any) -> Any:
+    return [*messages, {**answer, "content": "Let me see."}, tool_reply(answer)], [ADD]
+
+
+def other_system_prompt(messages: Any, answer: Any) -> Any:
+    return [{**messages[0], "content": "Be long."}, messages[1], answer, tool_reply(answer)], [ADD]
+
+
+def reasoning_put_in(messages: Any, answer: Any) -> Any:
+    return [*messages, {**answer, "reasoning_content": "Hm."}, tool_reply(answer)], [ADD]
+
+
+def compacted(messages: Any, answer: Any) -> Any:
+    return [messages[0], *user("1 + 2 was called. It gave 3.")], [ADD]
+
+
+def other_tools(messages: Any, answer: Any) -> Any:
+    return [*messages, answer, tool_reply(answer)], [
+        ADD,
+        {**ADD, "function": {**ADD["function"], "name": "sub"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_argument,
+        argument_of_another_type,
+        words_added,
+        other_system_prompt,
+        reasoning_put_in,
+        compacted,
+        other_tools,
+    ],
+)
+def test_what_differs_in_meaning_begins_anew(change: Any) -> None:
+    stage = Stage(in_order(calls("add", a=1, b=2), says("3")))
+    first, second = stage.run_virtual(two_turns, change=change)
+    assert [origins(t.output) for t in (first, second)] == [["prompt", "model"], ["prompt", "model"]]
+    assert first.output.prompt_ids.tolist() == stage.server.requests[0].prompt_ids.tolist()
+    assert second.output.prompt_ids.tolist() == stage.server.requests[1].prompt_ids.tolist()
+    assert (first.branch, second.branch) == (0, 1)
+
+
+def test_an_edited_later_turn_branches_where_it_differs() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        history: list[Any] = user("1?")
+        for question in ("2?", "3?"):
+            reply = await create(model=MODEL, messages=history)
+            history = [*history, reply.choices[0].message, *user(question)]
+        await create(model=MODEL, messages=history)
+        await create(model=MODEL, messages=[*history[:2], *user("another 2?")])
+
+    stage = Stage(in_order(says("one"), says("two"), says("three"), says("other two")))
+    first, second = stage.run_virtual(program)
+    assert origins(first.output) == ["prompt", "model", "interaction", "model", "interaction", "model"]
+    assert origins(second.output) == ["prompt", "model", "interaction", "model"]
+    shared = [a is b for a, b in zip(first.output.segments, second.output.segments, strict=False)]
+    assert shared == [True, True, False, False]
+    assert [m["content"] for m in second.output.messages] == ["1?", "one", "another 2?", "other two"]
+
+
+def test_the_same_request_again_is_another_sample_and_shares_its_prompt() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        replies = [await create(model=MODEL, messages=user("?")) for _ in range(3)]
+        assert [r.choices[0].message.content for r in replies] == ["a", "b", "c"]
+
+    stage = Stage(in_order(says("a"), says("b"), says("c")))
+    outputs = [t.output for t in stage.run_virtual(program)]
+    assert [output.answer for output in outputs] == ["a", "b", "c"]
+    assert len({id(output.segments[0]) for output in outputs}) == 1
+
+
+def test_a_sub_agent_is_a_trajectory_of_its_own() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        main: list[Any] = [{"role": "system", "content": "You lead."}, *user("Build it.")]
+        plan = await create(model=MODEL, messages=main)
+        helper = [{"role": "system", "content": "You help."}, *user("Do your part.")]
+        part = await create(model=MODEL, messages=helper)
+        done = [*main, plan.choices[0].message, *user(part.choices[0].message.content)]
+        await create(model=MODEL, messages=done)
+        return 0.5
+
+    stage = Stage(in_order(says("plan"), says("part"), says("done")))
+    leader, helper = stage.run_virtual(program)
+    assert [t.reward for t in (leader, helper)] == [0.5, 0.5]
+    assert origins(leader.output) == ["prompt", "model", "interaction", "model"]
+    assert helper.output.answer == "part"
+
+
+def test_parallel_calls_are_answered_together_in_any_order() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = (await create(model=MODEL, messages=user("?"), tools=[ADD])).choices[0].message
+        one, two = first.tool_calls
+        assert one.id != two.id
+        answers = [
+            {"role": "tool", "tool_call_id": c.id, "content": c.function.arguments} for c in (two, one)
+        ]
+        await create(model=MODEL, messages=[*user("?"), first, *answers], tools=[ADD])
+
+    both = f"{call_text('add', a=1, b=1)}\n{call_text('add', a=2, b=2)}"
+    [trajectory] = Stage(in_order(says(both), says("done"))).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
+    assert [m["role"] for m in trajectory.output.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+
+
+def test_of_two_requests_at_once_one_goes_on_and_the_other_branches() -> None:
+    import asyncio
+
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = (await create(model=MODEL, messages=user("?"))).choices[0].message
+        async with asyncio.TaskGroup() as group:
+            for text in ("left", "right"):
+                group.create_task(create(model=MODEL, messages=[*user("?"), first, *user(text)]))
+
+    one, two = Stage(in_order(says("start"), says("end", latency_s=1))).run_virtual(program)
+    assert one.output.segments[1] is two.output.segments[1]
+    assert {o.output.messages[2]["content"] for o in (one, two)} == {"left", "right"}
+
+
+def test_reasoning_that_the_client_drops_stays_in_the_tokens() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = (await create(model=MODEL, messages=user("?"))).choices[0].message
+        assert first.model_extra["reasoning_content"] == "Hm."
+        answer = {"role": "assistant", "content": first.content}
+        await create(model=MODEL, messages=[*user("?"), answer, *user("go on")])
+
+    stage = Stage(in_order(says("<think>\nHm.\n</think>\n\nYes."), says("Done.")))
+    [trajectory] = stage.run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    assert "Hm." in prompts(stage.server.requests[1:])[0]
+
+
+def test_the_requests_own_sampling_counts_and_the_runs_where_it_says_nothing() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        await create(model=MODEL, messages=user("a"))
+        await create(model=MODEL, messages=user("b"), temperature=0, top_p=0.5, max_tokens=7, seed=3)
+
+    stage = Stage(in_order(says("x")))
+    stage.run_virtual(program)
+    plain, own = [request.sampling_params for request in stage.server.requests]
+    assert (plain.temperature, plain.top_p, plain.seed) == (0.7, 1.0, None)
+    assert (own.temperature, own.top_p, own.max_tokens, own.seed) == (0, 0.5, 7, 3)
+
+
+def test_a_stop_text_ends_the_turn_and_the_conversation_goes_on() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        reply = (await create(model=MODEL, messages=user("?"), stop=["Observation:"])).choices[0]
+        assert (reply.message.content, reply.finish_reason) == ("Act.", "stop")
+        await create(model=MODEL, messages=[*user("?"), reply.message, *user("seen")])
+
+    [trajectory] = Stage(in_order(says("Act. Observation: none"), says("Done."))).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    assert trajectory.output.response_segments[0].token_ids.tolist() == encoded("Act. Observation:")
+    assert trajectory.output.stop_reason is StopReason.ANSWERED
+
+
+def test_more_than_one_choice_is_refused_by_name() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        await create(model=MODEL, messages=user("?"))
+        with pytest.raises(openai.BadRequestError, match="as often as you want answers") as caught:
+            await create(model=MODEL, messages=user("?"), n=2)
+        assert caught.value.param == "n"
+
+    [trajectory] = Stage(in_order(says("x"))).run_virtual(program)
+    assert trajectory.output.failure is None
+
+
+def test_calls_that_cannot_be_read_are_named_on_the_trajectory() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        reply = await create(model=MODEL, messages=user("?"), tools=[ADD])
+        assert "<tool_call>" in reply.choices[0].message.content
+
+    [trajectory] = Stage(in_order(says("<tool_call>\n{no json}\n</tool_call>"))).run_virtual(program)
+    assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.MALFORMED_CALL]

@@ -1,0 +1,93 @@
+"""Many programs at once on the embedded engine: what a model really says, whatever it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from agent_loop.types import StopReason
+from tests.gateway.harness import ADD, MODEL, Stage, tokens
+from tests.helpers import user
+from tests.serving.harness import embedded
+
+NUM_ROWS = 64
+
+
+async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> dict[str, Any]:
+    """Two turns, the second one streamed; says what it was told."""
+    create = openai.AsyncOpenAI(
+        base_url=base_url, api_key=api_key, http_client=http_client
+    ).chat.completions.create
+    more: dict[str, Any] = {"extra_body": {"return_token_ids": True}, "max_tokens": 12, "tools": [ADD]}
+    messages: list[Any] = user("the quick brown fox")
+    first = await create(model=MODEL, messages=messages, **more)
+    reply = first.choices[0].message
+    answers = [
+        {"role": "tool", "tool_call_id": call.id, "content": "3"} for call in reply.tool_calls or ()
+    ] or user("go on")
+    said: list[int] = []
+    stream = await create(
+        model=MODEL, messages=[*messages, reply, *answers], stream=True, **{**more, "logprobs": True}
+    )
+    async for chunk in stream:
+        said += chunk.choices[0].model_extra["token_ids"]
+    return {"reward": 1.0, "told": [*first.choices[0].token_ids, *said]}
+
+
+def test_the_programs_are_told_the_tokens_that_are_trained_on() -> None:
+    servers = [embedded(f"embedded-{number}", max_model_len=512) for number in range(2)]
+    stage = Stage(servers, prompt_length=400, response_length=100)
+
+    async def scenario() -> list[Any]:
+        await stage.pool.start()
+        await stage.pool.wake_up()
+        try:
+            return await stage.run(*[program] * NUM_ROWS)
+        finally:
+            await stage.pool.close()
+
+    trajectories = asyncio.run(scenario())
+    assert len(trajectories) == NUM_ROWS
+    for trajectory in trajectories:
+        output = trajectory.output
+        assert (output.stop_reason, output.failure) == (StopReason.ANSWERED, None)
+        sampled = output.response_ids[output.response_mask == 1].tolist()
+        assert sampled == output.extra_fields["told"]
+        assert output.response_logprobs is not None
+        assert len(output.response_logprobs) == len(output.response_ids)
+    assert len({tuple(tokens(t.output)) for t in trajectories}) > NUM_ROWS // 2
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_stream_of_a_greedy_model_is_its_whole_answer(stops: bool) -> None:
+    async def both(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "messages": user("hello"),
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+        asked |= {"stop": ["e"]} if stops else {}
+        whole = await client.chat.completions.create(**asked)
+        stream = await client.chat.completions.create(**asked, stream=True)
+        pieces = [chunk async for chunk in stream]
+        assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
+        assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+
+    stage = Stage([embedded()], prompt_length=128, response_length=100)
+
+    async def scenario() -> list[Any]:
+        await stage.pool.start()
+        await stage.pool.wake_up()
+        try:
+            return await stage.run(both)
+        finally:
+            await stage.pool.close()
+
+    whole, streamed = asyncio.run(scenario())
+    assert whole.output.failure is None
+    assert whole.output.response_ids.tolist() == streamed.output.response_ids.tolist()

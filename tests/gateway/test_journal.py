@@ -1,0 +1,61 @@
+"""A program that was cut short is run again, and is told what it was told the first time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_loop.rollout.journal.record import Kind
+from agent_loop.trajectory import IncidentKind
+from tests.helpers import user
+from tests.rollout.harness import Stage
+from tests.rollout.journaled import Talker, facts, records_of, run_journaled
+
+ROWS = [
+    {
+        "raw_prompt": user("-"),
+        "program": "tests.gateway.programs:leads_three_conversations",
+        "question": "why" * number,
+    }
+    for number in (1, 2)
+]
+NUM_REQUESTS = 2 * 5
+
+
+def stage(seed: int) -> Stage:
+    return Stage(Talker(seed=seed, per_turn=2), agent="agent_program")
+
+
+def test_a_journal_brings_every_conversation_back(tmp_path: Path) -> None:
+    first = run_journaled(tmp_path / "j", stage(1), ROWS)
+    assert [t.trajectory_id[-8:] for t in first] == ["branch=0", "branch=1", "branch=2"] * 2
+    again = run_journaled(tmp_path / "j", stage(2), ROWS, resume=True)
+    assert [facts(t) for t in again] == [facts(t) for t in first]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_what_was_said_before_the_crash_is_said_again(tmp_path: Path, share: float) -> None:
+    run_journaled(tmp_path / "j", stage(1), ROWS)
+    data = (tmp_path / "j").read_bytes()
+    (tmp_path / "k").write_bytes(data[: int(len(data) * share)])
+    kept = [r for r in records_of((tmp_path / "k").read_bytes()) if r["is"] == Kind.COMPLETION]
+    talker = Talker(seed=2, per_turn=2)
+    again = run_journaled(tmp_path / "k", Stage(talker, agent="agent_program"), ROWS, resume=True)
+    assert not any(i.kind is IncidentKind.RESTARTED for t in again for i in t.output.incidents)
+    assert [t.output.failure for t in again] == [None] * len(again)
+    said = {tuple(s.token_ids.tolist()) for t in again for s in t.output.segments}
+    assert kept
+    assert all(tuple(record["got"]["ids"].tolist()) in said for record in kept)
+    assert talker.num_requests <= NUM_REQUESTS - len(kept)
+
+
+def test_a_program_that_asks_something_else_begins_anew(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "program": "tests.gateway.programs:asks_something_else_each_time"}]
+    run_journaled(tmp_path / "j", stage(1), rows)
+    data = (tmp_path / "j").read_bytes()
+    (tmp_path / "j").write_bytes(data[: len(data) // 2])
+    again = run_journaled(tmp_path / "j", stage(2), rows, resume=True)
+    assert len(again) == 3
+    assert [t.output.failure for t in again] == [None] * 3
+    assert all(t.output.incidents[-1].kind is IncidentKind.RESTARTED for t in again)

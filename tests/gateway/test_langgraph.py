@@ -1,0 +1,41 @@
+"""A LangGraph graph as its users write it, with nothing but the address changed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from examples.langgraph_math.agent import solve
+from tests.gateway.harness import Stage, in_order, origins
+from tests.helpers import call_text, calls, says, user
+
+
+def test_a_graph_with_tools_is_one_trajectory_per_row() -> None:
+    replies = [
+        calls("calculate", a=1, b=2, operand="@"),
+        calls("calculate", a=-1, b=3, operand="+"),
+        says("2"),
+    ]
+    stage = Stage(lambda request: replies[request.turn])
+    outputs = [t.output for t in asyncio.run(stage.run(*[solve] * 16))]
+    assert [output.failure for output in outputs] == [None] * 16
+    for output in outputs:
+        assert origins(output) == ["prompt", "model", "tool", "model", "tool", "model"]
+        assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["-1", "2"]
+
+
+def test_parallel_calls_of_a_graph_are_answered_in_one_turn() -> None:
+    both = call_text("calculate", a=1, b=2, operand="+") + call_text("calculate", a=1, b=2, operand="?")
+    [trajectory] = asyncio.run(Stage(in_order(says(both), says("3"))).run(solve))
+    assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
+    sum_of, unknown = (m["content"] for m in trajectory.output.messages if m["role"] == "tool")
+    assert sum_of == "3"
+    assert "KeyError" in unknown
+
+
+def test_a_graph_over_a_real_port_needs_no_client_of_ours() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str) -> None:
+        await solve({"raw_prompt": user("?")}, base_url=base_url, api_key=api_key, http_client=None)
+
+    [trajectory] = asyncio.run(Stage(in_order(says("x"))).run(program))
+    assert trajectory.output.failure is None

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from agent_loop.errors import ConfigError
+from agent_loop.interactions.actions import ActionReader, NoAction
+from agent_loop.interactions.gymnasium import GymnasiumInteraction
+from agent_loop.types import StopReason
+from tests.helpers import says
+from tests.interactions.conversations import converse
+from tests.rollout.harness import Stage
+
+FROZEN_LAKE = {
+    "name": "lake",
+    "env_id": "FrozenLake-v1",
+    "env_kwargs": {"render_mode": "ansi", "is_slippery": False},
+    "observation": "render",
+    "actions": {"left": 0, "down": 1, "right": 2, "up": 3},
+    "action_pattern": r"move\s+(\w+)",
+}
+TO_THE_GOAL = ["down", "down", "right", "right", "down", "right"]
+
+
+class Countdown(gymnasium.Env[int, int]):
+    """Counts down to 0; one instance after the other is kept for the tests to look at."""
+
+    made: list[Countdown]
+
+    def __init__(
+        self, start: int = 3, reward: Any = 0.5, fails: str = "", hangs: threading.Event | None = None
+    ):
+        self.action_space = spaces.Discrete(4)
+        self.observation_space = spaces.Discrete(100)
+        self.start, self.reward, self.fails, self.hangs = start, reward, fails, hangs
+        self.threads: list[int] = []
+        self.is_closed = False
+        Countdown.made.append(self)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.threads.append(threading.get_ident())
+        self.left = self.start + (options or {}).get("more", 0)
+        return self.left + int(self.np_random.integers(1)), {}
+
+    def step(self, action: int):
+        self.threads.append(threading.get_ident())
+        if self.fails == "step":
+            raise ArithmeticError("overflow")
+        if self.hangs is not None:
+            self.hangs.wait(5)
+        self.left -= int(action)
+        return self.left, self.reward, self.left <= 0, False, {}
+
+    def close(self) -> None:
+        self.threads.append(threading.get_ident())
+        self.is_closed = True
+        if self.fails == "close":
+            raise OSError("gone")
+
+
+@pytest.fixture(autouse=True)
+def countdown() -> None:
+    Countdown.made = []
+    if "tests/Countdown-v0" not in gymnasium.registry:
+        gymnasium.register("tests/Countdown-v0", entry_point=Countdown, disable_env_checker=True)
+
+
+def counting(**settings: Any) -> GymnasiumInteraction:
+    return GymnasiumInteraction({"name": "countdown", "env_id": "tests/Countdown-v0", **settings})
+
+
+def test_a_frozen_lake_is_crossed_in_words() -> None:
+    lake = GymnasiumInteraction(FROZEN_LAKE)
+    trajectory = converse(lake, [f"I move {way.upper()}!" for way in TO_THE_GOAL], seed=1)
+    output = trajectory.output
+    assert output.messages[0]["content"].endswith("\n\n[S]FFF\nFHFH\nFFFH\nHFFG")
+    assert output.messages[2]["content"] == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+    assert output.turn_scores == (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+    assert [f.extra["terminated"] for f in output.feedback] == [False] * 5 + [True]
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert trajectory.reward == 1.0
+
+
+def test_an_end_by_the_clock_is_truncated_and_not_terminated() -> None:
+    game = counting(env_kwargs={"start": 9, "max_episode_steps": 2})
+    output = converse(game, ["1", "1"]).output
+    last = output.feedback[-1].extra
+    assert (last["terminated"], last["truncated"]) == (False, True)
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+
+
+def test_an_end_by_the_rollouts_limits_is_neither() -> None:
+    stage = Stage([says("1")], interactions={"countdown": counting()}, max_assistant_turns=1)
+    output = stage.run_one(interaction_kwargs={"name": "countdown"}).output
+    assert output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert [f.extra for f in output.feedback] == [{"terminated": False, "truncated": False}]
+    assert Countdown.made[0].is_closed
+
+
+def test_each_trajectory_has_an_environment_in_one_thread_and_it_is_closed() -> None:
+    game = counting()
+    stage = Stage(lambda _: says("1"), interactions={"countdown": game})
+    rows = [
+        {"raw_prompt": [], "interaction_kwargs": {"name": "countdown", "options": {"more": n}}}
+        for n in range(3)
+    ]
+    trajectories = stage.run([{**row, "raw_prompt": [{"role": "user", "content": "Go."}]} for row in rows])
+    assert [len(t.output.turn_scores) for t in trajectories] == [3, 4, 5]
+    assert len(Countdown.made) == 3
+    assert all(env.is_closed for env in Countdown.made)
+    threads = [set(env.threads) for env in Countdown.made]
+    assert [len(each) for each in threads] == [1, 1, 1]
+    assert threading.get_ident() not in set.union(*threads)
+
+
+def test_the_rows_seed_and_arguments_reach_the_environment() -> None:
+    output = converse(counting(), ["1"], start=50, seed=3, reward=None).output
+    assert output.messages[0]["content"].endswith("\n\n50")
+
+
+def test_what_is_no_action_is_answered_and_not_stepped() -> None:
+    game = counting(invalid_score=-0.25)
+    trajectory = converse(game, ["7", "one", "3"])
+    output = trajectory.output
+    assert output.messages[2]["content"] == "That is no valid action: 7 (int) is not in Discrete(4)."
+    assert "'one' is no value of Discrete(4) in JSON" in output.messages[4]["content"]
+    assert output.turn_scores == (-0.25, -0.25, 0.5)
+    assert len(Countdown.made[0].threads) == 3
+    assert trajectory.reward == 0.0
+
+
+def test_too_many_invalid_actions_in_a_row_end_the_trajectory() -> None:
+    output = converse(counting(max_invalid_in_a_row=1), ["?", "1", "?", "?"]).output
+    assert output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert output.feedback[-1].extra["terminated"] is False
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says_what"),
+    [
+        ({"fails": "step"}, "interaction 'countdown' raised ArithmeticError: overflow"),
+        ({"reward": "a lot"}, "returned 'a lot' (str) as its reward"),
+        ({"begin": 3}, "unexpected keyword argument 'begin'"),
+    ],
+)
+def test_an_environment_that_breaks_fails_its_trajectory_and_is_closed(
+    kwargs: dict[str, Any], says_what: str
+) -> None:
+    failure = converse(counting(), ["1"], **kwargs).output.failure
+    assert failure is not None
+    assert says_what in failure.error
+    assert all(env.is_closed for env in Countdown.made)
+
+
+def test_a_close_that_fails_is_named() -> None:
+    [incident] = converse(counting(), ["3"], fails="close").output.incidents
+    assert incident.detail == "closing interaction 'countdown' raised OSError: gone"
+
+
+def test_a_step_that_blocks_holds_up_nobody_else() -> None:
+    release = threading.Event()
+
+    async def main() -> float:
+        game = counting()
+        await game.start_interaction("1", hangs=release)
+        await game.start_interaction("2")
+        started = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            stuck = group.create_task(game.generate_response("1", [{"role": "assistant", "content": "3"}]))
+            await game.generate_response("2", [{"role": "assistant", "content": "3"}])
+            passed_s = time.monotonic() - started
+            assert not stuck.done()
+            release.set()
+        await game.finalize_interaction("1")
+        await game.finalize_interaction("2")
+        return passed_s
+
+    assert asyncio.run(main()) < 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"env_ids": "x"}, "unknown key 'env_ids'"),
+        ({"action_pattern": "("}, "action_pattern is '\\(', no regular expression"),
+        ({"observation": "tests.no_such:text"}, "importing tests.no_such raised"),
+    ],
+)
+def test_a_faulty_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        counting(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "space", "action"),
+    [
+        ("2", spaces.Discrete(3), 2),
+        ("go", spaces.Text(5), "go"),
+        ("[1, 2]", spaces.MultiDiscrete([2, 3]), np.array([1, 2])),
+        ("[0.5, -1]", spaces.Box(-1, 1, (2,)), np.array([0.5, -1], np.float32)),
+    ],
+)
+def test_an_action_is_read_as_its_space_has_it(text: str, space: Any, action: Any) -> None:
+    assert np.array_equal(ActionReader(words={}, pattern=None).read(text, space), action)
+
+
+@pytest.mark.parametrize(
+    ("text", "space"),
+    [
+        ("5", spaces.Discrete(3)),
+        ("left", spaces.Discrete(3)),
+        ("[3, 3]", spaces.MultiDiscrete([2, 3])),
+        ('["a", "b"]', spaces.Box(-1, 1, (2,))),
+        ("[[1], 2]", spaces.Box(-1, 1, (2,))),
+    ],
+)
+def test_what_the_space_does_not_hold_is_no_action(text: str, space: Any) -> None:
+    with pytest.raises(NoAction):
+        ActionReader(words={}, pattern=None).read(text, space)
+
+
+def test_the_last_match_of_the_pattern_counts() -> None:
+    reader = ActionReader(words={"left": 0, "right": 2}, pattern=r"<go>(.*?)</go>")
+    assert reader.read("<go>left</go> or rather <go> Right </go>", spaces.Discrete(4)) == 2
+    with pytest.raises(NoAction, match="'up' is none of the actions left, right"):
+        reader.read("<go>up</go>", spaces.Discrete(4))
+    with pytest.raises(NoAction, match="nothing in the answer has the form"):
+        reader.read("left", spaces.Discrete(4))

@@ -1,0 +1,69 @@
+"""Interactions and environments across a crash: what they opened the conversation with is not said twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.boundary import OnReplay
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.rollout.journal.frames import HEADER, framed, scan
+from agent_loop.rollout.journal.record import Kind
+from agent_loop.rollout.journal.values import unpack
+from agent_loop.types import Message
+from tests.helpers import says, user
+from tests.rollout.harness import Stage
+from tests.rollout.journaled import run_journaled
+
+ROWS = [{"raw_prompt": user("Begin."), "interaction_kwargs": {"name": "guide"}}]
+
+
+class Guide(BaseInteraction):
+    """Opens the conversation with another word each time it is asked."""
+
+    opens_conversation = True
+
+    def __init__(self, *, on_replay: OnReplay, words: str) -> None:
+        super().__init__({"name": "guide"})
+        self.on_replay = on_replay
+        self.words = words
+        self.num_started = 0
+        self.num_asked = 0
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> str:
+        self.num_started += 1
+        return f"{self.words} {self.num_started}"
+
+    async def generate_response(
+        self, instance_id: str, messages: list[Message], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self.num_asked += 1
+        return len(messages) > 4, f"{self.words}!", 0.5, {"turn": self.num_asked}
+
+
+def stage_of(guide: Guide) -> Stage:
+    return Stage(lambda request: says(f"answer {request.turn}"), interactions={"guide": guide})
+
+
+@pytest.mark.parametrize("on_replay", [OnReplay.RECORDED, OnReplay.RERUN, OnReplay.RESTART])
+def test_a_conversation_that_the_interaction_opened_goes_on(tmp_path: Path, on_replay: OnReplay) -> None:
+    path = tmp_path / "journal"
+    [whole] = run_journaled(path, stage_of(Guide(on_replay=on_replay, words="old")), ROWS)
+    assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
+    payloads = scan(path.read_bytes()).payloads
+    num_kept = [unpack(payload)["is"] for payload in payloads].index(Kind.INTERACTION) + 1
+    path.write_bytes(HEADER + b"".join(framed(payload) for payload in payloads[:num_kept]))
+
+    guide = Guide(on_replay=on_replay, words="new")
+    [resumed] = run_journaled(path, stage_of(guide), ROWS, resume=True)
+    opening, first_reply = (resumed.output.messages[place]["content"] for place in (0, 2))
+    assert resumed.output.failure is None
+    if on_replay is OnReplay.RESTART:
+        assert (opening, first_reply) == ("Begin.\n\nnew 1", "new!")
+    else:
+        assert (opening, first_reply) == ("Begin.\n\nold 1", "old!")
+        assert guide.num_started == 1
+        assert guide.num_asked == (3 if on_replay is OnReplay.RERUN else 2)
+    assert len(resumed.output.turn_scores) == len(whole.output.turn_scores)

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from agent_loop.config import MultiTurnConfig
+from agent_loop.errors import ConfigError
+from agent_loop.loops.environments import EnvironmentFactory, load_environments, with_observation
+from agent_loop.trajectory import IncidentKind, Trajectory
+from agent_loop.types import StopReason
+from tests.helpers import calls, roles, says
+from tests.rollout.harness import Adder, Stage
+
+
+class Shop:
+    """Sells things; written for TRL's `environment_factory`, as its documentation has it."""
+
+    made: list[Shop]
+    stock = 2
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.threads: set[int] = set()
+        Shop.made.append(self)
+
+    def reset(self, budget: int = 10, **kwargs: Any) -> str | None:
+        self.threads.add(threading.get_ident())
+        self.row = kwargs
+        self.budget = budget
+        return f" You have {budget} coins."
+
+    def buy(self, price: int, what: str = "tea") -> str:
+        """Buys something.
+
+        Args:
+            price: In coins.
+            what: Which thing.
+
+        Returns:
+            What happened.
+        """
+        self.threads.add(threading.get_ident())
+        if price > self.budget:
+            raise ValueError(f"{what} is too dear.")
+        self.budget -= price
+        self.log.append(what)
+        return f"Bought {what}."
+
+    async def look(self) -> dict[str, int]:
+        """Looks into the purse."""
+        return {"coins": self.budget}
+
+    def _secret(self) -> None:
+        raise AssertionError
+
+    def get_reward(self) -> float:
+        return float(len(self.log))
+
+
+class Closing(Shop):
+    def close(self) -> None:
+        self.log.append("closed")
+        if getattr(self, "row", {}).get("fails") == "close":
+            raise OSError("jammed")
+
+
+@pytest.fixture(autouse=True)
+def no_shops() -> None:
+    Shop.made = []
+
+
+def play(
+    make: Callable[[], Any],
+    answers: Sequence[Any],
+    *,
+    tools: Sequence[Any] = (),
+    row: Any = None,
+    **limits: Any,
+) -> Trajectory:
+    environments = {"shop": EnvironmentFactory(make, where="shop")}
+    stage = Stage(answers, environments=environments, agent="environment_agent", tools=tools, **limits)
+    Shop.made.clear()
+    return stage.run_one(**(row or {}))
+
+
+def test_a_class_written_for_trl_plays_unchanged() -> None:
+    trajectory = play(
+        Shop, [calls("buy", price=3), calls("look"), says("Done.")], row={"budget": 5, "prompt": "x", "id": 7}
+    )
+    output = trajectory.output
+    assert output.messages[0]["content"] == "What is 1 + 2? You have 5 coins."
+    assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["Bought tea.", "{'coins': 2}"]
+    assert output.stop_reason is StopReason.ANSWERED
+    assert trajectory.reward == 1.0
+    [shop] = Shop.made
+    assert shop.row == {"prompt": "x", "id": 7}
+    assert len(shop.threads) == 1
+    assert threading.get_ident() not in shop.threads
+
+
+def test_the_models_tools_are_the_public_methods() -> None:
+    factory = EnvironmentFactory(Closing, where="shop")
+    assert sorted(factory.schemas) == ["buy", "look"]
+    buy = factory.schemas["buy"]["function"]
+    assert buy["description"] == "Buys something."
+    assert buy["parameters"]["required"] == ["price"]
+    assert buy["parameters"]["properties"]["what"] == {
+        "type": "string",
+        "description": "Which thing.",
+        "default": "tea",
+    }
+
+
+def test_what_a_method_raises_is_told_to_the_model() -> None:
+    output = play(Shop, [calls("buy", price=99), says("Too bad.")]).output
+    assert output.messages[2]["content"] == "ValueError: tea is too dear."
+    assert [incident.kind for incident in output.incidents] == [IncidentKind.TOOL_ERROR]
+    assert output.reward_score == 0.0
+
+
+def test_trajectories_do_not_share_an_environment() -> None:
+    environments = {"shop": EnvironmentFactory(Shop, where="shop")}
+    stage = Stage(
+        lambda request: calls("buy", price=1) if request.turn == 0 else says("Done."),
+        environments=environments,
+        agent="environment_agent",
+    )
+    row = {"raw_prompt": [{"role": "user", "content": "Buy."}]}
+    assert [t.reward for t in stage.run([row] * 3)] == [1.0, 1.0, 1.0]
+    assert len(Shop.made) == 1 + 3
+
+
+def test_calls_of_one_turn_run_one_after_the_other() -> None:
+    class Counter(Shop):
+        at_once = 0
+
+        def buy(self, price: int) -> str:
+            """Buys.
+
+            Args:
+                price: In coins.
+            """
+            self.at_once += 1
+            assert self.at_once == 1
+            self.at_once -= 1
+            return super().buy(price)
+
+    turn = says(
+        "".join(f'<tool_call>{{"name": "buy", "arguments": {{"price": {n}}}}}</tool_call>' for n in (1, 2))
+    )
+    trajectory = play(Counter, [turn, says("Done.")], multi_turn=MultiTurnConfig(max_parallel_calls=2))
+    assert trajectory.reward == 2.0
+
+
+def test_the_reward_is_asked_for_where_a_limit_ends_the_trajectory() -> None:
+    limits = MultiTurnConfig(max_assistant_turns=2)
+    trajectory = play(Shop, [calls("buy", price=1), calls("buy", price=1)], multi_turn=limits)
+    assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert trajectory.reward == 1.0
+
+
+def test_an_environment_without_a_reward_leaves_it_to_others() -> None:
+    class Judged:
+        def reset(self, **kwargs: Any) -> None:
+            return None
+
+    trajectory = play(Judged, [says("Hello.")])
+    assert trajectory.reward is None
+    assert roles(trajectory.output.messages) == ["user", "assistant"]
+
+
+def test_a_close_is_no_tool_and_is_called_at_the_end() -> None:
+    output = play(Closing, [says("Hello.")], row={"fails": "close"}).output
+    assert Shop.made[0].log == ["closed"]
+    [incident] = output.incidents
+    assert (incident.kind, incident.detail) == (IncidentKind.CLOSE_FAILED, "closing shop: OSError: jammed")
+
+
+@pytest.mark.parametrize(
+    ("broken", "says_what"),
+    [
+        ({"reset": lambda self, **row: 3}, "EnvironmentBug: reset of shop returned 3 (int); return a str"),
+        ({"reset": lambda self, **row: 1 / 0}, "EnvironmentBug: reset of shop raised ZeroDivisionError"),
+        ({"get_reward": lambda self: "good"}, "get_reward of shop returned 'good' (str)"),
+        ({"get_reward": lambda self: 1 / 0}, "get_reward of shop raised ZeroDivisionError"),
+        ({"get_reward": lambda self: float("nan")}, "get_reward of shop returned nan"),
+    ],
+)
+def test_an_environment_that_breaks_fails_its_trajectory(broken: dict[str, Any], says_what: str) -> None:
+    output = play(type("Broken", (Closing,), broken), [says("Hello.")]).output
+    assert output.failure is not None
+    assert says_what in output.failure.error
+    assert Shop.made[0].log == ["closed"]
+
+
+def test_a_method_that_hangs_times_out_and_nothing_waits_for_it() -> None:
+    release = threading.Event()
+
+    class Stuck(Shop):
+        def buy(self, price: int) -> str:
+            """Buys.
+
+            Args:
+                price: In coins.
+            """
+            release.wait(20)
+            return "late"
+
+    limits = MultiTurnConfig(tool_timeout_s=0.2, close_timeout_s=0.2)
+    output = play(Stuck, [calls("buy", price=1), says("Never mind.")], multi_turn=limits).output
+    release.set()
+    assert output.messages[2]["content"] == "buy took longer than 0.2 s and was stopped"
+    assert output.failure is not None
+    assert "get_reward of shop took longer than 0.2 s" in output.failure.error
+
+
+def test_rows_choose_among_several() -> None:
+    environments = {name: EnvironmentFactory(Shop, where=name) for name in ("shop", "stall")}
+    stage = Stage(lambda _: says("Hello."), environments=environments, agent="environment_agent")
+    assert stage.run_one(environment="stall").reward == 0.0
+    for named, message in (
+        ("stal", "environment is 'stal': no such environment; did you mean 'stall'?"),
+        (None, "environment is None: no such environment; there are: shop, stall"),
+    ):
+        failure = stage.run_one(environment=named).output.failure
+        assert failure is not None
+        assert message in failure.error
+
+
+def test_a_tool_of_the_same_name_is_refused() -> None:
+    failure = play(Shop, [says("Hello.")], tools=[Adder(name="buy")]).output.failure
+    assert failure is not None
+    assert "shop has a method 'buy', and there is a tool of that name" in failure.error
+
+
+def test_an_image_among_what_a_method_returns_is_an_image() -> None:
+    class Camera(Shop):
+        def look(self) -> list[dict[str, Any]]:  # type: ignore[override]
+            """Looks."""
+            return [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "a cat"}]
+
+    failure = play(Camera, [calls("look"), says("A cat.")]).output.failure
+    assert failure is not None
+    assert "tool 'look' answered with an image; only text reaches this model" in failure.error
+
+
+def test_an_observation_follows_the_last_message() -> None:
+    prompt = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert with_observation(prompt, "c")[-1] == {"role": "user", "content": "bc"}
+    assert with_observation(prompt, None) == prompt
+    image = [{"type": "image", "image": "x"}]
+    assert with_observation(prompt, image)[-1]["content"] == [{"type": "text", "text": "b"}, *image]
+    assert prompt[-1]["content"] == "b"
+
+
+class Endless:
+    pass
+
+
+def no_docstring() -> Any:
+    class Dumb:
+        def reset(self, **row: Any) -> None: ...
+
+        def go(self) -> None: ...
+
+    return Dumb()
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("Endless", "Endless has no method reset"),
+        ("no_docstring", "go has no docstring"),
+        ("no_such", "has no 'no_such'"),
+        ("pytestmark_", "has no 'pytestmark_'"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused(reference: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_environments({"x": f"{__file__}:{reference}"})

@@ -1,0 +1,167 @@
+"""How many trajectories may be in flight: the rule alone, the gate, and both before simulated servers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from agent_loop.rollout.admission import AdmissionControl
+from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.servers.use import ServerUse
+from agent_loop.simulation.cluster import Cluster, simulate
+from agent_loop.simulation.engine import EngineModel
+from agent_loop.simulation.report import Outcome
+from agent_loop.simulation.workload import Workload
+from agent_loop.testing import run_virtual
+from agent_loop.types import TokenChunk
+
+
+def costly(num_turns: int) -> ServerUse:
+    return ServerUse(num_turns, num_sampled_tokens=100 * num_turns, num_recomputed_tokens=1000 * num_turns)
+
+
+def cheap(num_turns: int) -> ServerUse:
+    return ServerUse(num_turns, num_sampled_tokens=100 * num_turns)
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+def test_servers_that_tell_nothing_of_themselves_bound_nothing() -> None:
+    control = AdmissionControl(num_places=None)
+    for _ in range(50):
+        assert control.update(cheap(100), num_in_flight=100, num_waiting=90, demand=None) == math.inf
+    control = AdmissionControl(num_places=8)
+    bounds = [
+        control.update(ServerUse(), num_in_flight=int(control.bound), num_waiting=0, demand=None)
+        for _ in range(6)
+    ]
+    assert bounds == [16, 32, 64, 128, 256, 512]
+
+
+def test_the_bound_doubles_only_while_the_caches_are_almost_empty() -> None:
+    control = AdmissionControl(num_places=64)
+    assert control.update(ServerUse(), num_in_flight=64, num_waiting=0, demand=0.1) == 128
+    assert control.update(ServerUse(), num_in_flight=128, num_waiting=0, demand=0.3) == 128
+    assert control.update(ServerUse(), num_in_flight=128, num_waiting=0, demand=0.1) == 128
+    assert control.update(cheap(128), num_in_flight=128, num_waiting=0, demand=0.3) == 160
+    assert control.update(cheap(160), num_in_flight=160, num_waiting=0, demand=0.7) == 168
+
+
+def test_after_a_costly_round_the_bound_falls_by_those_that_wait_and_no_further() -> None:
+    control = AdmissionControl(num_places=64)
+    assert control.update(costly(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
+    # ten of the old ones have still to end: nothing is learnt from them
+    assert control.update(costly(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
+    assert control.update(costly(54), num_in_flight=54, num_waiting=50, demand=1.0) == 37
+    assert control.update(costly(37), num_in_flight=37, num_waiting=0, demand=1.0) == 37
+
+
+def test_a_bound_that_was_infinite_falls_too() -> None:
+    control = AdmissionControl(num_places=None)
+    assert control.update(costly(1000), num_in_flight=1000, num_waiting=900, demand=None) == 700
+
+
+def test_the_bound_never_falls_below_one() -> None:
+    control = AdmissionControl(num_places=4)
+    for _ in range(40):
+        in_flight = int(control.bound)
+        control.update(costly(in_flight), num_in_flight=in_flight, num_waiting=in_flight, demand=2.0)
+    assert control.bound == 1
+
+
+def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> None:
+    control = AdmissionControl(num_places=20)
+    assert control.update(costly(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
+    assert control.update(costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
+
+
+def test_a_completion_tells_what_was_computed_again() -> None:
+    chunk = TokenChunk([1, 2, 3], None, stop_reason="stop", num_preempted=1, num_cached_tokens=40)
+    use = ServerUse.of([chunk], num_prompt_tokens=120, num_known_tokens=100)
+    assert use == ServerUse(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
+    silent = replace(chunk, num_preempted=0, num_cached_tokens=None)
+    assert ServerUse.of([silent], num_prompt_tokens=120, num_known_tokens=100).num_recomputed_tokens == 0
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def test_trajectories_begin_in_their_order_and_those_that_began_go_on_when_the_bound_falls() -> None:
+    gate, begun = AdmissionGate(bound=3), list[int]()
+
+    async def one(number: int) -> None:
+        async with gate.admitted():
+            begun.append(number)
+            await asyncio.sleep(10)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(6):
+                group.create_task(one(number))
+            await asyncio.sleep(1)
+            assert (begun, gate.num_waiting) == ([0, 1, 2], 3)
+            gate.set_bound(1)
+            await asyncio.sleep(1)
+            assert gate.num_in_flight == 3
+            await asyncio.sleep(10)
+            assert (begun, gate.num_in_flight) == ([0, 1, 2, 3], 1)
+            gate.set_bound(5)
+            await asyncio.sleep(1)
+            assert begun == [0, 1, 2, 3, 4, 5]
+        assert (gate.num_in_flight, gate.num_waiting) == (0, 0)
+
+    run_virtual(main())
+
+
+def test_who_is_cancelled_while_it_waits_or_is_let_in_leaves_no_gap() -> None:
+    gate = AdmissionGate(bound=1)
+
+    async def one(seconds: float) -> None:
+        async with gate.admitted():
+            await asyncio.sleep(seconds)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(one(5))
+            waiting = group.create_task(one(5))
+            let_in = group.create_task(one(5))
+            group.create_task(one(5))
+            await asyncio.sleep(1)
+            waiting.cancel()
+            first.cancel()  # lets `let_in` in, which is cancelled before it has run
+            await asyncio.sleep(0)
+            let_in.cancel()
+        assert (gate.num_in_flight, gate.num_waiting) == (0, 0)
+        assert asyncio.get_running_loop().time() == pytest.approx(6)
+
+    run_virtual(main())
+
+
+# -- before simulated servers ------------------------------------------------------------------------------------------
+
+
+def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> Outcome:
+    plans = Workload(num_trajectories=2 * per_server, seed=0).plans()
+    cluster = Cluster(num_servers=2, model=EngineModel(kv_tokens=kv_tokens), max_concurrent=bound)
+    outcome = simulate(cluster, plans)
+    assert len(outcome.ended) == len(plans)
+    return outcome
+
+
+def test_with_too_little_kv_cache_a_bound_that_adapts_ends_earlier_than_none() -> None:
+    assert (
+        makespan(400_000, "auto", per_server=800).makespan_s
+        < 0.8 * makespan(400_000, None, per_server=800).makespan_s
+    )
+
+
+def test_with_enough_kv_cache_it_costs_nothing() -> None:
+    assert (
+        makespan(800_000, "auto", per_server=200).makespan_s
+        < 1.02 * makespan(800_000, None, per_server=200).makespan_s
+    )

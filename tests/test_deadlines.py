@@ -1,0 +1,152 @@
+"""Time limits of completions, turns and trajectories: what each ends, what it is called, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from agent_loop.config import MultiTurnConfig
+from agent_loop.deadlines import Deadlines, TimeLimit
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind
+from agent_loop.types import StopReason
+from tests.helpers import call_text, encoded, says, user
+from tests.rollout.harness import Adder, Stage
+
+
+def kinds(output: AgentLoopOutput) -> list[IncidentKind]:
+    return [incident.kind for incident in output.incidents]
+
+
+def test_a_completion_that_takes_too_long_is_cut_and_what_came_of_it_kept() -> None:
+    stage = Stage(lambda _: says("abcdefgh", latency_s=100.0), generate_timeout_s=40.0)
+    output = stage.run_one().output
+    assert output.stop_reason is StopReason.DEADLINE
+    assert kinds(output) == [IncidentKind.CUT_TURN, IncidentKind.GENERATE_TIMEOUT]
+    assert "longer than 40 s (rollout.generate_timeout_s)" in output.incidents[1].detail
+    whole = encoded("abcdefgh<|im_end|>")
+    assert 0 < len(output.response_ids) < len(whole)
+    assert output.response_ids.tolist() == whole[: len(output.response_ids)]
+    assert output.metrics.total == pytest.approx(40, abs=0.1)
+
+
+def test_the_limit_of_a_completion_counts_its_time_in_line() -> None:
+    stage = Stage(lambda _: says("ok", latency_s=30.0), generate_timeout_s=40.0)
+    stage.server_manager.pool.balancer.remove_server("scripted-0")
+    stage.server_manager.pool.balancer.add_server("scripted-0", max_in_flight=1)
+    first, second = (t.output for t in stage.run([{"raw_prompt": user("?")}] * 2))
+    assert first.stop_reason is StopReason.ANSWERED
+    assert (second.stop_reason, second.incidents[-1].kind) == (
+        StopReason.DEADLINE,
+        IncidentKind.GENERATE_TIMEOUT,
+    )
+
+
+def test_each_completion_has_its_time_anew() -> None:
+    stage = Stage(
+        lambda r: (
+            says(call_text("add", a=1, b=2), latency_s=30.0) if r.turn < 3 else says("3", latency_s=30.0)
+        ),
+        tools=[Adder({"latency_s": 30.0})],
+        generate_timeout_s=40.0,
+        turn_timeout_s=70.0,
+    )
+    output = stage.run_one().output
+    assert (output.stop_reason, kinds(output)) == (StopReason.ANSWERED, [])
+
+
+def test_a_server_that_does_not_even_abort_loses_the_turn_which_is_named() -> None:
+    stage = Stage(lambda _: ScriptedReply(encoded("never"), latency_s=math.inf), generate_timeout_s=40.0)
+
+    async def no_abort(request_id: str) -> None:
+        await asyncio.sleep(math.inf)
+
+    stage.server.abort = no_abort
+    output = stage.run_one().output
+    assert output.stop_reason is StopReason.DEADLINE
+    assert kinds(output) == [IncidentKind.GENERATE_TIMEOUT]
+    assert output.response_ids.tolist() == []
+
+
+def test_a_turn_that_takes_too_long_with_its_tools_ends_the_trajectory() -> None:
+    tool = Adder({"latency_s": 50.0})
+    stage = Stage(
+        lambda _: says(call_text("add", a=1, b=2), latency_s=20.0),
+        tools=[tool],
+        multi_turn=MultiTurnConfig(tool_timeout_s=1000),
+        turn_timeout_s=60.0,
+    )
+    output = stage.run_one().output
+    assert output.stop_reason is StopReason.DEADLINE
+    assert kinds(output) == [IncidentKind.TURN_TIMEOUT]
+    assert "longer than 60 s (rollout.multi_turn.turn_timeout_s)" in output.incidents[0].detail
+    assert output.num_assistant_turns == 1
+    assert tool.open == set()
+    assert output.metrics.total == pytest.approx(60, abs=0.1)
+
+
+def test_the_trajectorys_own_limit_ends_it_without_an_incident_of_its_turns() -> None:
+    stage = Stage(
+        lambda _: says("abcdefgh", latency_s=100.0),
+        generate_timeout_s=60.0,
+        turn_timeout_s=70.0,
+        deadline_s=50.0,
+    )
+    output = stage.run_one().output
+    assert (output.stop_reason, kinds(output)) == (StopReason.DEADLINE, [IncidentKind.CUT_TURN])
+
+
+@register("thinks_after_its_turn")
+class ThinksAfterItsTurn(AgentLoopBase):
+    """Takes its time between a turn's reply, or a branch, and what follows."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        async with self.episode(row["raw_prompt"]) as episode:
+            await episode.generate(sampling_params)
+            if row["then"] == "observe":
+                await episode.observe(user("go on"))
+            if row["then"] == "branch":
+                episode.branch()
+            await asyncio.sleep(500)
+            return episode.output()
+
+
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("observe", StopReason.ANSWERED),
+        ("branch", StopReason.ANSWERED),
+        ("wait", StopReason.DEADLINE),
+    ],
+)
+def test_a_turn_is_over_when_its_reply_is_there_or_the_episode_branches(
+    then: str, reason: StopReason
+) -> None:
+    stage = Stage(lambda _: says("x"), agent="thinks_after_its_turn", turn_timeout_s=60.0)
+    assert stage.run_one(then=then).output.stop_reason is reason
+
+
+def test_the_earliest_of_several_limits_counts_and_ended_ones_do_not() -> None:
+    async def main() -> None:
+        deadlines = Deadlines()
+        with pytest.raises(TimeoutError):
+            async with deadlines:
+                deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
+                deadlines.begin(TimeLimit.TURN, seconds=None)
+                deadlines.begin(TimeLimit.GENERATE, seconds=10)
+                await asyncio.sleep(5)
+                deadlines.end(TimeLimit.GENERATE)
+                deadlines.begin(TimeLimit.TURN, seconds=20)
+                try:
+                    await asyncio.sleep(1000)
+                finally:
+                    deadlines.end(TimeLimit.TURN)
+        assert (deadlines.passed, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
+
+    run_virtual(main())

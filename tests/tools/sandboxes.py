@@ -1,0 +1,137 @@
+"""Conversations with the python tool, and the proof that nothing of them is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from agent_loop.errors import ConfigError, ToolError
+from agent_loop.tools.python import PythonTool
+
+PATIENCE_S = 10.0
+SECRET = "the agent's own secret"
+os.environ["AGENT_LOOP_TEST_SECRET"] = SECRET
+SMALL: dict[str, Any] = {
+    "memory_mb": 256,
+    "max_processes": 16,
+    "temp_dir_mb": 8,
+    "max_file_mb": 4,
+    "max_open_files": 64,
+}
+
+
+SMALL |= json.loads(os.environ.get("SANDBOX_TEST_SETTINGS", "{}"))
+"""For runs of the escapes under another mechanism: SANDBOX_TEST_SETTINGS='{"mechanism": "bubblewrap"}'."""
+HASTY = SMALL | {"time_limit_s": 0.5, "interrupt_grace_s": 0.3}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model reads."""
+
+    text: str
+    is_error: bool
+
+
+def python_tool(**settings: Any) -> PythonTool:
+    """A tool with these settings, started once; the test is skipped where nothing shuts enough in."""
+    started = _started(tuple(sorted((SMALL | settings).items())))
+    if isinstance(started, ConfigError):
+        pytest.skip(f"NO SANDBOX HERE, escapes are not tested: {started}")
+    return started
+
+
+@cache
+def _started(settings: tuple[tuple[str, Any], ...]) -> PythonTool | ConfigError:
+    try:
+        return PythonTool(dict(settings))
+    except ConfigError as error:
+        return error
+
+
+async def ask(tool: PythonTool, instance_id: str, code: str) -> Answer:
+    try:
+        response, _, _ = await tool.execute(instance_id, {"code": code})
+    except ToolError as error:
+        return Answer(str(error), is_error=True)
+    return Answer(response.text or "", is_error=False)
+
+
+def talk(*codes: str, **settings: Any) -> list[Answer]:
+    """One trajectory's calls and their answers. Afterwards nothing that they started runs any more."""
+    tool = python_tool(**settings)
+    before = descendants()
+
+    async def converse() -> list[Answer]:
+        instance_id = uuid4().hex
+        await tool.create(instance_id)
+        try:
+            return [await ask(tool, instance_id, code) for code in codes]
+        finally:
+            await tool.release(instance_id)
+
+    answers = asyncio.run(converse())
+    assert left_running(before) == set()
+    return answers
+
+
+def readable_python() -> str:
+    """A Python that every user may run, as the agent's own may not be where it runs as root."""
+    folders = [Path(sys.base_prefix), *Path(sys.base_prefix).parents]
+    return sys.executable if all(folder.stat().st_mode & 0o001 for folder in folders) else "/usr/bin/python3"
+
+
+def descendants(root: int | None = None) -> set[int]:
+    """All processes below one; below this one by default."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            parents[int(folder.name)] = int(fields[1])
+    found = {os.getpid() if root is None else root}
+    while new := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= new
+    return found
+
+
+def left_running(before: set[int]) -> set[int]:
+    """Processes of this one that were not there before and do not end."""
+    return {pid for pid in descendants() - before if not ends(pid)}
+
+
+def ends(pid: int) -> bool:
+    """Whether a process is gone within a patient while."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], PATIENCE_S)[0])
+    finally:
+        os.close(handle)
+
+
+def running(marker: str) -> list[str]:
+    """Command lines on this machine that hold the marker."""
+    lines: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if marker in line:
+            lines.append(line)
+    return lines

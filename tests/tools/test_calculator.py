@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import ast
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.errors import ToolError
+from agent_loop.testing import run_virtual
+from agent_loop.tools.calculator import MAX_CHARACTERS, CalculatorTool, calculate, format_number
+from agent_loop.tools.registry import load_tools
+from agent_loop.tools.session import ToolSession, ToolSessionConfig
+from agent_loop.trajectory import IncidentKind
+from agent_loop.types import ToolCall
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer"),
+    [
+        ("1 + 1", "2"),
+        ("(3 + 4) * sqrt(16)", "28"),
+        ("7 // 2 + 7 % 3 - -2 ** 2", "8"),
+        ("0.1 + 0.2", "0.3"),
+        ("2 ** 100", "1267650600228229401496703205376"),
+        ("10 / 4", "2.5"),
+        ("6 / 3", "2"),
+        ("3 \N{MULTIPLICATION SIGN} 4 \N{DIVISION SIGN} 2 \N{MINUS SIGN} 1", "5"),
+        ("max(2, 3, min(9, 8))", "8"),
+        ("round(2.567, 1)", "2.6"),
+        ("factorial(20)", "2432902008176640000"),
+        ("cos(pi)", "-1"),
+        ("log(e ** 2)", "2"),
+        ("1_000 + 0x10", "1016"),
+    ],
+)
+def test_arithmetic(expression: str, answer: str) -> None:
+    assert format_number(calculate(expression)) == answer
+
+
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("9**9**9", "too large"),
+        ("9**9**9**9", "too large"),
+        ("factorial(100000)", "numbers up to"),
+        ("comb(100000, 50000)", "numbers up to"),
+        ("exp(1000)", "too large"),
+        ("1e308 * 10", "too large"),
+        ("10 ** 1000 / 3", "too large"),
+        ("round(1, 10 ** 9)", "digits"),
+        ("1 / 0", "division by zero"),
+        ("5 % 0", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("(-8) ** 0.5", "not a real number"),
+        ("sqrt(-1)", "no value"),
+        ("2 ^ 3", "write [*][*]"),
+        ("1,000 + 1", "without commas"),
+        ("1 +", "not an arithmetic expression"),
+        ("", "not an arithmetic expression"),
+        ("\0", "not an arithmetic expression"),
+        ("()", "without commas"),
+        ("x + 1", "constants are pi, e"),
+        ("'a' * 3", "not a real number"),
+        ("True + 1", "not a real number"),
+        ("[1, 2][0]", "not arithmetic"),
+        ("1 if 2 else 3", "not arithmetic"),
+        ("1 << 3", "not arithmetic"),
+        ("max()", "no value"),
+        ("max(1, key=2)", "no call of a known function"),
+        ("__import__('os').system('x')", "no call of a known function"),
+        ("().__class__", "not arithmetic"),
+        ("(lambda: 1)()", "no call of a known function"),
+        ("-" * 999 + "1", "nested too deeply"),
+        ("(" * 400 + "1" + ")" * 400, "not an arithmetic expression"),
+        ("1" * (MAX_CHARACTERS + 1), "characters"),
+    ],
+)
+def test_what_has_no_value_is_an_error_at_once(expression: str, message: str) -> None:
+    started = time.process_time()
+    with pytest.raises(ToolError, match=message):
+        calculate(expression)
+    assert time.process_time() - started < 0.2
+
+
+numbers = st.integers(0, 10**6).map(str) | st.floats(0, 1e6).map(repr)
+expressions = st.recursive(
+    numbers,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from([" + ", " - ", " * "]), inner).map("".join),
+        inner.map("({})".format),
+        inner.map("-{}".format),
+        inner.map("abs({})".format),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(expressions)
+def test_it_agrees_with_python(expression: str) -> None:
+    assert calculate(expression) == eval(expression)
+
+
+names = st.sampled_from(["sqrt", "factorial", "comb", "max", "round", "exp", "pi", "open", "__import__"])
+pieces = st.lists(
+    numbers | names | st.sampled_from([*"+-*/%()., ^!'[]{}:=", "**", "//", " if ", "lambda"]), max_size=25
+)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=60) | pieces.map("".join))
+def test_any_text_gives_a_finite_number_or_an_error_soon(text: str) -> None:
+    started = time.process_time()
+    try:
+        value = calculate(text)
+    except ToolError:
+        pass
+    else:
+        assert math.isfinite(value) if isinstance(value, float) else value.bit_length() <= 4096
+        ast.literal_eval(format_number(value))
+    assert time.process_time() - started < 0.5
+
+
+def test_the_model_is_answered() -> None:
+    tools = load_tools(["calculator"])
+    assert isinstance(tools["calculator"], CalculatorTool)
+
+    async def main() -> None:
+        session = ToolSession(tools, config=ToolSessionConfig(timeout_s=1, close_timeout_s=1))
+        right = await session.execute(ToolCall("calculator", {"expression": "6 * 7"}))
+        assert (right.response.text, right.incident) == ("42", None)
+        wrong = await session.execute(ToolCall("calculator", {"expression": "9**9**9"}))
+        assert wrong.incident is not None
+        assert wrong.incident.kind is IncidentKind.TOOL_ERROR
+        assert await session.close() == []
+
+    run_virtual(main())

@@ -1,0 +1,375 @@
+"""The conformance suite finds each fault that it was made for, and passes what keeps the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agent_loop.checks import CheckReport, run_check
+from agent_loop.cli import app
+from agent_loop.errors import ConfigError, ContractError, ToolError
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.calculator import CalculatorTool
+from agent_loop.tools.check import check_tool
+from agent_loop.tools.check.contract import CHECKS
+from agent_loop.tools.check.edges import edge_arguments
+from agent_loop.tools.check.subject import Subject
+from agent_loop.tools.function import function_tool
+from agent_loop.tools.gsm8k import Gsm8kTool
+from agent_loop.tools.search.tool import SearchTool
+
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+SCHEMA = {"type": "function", "function": {"name": "notes", "parameters": PARAMETERS}}
+CALLS = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+
+
+class Notes(BaseTool):
+    """Keeps notes and counts them: a tool without fault."""
+
+    on_replay = "rerun"
+
+    def __init__(self) -> None:
+        super().__init__({}, SCHEMA)
+        self.notes: dict[str, list[str]] = {}
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.notes[instance_id] = []
+        await asyncio.sleep(0.001)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        await asyncio.sleep(0.001)
+        if not parameters["text"].strip():
+            raise ToolError("there is nothing to note")
+        notes = self.notes[instance_id]
+        notes.append(parameters["text"])
+        return ToolResponse(text=f"{len(notes)} notes"), 0.5, {"length": len(notes)}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return float(len(self.notes[instance_id]))
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.notes.pop(instance_id, None)
+
+
+class NoSchema(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tool_schema = {
+            "type": "function",
+            "function": {"name": "notes", "parameters": {"type": "banana"}},
+        }
+
+
+class RetriesWhatHasEffects(Notes):
+    retries = 2
+
+
+class ReturnsText(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return "noted"
+
+
+class RewardsNaN(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text="noted"), float("nan"), {}
+
+
+class RefusesAll(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        raise ToolError("closed today")
+
+
+class RecordsObjects(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        response, reward, extra = await super().execute(instance_id, parameters)
+        return response, reward, {**extra, "tool": self}
+
+
+class JudgesInWords(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return "well done"
+
+
+class JudgesOnlyWhatWasUsed(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return 1 / len(self.notes[instance_id])
+
+
+class StumblesOverOddText(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        parameters["text"].encode("ascii")
+        return await super().execute(instance_id, parameters)
+
+
+class OneForAll(Notes):
+    """What belongs to a trajectory is kept on the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine: list[str] = []
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.mine = self.notes[instance_id] = []
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.mine.append(parameters["text"])
+        return ToolResponse(text=f"{len(self.mine)} notes"), None, {}
+
+
+class OneAtATime(Notes):
+    """Breaks when it is called while it works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_busy = False
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        if self.is_busy:
+            raise RuntimeError("busy")
+        self.is_busy = True
+        try:
+            return await super().execute(instance_id, parameters)
+        finally:
+            self.is_busy = False
+
+
+class SaysRecorded(Notes):
+    on_replay = "recorded"
+
+
+class SaysRerun(Notes):
+    """Its answers are never the same."""
+
+    num_calls = 0
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return ToolResponse(text=str(self.num_calls)), None, {}
+
+
+class Blocks(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
+        return ToolResponse(text="noted"), None, {}
+
+
+class NeverForgets(Notes):
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        pass
+
+
+class LeavesTasks(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        self.tasks.add(asyncio.create_task(asyncio.sleep(0.3)))
+
+
+class ReleasesOnlyWhatIsThere(Notes):
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.notes[instance_id]
+
+
+class ForgetsLateStarts(Notes):
+    """A create that is cancelled leaves a trace that release does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starting: set[str] = set()
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.starting.add(instance_id)
+        await super().create(instance_id)
+        self.starting.discard(instance_id)
+
+
+class KeepsItsLock(Notes):
+    """A call that is cancelled never gives its place back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = asyncio.Semaphore()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        await self.place.acquire()
+        await asyncio.sleep(0.01)
+        self.place.release()
+        return await super().execute(instance_id, parameters)
+
+
+class IgnoresCancellation(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        try:
+            return await super().execute(instance_id, parameters)
+        except asyncio.CancelledError:
+            await asyncio.sleep(2.2)
+            raise
+
+
+class BelongsToALoop(Notes):
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        if not hasattr(self, "ready"):
+            self.ready = asyncio.get_running_loop().create_future()
+            self.ready.set_result(None)
+        await asyncio.gather(self.ready)
+        return await super().execute(instance_id, parameters)
+
+
+def checked(tool: BaseTool, **options: Any) -> CheckReport:
+    async def main() -> CheckReport:
+        return await check_tool(tool, **{"calls": CALLS, "timeout_s": 5, **options})
+
+    return asyncio.run(main())
+
+
+def test_a_tool_without_fault_passes() -> None:
+    report = checked(Notes())
+    report.raise_if_failed()
+    assert report.named("passed") == list(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "sentence", "reason"),
+    [
+        (NoSchema, "its schema is one of a tool, and the calls fit it", "no valid JSON schema"),
+        (RetriesWhatHasEffects, "what it declares of its calls can be kept", "set retries to 0"),
+        (
+            ReturnsText,
+            "a call is answered with words, a reward or none, and what to record",
+            "return [(]ToolResp",
+        ),
+        (RewardsNaN, "a call is answered with words, a reward or none, and what to record", "finite number"),
+        (
+            RefusesAll,
+            "a call is answered with words, a reward or none, and what to record",
+            "every call was ref",
+        ),
+        (RecordsObjects, "what a call records can be written to a file", "JSON has no form"),
+        (JudgesInWords, "the verdict on a trajectory is a number, or None", "finite number"),
+        (JudgesOnlyWhatWasUsed, "a trajectory may end before its first call", "ZeroDivisionError"),
+        (StumblesOverOddText, "arguments at the edge of its schema are answered", "UnicodeEncodeError"),
+        (OneForAll, "trajectories that run at once are told apart", "beside another trajectory"),
+        (OneAtATime, "many trajectories at once are all answered", "RuntimeError: busy"),
+        (OneAtATime, "several calls of one trajectory at once are all answered", "RuntimeError: busy"),
+        (SaysRecorded, "what it says of running calls twice is true", "recorded, but after other calls"),
+        (SaysRerun, "what it says of running calls twice is true", "rerun, but the same calls"),
+        (Blocks, "others go on while it works", "the event loop stood still"),
+        (NeverForgets, "a trajectory that is over leaves nothing behind", "its id is still in self.notes"),
+        (LeavesTasks, "a trajectory that is over leaves nothing behind", "tasks still run"),
+        (ReleasesOnlyWhatIsThere, "a trajectory whose create failed can be released", "KeyError"),
+        (
+            ForgetsLateStarts,
+            "a trajectory that is cancelled while it is created can be released",
+            "still in self.starting",
+        ),
+        (KeepsItsLock, "a call that is cancelled ends soon, and others go on", "took longer than"),
+        (
+            IgnoresCancellation,
+            "a call that is cancelled ends soon, and others go on",
+            "after it was cancelled",
+        ),
+        (BelongsToALoop, "it works on another event loop too", "loop"),
+    ],
+)
+def test_each_fault_is_found(faulty: Callable[[], BaseTool], sentence: str, reason: str) -> None:
+    subject = Subject(faulty(), CALLS, {}, {}, _numbers=count())
+    timeout_s = 0.5 if faulty is KeepsItsLock else 5
+    result = asyncio.run(run_check(sentence, partial(CHECKS[sentence], subject), timeout_s=timeout_s))
+    assert result.verdict == "failed"
+    assert re.search(reason, result.detail), result.detail
+
+
+def test_a_faulty_tool_is_reported_with_each_reason() -> None:
+    report = checked(ReturnsText())
+    assert len(report.results) == len(CHECKS)
+    with pytest.raises(
+        ContractError, match=r"tool 'notes': \d+ of \d+ checks failed(.|\n)*return [(]ToolResponse"
+    ):
+        report.raise_if_failed()
+
+
+def test_calls_that_do_not_fit_the_schema_are_the_callers_fault() -> None:
+    report = checked(Notes(), calls=[{"txt": "a"}])
+    assert "has no argument 'txt'; did you mean 'text'?" in report.failures[0].detail
+    with pytest.raises(ConfigError, match="at least one call"):
+        checked(Notes(), calls=[])
+
+
+@function_tool
+def shout(text: str, times: int = 1) -> str:
+    """Repeats a text in capitals."""
+    return text.upper() * min(times, 3)
+
+
+def test_the_kits_tools_keep_the_contract(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "Oak", "text": "A tree."}\n{"title": "Otter", "text": "A mammal."}\n')
+    search = SearchTool({"corpus": [str(corpus)], "cache_dir": str(tmp_path)})
+    checked(search, calls=[{"query_list": ["tree"]}, {"query_list": ["otter", "zebra"]}]).raise_if_failed()
+    checked(CalculatorTool(), calls=[{"expression": "1 + 1"}, {"expression": "1 / 0"}]).raise_if_failed()
+    answers = [{"answer": "41"}, {"answer": "#### 42"}]
+    checked(Gsm8kTool({}), calls=answers, create_kwargs={"ground_truth": 42}).raise_if_failed()
+    checked(shout, calls=[{"text": "a"}, {"text": "b", "times": 2}]).raise_if_failed()
+
+
+def test_edges_fit_the_schema_and_differ_from_the_example() -> None:
+    edges = edge_arguments(shout.tool_schema, {"text": "a", "times": 2})
+    assert {"text": "a"} in edges
+    assert {"text": "", "times": 2} in edges
+    assert {"text": "a", "times": -1} in edges
+    assert all(isinstance(edge["text"], str) for edge in edges)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check-tool", *arguments])
+    return (
+        result.exit_code,
+        result.output if result.exception is None else f"{result.output}{result.exception}",
+    )
+
+
+def test_the_command_checks_a_tool_by_its_name() -> None:
+    code, output = run("calculator", "--call", '{"expression": "1+1"}')
+    assert code == 0, output
+    assert f"tool 'calculator': {len(CHECKS)} passed, 0 failed, 0 skipped" in output
+
+
+def test_the_command_reads_a_config_and_tells_by_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "from agent_loop.tools.base import BaseTool, ToolResponse\n"
+        "class Faulty(BaseTool):\n"
+        "    async def execute(self, instance_id, parameters, **kwargs):\n"
+        "        return ToolResponse(text=self.config['text']), 'high', {}\n"
+    )
+    schema = json.dumps(SCHEMA)
+    (tmp_path / "tool.yaml").write_text(f"config: {{text: hello}}\ntool_schema: {schema}\n")
+    code, output = run(
+        f"{tmp_path}/faulty.py:Faulty",
+        "--config",
+        str(tmp_path / "tool.yaml"),
+        "--call",
+        '{"text": "a"}',
+        "--json",
+    )
+    assert code == 1
+    assert "'high' (str) as its reward; return a finite number, or None" in output
+    code, output = run(f"{tmp_path}/faulty.py:Faulty", "--call", '{"text": "a"}')
+    assert "has no schema; give tool_schema in the YAML" in output
+    code, output = run("calculator", "--call", "[1]")
+    assert "give a JSON object" in output

@@ -1,0 +1,103 @@
+"""What the page on tools shows is run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agent_loop.config import parse_section
+from agent_loop.tools.base import BaseTool
+from agent_loop.tools.check import check_tool
+from agent_loop.tools.registry import KIT, ToolEntry, load_tools
+from tests.helpers import call_text, says
+from tests.rollout.harness import Stage
+from tests.tools.test_web import SPEC
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def entries() -> list[dict[str, Any]]:
+    return [entry for text in blocks("yaml") for entry in yaml.safe_load(text)["tools"]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project that has what the page's examples name."""
+    [code] = blocks("python")
+    (tmp_path / "my_tools.py").write_text(code)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "wiki.jsonl").write_text('{"title": "Oak", "text": "A tree."}\n')
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "first.md").write_text("Otters swim.\n")
+    (tmp_path / "shop.yaml").write_text(yaml.safe_dump({**SPEC, "components": SPEC["components"]}))
+    monkeypatch.chdir(tmp_path)
+    for name in ("RETRIEVER_TOKEN", "SERVICE_KEY", "MCP_TOKEN", "WEATHER_TOKEN", "SHOP_KEY"):
+        monkeypatch.setenv(name, "xyzzy")
+    return tmp_path
+
+
+def load(entry: dict[str, Any], folder: Path) -> dict[str, BaseTool]:
+    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [entry]}))
+    return load_tools([], config_path=folder / "tools.yaml")
+
+
+def test_each_tool_of_the_kit_has_its_section() -> None:
+    assert sorted(re.findall(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE)) == sorted(KIT)
+
+
+def test_the_entries_are_read_and_make_tools(folder: Path) -> None:
+    names: list[str] = []
+    for entry in entries():
+        parse_section(ToolEntry, entry, where="docs/tools.md")
+        if entry["class_name"] == "mcp":
+            continue  # needs its server
+        if entry["class_name"] == "search" and "corpus" in entry["config"]:
+            entry["config"]["cache_dir"] = str(folder)
+        names += load(entry, folder)
+    assert names == [
+        "calculator",
+        "notebook",
+        "search",
+        "search",
+        "weather",
+        "shop_get_item",
+        "shop_put_item",
+    ]
+
+
+def test_the_mcp_entry_finds_the_tools_of_a_server(folder: Path) -> None:
+    entry = next(entry for entry in entries() if entry["class_name"] == "mcp")
+    (folder / "my_server.py").write_text(
+        "from mcp.server import MCPServer\n"
+        "app = MCPServer('notes')\n"
+        "@app.tool()\n"
+        "def search_notes(text: str) -> str:\n"
+        "    'Finds notes.'\n"
+        "    return text\n"
+        "app.run('stdio')\n"
+    )
+    entry["config"]["command"] = sys.executable
+    assert list(load(entry, folder)) == ["notes_search_notes"]
+
+
+def test_the_class_keeps_the_contract_and_the_row_chooses_it(folder: Path) -> None:
+    notebook = load(entries()[1], folder)["notebook"]
+    assert (notebook.timeout_s, notebook.max_concurrent) == (5, 8)
+    asyncio.run(check_tool(notebook, calls=[{"text": "a"}, {"text": "b"}])).raise_if_failed()
+    [row] = [json.loads(text) for text in blocks("json")]
+    calculator = load({"class_name": "calculator"}, folder)["calculator"]
+    turn = call_text("notebook", text="6 * 7") + call_text("calculator", expression="6 * 7")
+    output = Stage([says(turn), says("42")], tools=[notebook, calculator]).run_one(**row).output
+    assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["2 notes", "42"]
+    assert output.feedback[0].extra == {"num_notes": 2}

@@ -1,0 +1,109 @@
+"""A context that is entered and left in a task of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from agent_loop.concurrency import HeldOpen
+from agent_loop.testing import run_virtual
+
+
+class Room:
+    """Takes a second to enter and to leave; may break while it is open."""
+
+    def __init__(self, *, fault: str = "") -> None:
+        self.fault = fault
+        self.log: list[str] = []
+        self.tasks: set[asyncio.Task[object] | None] = set()
+        self.breaks = asyncio.Event()
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncGenerator[str]:
+        self.tasks.add(asyncio.current_task())
+        await asyncio.sleep(1)
+        if self.fault == "entering":
+            raise OSError("locked")
+        async with asyncio.timeout(5 if self.fault == "inside" else None):
+            try:
+                self.log.append("open")
+                yield "room"
+            finally:
+                self.tasks.add(asyncio.current_task())
+                await asyncio.sleep(1)
+                self.log.append("closed")
+        if self.fault == "leaving":
+            raise OSError("the key broke")
+
+
+def test_it_is_entered_and_left_in_one_task_whoever_asks() -> None:
+    async def main() -> None:
+        room = Room()
+        held = HeldOpen(room.opened())
+        assert await asyncio.create_task(held.open()) == "room"
+        assert not held.is_over
+        await asyncio.create_task(held.close())
+        assert held.is_over
+        assert room.log == ["open", "closed"]
+        assert len(room.tasks) == 1
+        await held.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def test_what_entering_raises_is_raised_and_closing_is_quiet() -> None:
+    async def main() -> None:
+        held = HeldOpen(Room(fault="entering").opened())
+        with pytest.raises(OSError, match="locked"):
+            await held.open()
+        assert held.is_over
+        await held.close()
+
+    run_virtual(main())
+
+
+def test_what_breaks_inside_ends_it_and_is_not_raised_again() -> None:
+    async def main() -> None:
+        held = HeldOpen(Room(fault="inside").opened())
+        await held.open()
+        await held.over()
+        assert held.is_over
+        await held.close()
+
+    run_virtual(main())
+
+
+def test_what_leaving_raises_is_raised() -> None:
+    async def main() -> None:
+        held = HeldOpen(Room(fault="leaving").opened())
+        await held.open()
+        with pytest.raises(OSError, match="the key broke"):
+            await held.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 1.5])
+def test_a_cancelled_opening_or_closing_leaves_no_task(delay_s: float) -> None:
+    async def main() -> None:
+        room = Room()
+        held = HeldOpen(room.opened())
+
+        async def use() -> None:
+            try:
+                await held.open()
+            finally:
+                await held.close()
+
+        task = asyncio.create_task(use())
+        await asyncio.sleep(delay_s)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())

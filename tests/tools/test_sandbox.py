@@ -1,0 +1,322 @@
+"""The refusal to run where too little is shut in, and what is left when something dies."""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError, SandboxError
+from agent_loop.tools.python import PythonTool
+from agent_loop.tools.sandbox.channel import Channel
+from agent_loop.tools.sandbox.host import SandboxHost
+from agent_loop.tools.sandbox.inside.output import Output
+from agent_loop.tools.sandbox.inside.wire import BadMessage, pack
+from agent_loop.tools.sandbox.isolation import Isolation
+from agent_loop.tools.sandbox.probe import judge
+from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
+from agent_loop.tools.sandbox.source import SandboxSource
+from tests.tools.sandboxes import (
+    Answer,
+    ask,
+    descendants,
+    ends,
+    left_running,
+    python_tool,
+    readable_python,
+    running,
+    talk,
+)
+
+WHOLE = Isolation(
+    mechanism="namespaces",
+    files=True,
+    network=True,
+    processes=True,
+    privileges=True,
+    own_user=True,
+    system_calls=True,
+    temp_dir_size=True,
+    limits=True,
+)
+
+
+class ScriptedSource(SandboxSource):
+    """A way of isolation that works, or does not."""
+
+    def __init__(self, mechanism: Mechanism, *, fault: str = "") -> None:
+        super().__init__(SandboxSettings())
+        self.mechanism = mechanism
+        self.fault = fault
+        self.log: list[str] = []
+
+    def start(self) -> None:
+        self.log.append("start")
+        if self.fault:
+            raise SandboxError(self.fault)
+
+    async def spawn(self, control: socket.socket, *, work: str | None) -> None:
+        raise ConnectionResetError("nobody is there")
+
+    def is_alive(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def host(*sources: ScriptedSource, found: Isolation = WHOLE, **settings: Any) -> SandboxHost:
+    async def probe(source: SandboxSource) -> Isolation:
+        return replace(found, mechanism=source.mechanism)
+
+    return SandboxHost(SandboxSettings(**settings), sources=sources, probe=probe)
+
+
+def test_the_first_way_that_shuts_enough_in_is_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    broken, works = ScriptedSource("namespaces", fault="forbidden"), ScriptedSource("bubblewrap")
+    with caplog.at_level("INFO"):
+        taken = host(broken, works)
+    assert taken.isolation.mechanism == "bubblewrap"
+    assert broken.log == ["start", "close"]
+    (line,) = caplog.messages
+    assert line.startswith("sandboxes: bubblewrap: own view of files, read-only; no network; ")
+    taken.close()
+    assert works.log == ["start", "close"]
+
+
+@pytest.mark.parametrize("lacking", ["files", "network", "processes", "privileges", "limits"])
+def test_each_part_of_the_minimum_is_demanded(lacking: str) -> None:
+    source = ScriptedSource("namespaces")
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot be shut in here.*not in force.*allow_weaker_isolation"
+    ):
+        host(source, found=replace(WHOLE, **{lacking: False}))
+    assert source.log == ["start", "close"]
+
+
+@pytest.mark.parametrize("lacking", ["own_user", "system_calls", "temp_dir_size"])
+def test_what_is_beyond_the_minimum_is_told_and_not_demanded(lacking: str) -> None:
+    taken = host(ScriptedSource("namespaces"), found=replace(WHOLE, **{lacking: False}))
+    assert "(not in force: " in str(taken.isolation)
+
+
+def test_weaker_isolation_is_used_where_the_user_allows_it() -> None:
+    taken = host(
+        ScriptedSource("namespaces", fault="forbidden"),
+        ScriptedSource("limits"),
+        found=replace(WHOLE, files=False, network=False),
+        allow_weaker_isolation=True,
+    )
+    assert str(taken.isolation).endswith("(not in force: own view of files, read-only; no network)")
+
+
+def test_every_way_that_failed_is_named_with_its_reason() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)namespaces: no unshare\n.*bubblewrap: not installed"):
+        host(
+            ScriptedSource("namespaces", fault="no unshare"),
+            ScriptedSource("bubblewrap", fault="not installed"),
+            allow_weaker_isolation=True,
+        )
+
+
+def test_a_sandbox_that_cannot_be_started_is_tried_twice() -> None:
+    source = ScriptedSource("namespaces")
+    taken = host(source)
+    with pytest.raises(SandboxError, match="nobody is there"):
+        asyncio.run(taken.open())
+    assert source.log == ["start", "start"]
+
+
+FACTS: dict[str, Any] = {
+    "reads": False,
+    "writes": False,
+    "reaches_tcp": False,
+    "reaches_unix": False,
+    "namespaces": dict.fromkeys(("mnt", "net", "pid", "ipc", "uts", "user"), "other"),
+    "capabilities": 0,
+    "no_new_privileges": 1,
+    "filter": 2,
+    "writable_bytes": 1,
+    "limits": [1, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "lacking"),
+    [
+        ({}, ""),
+        ({"reads": True}, "files"),
+        ({"writes": True}, "files"),
+        ({"reaches_tcp": True}, "network"),
+        ({"reaches_unix": True}, "network"),
+        ({"namespaces": FACTS["namespaces"] | {"pid": os.readlink("/proc/self/ns/pid")}}, "processes"),
+        ({"namespaces": FACTS["namespaces"] | {"net": os.readlink("/proc/self/ns/net")}}, "network"),
+        ({"capabilities": 1}, "privileges"),
+        ({"no_new_privileges": 0}, "privileges"),
+        ({"filter": 0}, "system_calls"),
+        ({"writable_bytes": 2**50}, "temp_dir_size"),
+        ({"limits": [-1, 1, 1, 1]}, "limits"),
+        ({"limits": [1, 1, 2**40, 1]}, "limits"),
+    ],
+)
+def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking: str) -> None:
+    judged = judge(FACTS | facts, host_user=os.geteuid() + 1, source=ScriptedSource("namespaces"))
+    expected = replace(WHOLE, **{lacking: False}) if lacking else WHOLE
+    assert judged == expected
+
+
+def test_a_limit_of_processes_is_not_claimed_for_root() -> None:
+    assert not judge(FACTS, host_user=0, source=ScriptedSource("bubblewrap")).limits
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_output_keeps_its_ends_however_it_comes(chunk: int) -> None:
+    data = bytes(range(256)) * 4
+    output = Output(100)
+    for start in range(0, len(data), chunk):
+        output.add(data[start : start + chunk])
+    assert output.dropped_bytes == len(data) - 100
+    expected = f"\n[... {len(data) - 100} bytes of output left out ...]\n"
+    assert output.text() == data[:50].decode(errors="replace") + expected + data[-50:].decode(
+        errors="replace"
+    )
+
+
+def test_the_documentation_names_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text(encoding="utf-8")
+    assert [name for name in SandboxSettings.model_fields if name not in page] == []
+
+
+def test_output_within_the_limit_is_whole() -> None:
+    output = Output(10)
+    output.add("zwölf".encode())
+    assert (output.text(), output.dropped_bytes) == ("zwölf", 0)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0", b"\0\0\0\5{}", pack({"a": 1})[:-1]])
+def test_a_message_cut_short_is_the_end(sent: bytes) -> None:
+    assert asyncio.run(receive(sent)) is None
+
+
+@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\2{]", b"\0\0\0\1\xff"])
+def test_what_is_no_message_is_refused(sent: bytes) -> None:
+    with pytest.raises(BadMessage):
+        asyncio.run(receive(sent))
+
+
+async def receive(sent: bytes) -> Any:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(sent)
+    channel = Channel(ours)
+    try:
+        return await channel.receive()
+    finally:
+        channel.close()
+
+
+AGENT = """
+import asyncio, sys
+from agent_loop.tools.python import PythonTool
+
+async def main():
+    tool = PythonTool({config!r})
+    await tool.create("i")
+    await tool.execute("i", {{"code": {code!r}}})
+    print("ready", flush=True)
+    await tool.execute("i", {{"code": "while True: pass"}})
+
+asyncio.run(main())
+"""
+LEAVES_A_DAEMON = """
+import os, subprocess
+subprocess.Popen(['sleep', '{marker}'], start_new_session=True)
+open('file', 'w').close()
+"""
+
+
+@pytest.mark.parametrize("mechanism", ["namespaces", "bubblewrap", "limits"])
+def test_an_agent_killed_outright_leaves_nothing_running_and_no_files(mechanism: Mechanism) -> None:
+    config = {"mechanism": mechanism, "allow_weaker_isolation": True, "python": readable_python()}
+    start_or_skip(config)
+    marker = f"{os.getpid()}0{len(mechanism)}.5"
+    script = AGENT.format(config=config, code=LEAVES_A_DAEMON.format(marker=marker))
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        agent = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": folder}
+        )
+        with agent:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == b"ready\n"
+            assert running(marker)
+            started = descendants(agent.pid) - {agent.pid}
+            agent.kill()
+        assert [pid for pid in started if not ends(pid)] == []
+        assert running(marker) == []
+        assert os.listdir(folder) == []
+
+
+def start_or_skip(config: dict[str, Any]) -> PythonTool:
+    if config["mechanism"] == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("NO BUBBLEWRAP HERE: bwrap is not installed")
+    return python_tool(**config)
+
+
+def test_a_fork_server_that_died_ends_its_sandboxes_and_is_started_again() -> None:
+    before = descendants()
+    tool = start_or_skip({"mechanism": "namespaces", "time_limit_s": 18.0})
+    server = descendants() - before
+
+    async def main() -> tuple[Answer, Answer]:
+        await tool.create("i")
+        for pid in server:
+            os.kill(pid, signal.SIGKILL)
+        lost = await ask(tool, "i", "1 + 1")
+        again = await ask(tool, "i", "1 + 1")
+        await tool.release("i")
+        return lost, again
+
+    lost, again = asyncio.run(main())
+    assert lost.text.startswith("The sandbox failed: ")
+    assert lost.text.endswith("All variables and files are lost.")
+    assert again.text.endswith("started anew: variables and files are lost.\n2")
+    tool.close()
+    assert left_running(before) == set()
+
+
+def test_bubblewrap_shuts_in_as_well() -> None:
+    start_or_skip({"mechanism": "bubblewrap"})
+    codes = [
+        "open('/etc/shadow')",
+        "import socket; socket.create_connection(('127.0.0.1', 1))",
+        "open('/x', 'w')",
+        "1",
+    ]
+    *escapes, last = talk(*codes, mechanism="bubblewrap")
+    assert all(answer.is_error for answer in escapes)
+    assert last.text == "1"
+
+
+def test_without_isolation_limits_hold_and_daemons_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"mechanism": "limits", "allow_weaker_isolation": True, "python": readable_python()}
+    marker = f"{os.getpid()}1.5"
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        started, bomb, after = talk(
+            LEAVES_A_DAEMON.format(marker=marker), "bytearray(2**40)", "1", **settings
+        )
+        assert os.listdir(folder) == []
+    assert not started.is_error
+    assert bomb.text.endswith("MemoryError")
+    assert after.text == "1"
+    assert running(marker) == []

@@ -1,0 +1,401 @@
+"""Code that tries to get out, to take too much, or to leave something behind. After each, the same trajectory and the
+next one work, and nothing is left running."""
+
+import asyncio
+import os
+import random
+import socket
+from collections.abc import Generator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tests.tools.sandboxes import HASTY, SECRET, ask, python_tool, running, talk
+
+SUICIDE = "import os\ntry:\n    os.kill(-1, 9)\nfinally:\n    os.kill(os.getpid(), 9)"
+ALIVE = "print('still', 'here')"
+
+
+def only(code: str, **settings: object) -> str:
+    """The answer to code that ends by itself, from an interpreter that goes on afterwards."""
+    answer, after = talk(code, ALIVE, **settings)
+    assert after.text == "still here"
+    return answer.text
+
+
+def lost(code: str, **settings: object) -> str:
+    """The answer to code that costs the interpreter; the next call has a new one, the sandbox's files and no state."""
+    kept, answer, after = talk(
+        "kept = 1; open('kept', 'w').close()",
+        code,
+        "import os; print('kept' in globals(), os.path.exists('kept'))",
+        **settings,
+    )
+    assert not kept.is_error
+    assert answer.is_error
+    assert after.text == "False True"
+    assert "variables and imports are lost, files are kept" in answer.text
+    return answer.text
+
+
+class TestTakingTooMuch:
+    def test_a_fork_bomb_runs_into_the_process_limit(self) -> None:
+        code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(1000)"
+        assert "BlockingIOError: [Errno 11]" in only(code)
+
+    def test_a_fork_bomb_that_swallows_its_errors_is_killed_whole(self) -> None:
+        code = (
+            "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "while True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+        )
+        assert "did not stop at the time limit of 0.5 s and was killed" in lost(code, **HASTY)
+
+    def test_threads_without_end_run_into_the_process_limit(self) -> None:
+        code = (
+            "import threading, time\n"
+            "while True: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
+        )
+        assert "can't start new thread" in only(code)
+
+    def test_a_memory_bomb_gets_a_memory_error_and_the_state_is_kept(self) -> None:
+        _, bomb, after = talk("x = 5", "data = []\nwhile True: data.append(bytearray(10**7))", "x")
+        assert bomb.text.endswith("MemoryError")
+        assert after.text == "5"
+
+    def test_memory_of_many_processes_counts_together(self) -> None:
+        code = (
+            "import os, time\n"
+            "for _ in range(4):\n"
+            "    if os.fork() == 0:\n"
+            "        data = bytearray(100 * 2**20); data[::4096] = b'x' * len(data[::4096]); time.sleep(1000)\n"
+            "time.sleep(1000)"
+        )
+        assert "held more than 256 MB of memory and were killed" in lost(code)
+
+    def test_memory_that_limits_do_not_count_is_refused(self) -> None:
+        assert "PermissionError" in only("import os; os.memfd_create('hidden')")
+
+    def test_a_full_disk_is_told_and_bounded(self) -> None:
+        code = "for i in range(100):\n    with open(f'{i}', 'wb') as file: file.write(bytes(2**20))"
+        assert "OSError: [Errno 28] No space left on device" in only(code)
+
+    def test_a_file_over_the_limit_is_told(self) -> None:
+        assert "OSError: [Errno 27] File too large" in only("open('big', 'wb').write(bytes(5 * 2**20))")
+
+    def test_shared_memory_counts_as_temporary_files(self) -> None:
+        code = "for i in range(100):\n    with open(f'/dev/shm/{i}', 'wb') as file: file.write(bytes(2**20))"
+        assert "No space left on device" in only(code)
+
+    def test_all_file_descriptors_taken_is_told(self) -> None:
+        code = "import os\ntaken = []\nwhile True: taken.append(os.open('/dev/null', 0))"
+        assert "OSError: [Errno 24] Too many open files" in only(code)
+
+    def test_cpu_time_is_limited_over_all_calls(self) -> None:
+        assert "used more than 1 s of CPU time" in lost("while True: pass", cpu_seconds=1)
+
+    def test_a_gigabyte_of_output_is_cut_while_it_comes(self) -> None:
+        code = "import os\nfor _ in range(1024): os.write(1, bytes(2**20))\nprint('the end')"
+        text = only(code, output_limit_bytes=1000)
+        assert "[... 1073740832 bytes of output left out ...]" in text
+        assert text.endswith("the end")
+        assert len(text) < 1100
+
+
+class TestRunningForEver:
+    def test_a_python_loop_is_interrupted_and_the_state_is_kept(self) -> None:
+        _, endless, after = talk("x = 5", "while True: pass", "x", **HASTY)
+        assert endless.text.endswith("was interrupted at the time limit of 0.5 s; variables are kept.")
+        assert after.text == "5"
+
+    def test_a_sleep_is_interrupted(self) -> None:
+        assert "variables are kept" in only("import time; time.sleep(1000)", **HASTY)
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass",
+            "sum(range(10 ** 15))",
+            "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+        ],
+        ids=["ignores the signal", "holds the interpreter in C", "stops itself"],
+    )
+    def test_what_no_interrupt_reaches_is_killed(self, code: str) -> None:
+        assert "did not stop at the time limit of 0.5 s and was killed" in lost(code, **HASTY)
+
+    def test_a_number_too_large_to_compute_is_stopped(self) -> None:
+        answer, _ = talk("9 ** 9 ** 9", ALIVE, **HASTY)
+        assert "time limit of 0.5 s" in answer.text
+
+
+class TestReadingWhatIsNotItsOwn:
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/etc/shadow",
+            "/proc/1/environ",
+            "/proc/AGENT/environ",
+            "/proc/1/mem",
+            "/proc/kcore",
+            "THIS FILE",
+        ],
+    )
+    def test_files_of_the_host_and_of_the_agent_cannot_be_read(self, path: str) -> None:
+        path = path.replace("AGENT", str(os.getpid())).replace("THIS FILE", __file__)
+        text = only(f"open({path!r}, 'rb').read(1)")
+        assert text.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
+
+    def test_a_secret_in_the_agents_temporary_folder_is_not_there(self, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_text(SECRET)
+        assert "FileNotFoundError" in only(f"open({str(tmp_path / 'secret')!r})")
+
+    def test_the_agents_home_shows_nothing_of_the_agents(self) -> None:
+        shown = only(
+            f"import os; print(os.path.exists({str(Path.home())!r}) and os.listdir({str(Path.home())!r}))"
+        )
+        private = {path.name for path in Path.home().iterdir() if path.name.startswith(".ssh")}
+        assert not any(name in shown for name in private)
+
+    def test_no_environment_in_sight_holds_the_agents(self) -> None:
+        code = (
+            "import os\nfound = [dict(os.environ)]\n"
+            "for name in os.listdir('/proc'):\n"
+            "    try: found.append(open(f'/proc/{name}/environ').read())\n"
+            "    except OSError: pass\n"
+            "print(found)"
+        )
+        text = only(code)
+        assert SECRET not in text
+        assert "AGENT_LOOP" not in text
+
+    def test_only_its_own_processes_are_in_sight(self) -> None:
+        assert (
+            only("import os; sorted(name for name in os.listdir('/proc') if name.isdecimal())")
+            == "['1', '2']"
+        )
+
+    def test_no_descriptor_of_the_agent_is_inherited(self, tmp_path: Path) -> None:
+        with open(tmp_path / "open", "w") as file:
+            os.set_inheritable(file.fileno(), True)
+            text = only(
+                "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]])"
+            )
+        assert str(tmp_path) not in text
+        assert "socket" not in text
+
+    def test_one_sandbox_sees_nothing_of_another(self) -> None:
+        marker = uuid4().hex
+        talk(f"open('{marker}', 'w').close()")
+        assert marker not in only("import os; print(list(os.walk('/sandbox')))")
+
+
+@pytest.fixture
+def tcp_port() -> Generator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+class TestReachingOut:
+    def test_tcp_to_a_listener_on_this_machine_fails(self, tcp_port: int) -> None:
+        assert "Network is unreachable" in only(
+            f"import socket; socket.create_connection(('127.0.0.1', {tcp_port}))"
+        )
+
+    def test_udp_fails(self) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+            receiver.bind(("127.0.0.1", 0))
+            receiver.setblocking(False)
+            address = receiver.getsockname()
+            code = f"import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', {address})"
+            assert "Network is unreachable" in only(code)
+            with pytest.raises(BlockingIOError):
+                receiver.recv(1)
+
+    @pytest.mark.parametrize("family", ["AF_INET6", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
+    def test_sockets_of_other_families_fail(self, family: str) -> None:
+        assert "Network is unreachable" in only(
+            f"import socket; socket.socket(socket.{family}, socket.SOCK_RAW)"
+        )
+
+    def test_unix_sockets_of_the_host_cannot_be_reached(self, tmp_path: Path) -> None:
+        name = uuid4().hex
+        with socket.socket(socket.AF_UNIX) as by_path, socket.socket(socket.AF_UNIX) as abstract:
+            by_path.bind(str(tmp_path / "s"))
+            abstract.bind(f"\0{name}")
+            by_path.listen()
+            abstract.listen()
+            code = "import socket; socket.socket(socket.AF_UNIX).connect({!r})"
+            assert "FileNotFoundError" in only(code.format(str(tmp_path / "s")))
+            assert "ConnectionRefusedError" in only(code.format(f"\0{name}"))
+
+    @pytest.mark.parametrize("folder", ["/", "/usr", "/etc", "/dev", "/proc/sys/kernel", "/tmp/../var"])
+    def test_nothing_outside_its_own_folder_can_be_written(self, folder: str) -> None:
+        text = only(f"open({folder!r} + '/agent-loop-was-here', 'w')")
+        assert text.splitlines()[-1].startswith(
+            ("OSError: [Errno 30]", "PermissionError", "FileNotFoundError")
+        )
+
+    def test_kernel_settings_cannot_be_changed(self) -> None:
+        text = only("open('/proc/sys/kernel/core_pattern', 'w')")
+        assert text.splitlines()[-1].startswith(("OSError: [Errno 30]", "PermissionError"))
+
+    def test_the_agent_cannot_be_signalled(self) -> None:
+        assert "ProcessLookupError" in only(f"import os; os.kill({max(os.getpid(), 100)}, 0)")
+
+    def test_killing_everything_in_sight_kills_itself_alone(self) -> None:
+        assert "killed by signal SIGKILL" in lost(SUICIDE)
+
+    def test_the_supervisor_cannot_be_killed(self) -> None:
+        assert only("import os\nfor number in (1, 2, 9, 15, 19): os.kill(1, number)") == "(no output)"
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "ptrace(16, 1, 0, 0)",
+            "mount(b'none', b'/', None, 32 | 4096, None)",
+            "umount2(b'/proc', 2)",
+            "chroot(b'.')",
+            "pivot_root(b'.', b'.')",
+            "unshare(0x10000000)",
+            "setns(0, 0)",
+            "setuid(0)",
+            "syscall(435, 0, 0)",
+            "syscall(425, 1, 0)",
+            "sethostname(b'x', 1)",
+            "prlimit(1, 7, ctypes.byref((ctypes.c_ulong * 2)(0, 0)), None)",
+        ],
+    )
+    def test_calls_that_would_open_the_sandbox_are_refused(self, call: str) -> None:
+        assert only(f"import ctypes; ctypes.CDLL(None).{call}") == "-1"
+
+    def test_a_set_uid_program_gives_nothing(self) -> None:
+        code = "import subprocess; print(subprocess.run(['su', '-c', 'id'], capture_output=True, text=True))"
+        assert "uid=0" not in only(code)
+
+
+class TestLeavingSomethingBehind:
+    @pytest.mark.parametrize(
+        "start",
+        [
+            "subprocess.Popen(command)",
+            "subprocess.Popen(command, start_new_session=True)",
+            "subprocess.Popen(['nohup', *command])",
+            "daemonize()",
+        ],
+    )
+    def test_daemons_end_with_their_trajectory(self, start: str) -> None:
+        marker = f"{random.randint(10**8, 10**9)}.{random.randint(10**8, 10**9)}"
+        code = (
+            "import os, subprocess, time\n"
+            f"command = ['sleep', '{marker}']\n"
+            "def daemonize():\n"
+            "    if os.fork() == 0:\n"
+            "        os.setsid()\n"
+            "        if os.fork() == 0: os.execvp('sleep', command)\n"
+            "        os._exit(0)\n"
+            f"{start}\n"
+            "seen = ''\n"
+            "while 'sleep' not in seen:\n"
+            "    seen = ' '.join(open(f'/proc/{n}/comm').read() for n in os.listdir('/proc') if n.isdecimal())\n"
+            "print('running')"
+        )
+        assert "running" in only(code)
+        assert running(marker) == []
+
+    def test_a_background_thread_that_ends_the_interpreter_between_calls_is_told(self) -> None:
+        started, after, last = talk(
+            "import os, threading\nthreading.Timer(0.05, os._exit, [7]).start()",
+            "import time; time.sleep(5)",
+            "1",
+        )
+        assert not started.is_error
+        assert "exit status 7" in after.text
+        assert last.text == "1"
+
+
+class TestFightingTheInterpreter:
+    @pytest.mark.parametrize(
+        ("code", "says"),
+        [
+            ("import os; os._exit(3)", "ended with exit status 3"),
+            ("import os; os.abort()", "killed by signal SIGABRT"),
+            ("import ctypes; ctypes.string_at(0)", "killed by signal SIGSEGV"),
+            ("import os; os.write(4, b'd' * 100)", "broke the interpreter's own pipes"),
+            ("import os; os.close(4)", "variables and imports are lost"),
+            ("import os; os.closerange(0, 64)", "variables and imports are lost"),
+        ],
+    )
+    def test_an_interpreter_that_is_broken_is_replaced(self, code: str, says: str) -> None:
+        assert says in lost(code)
+
+    def test_a_copy_that_the_code_forks_answers_no_call(self) -> None:
+        code = "import os\ncopy = os.fork()\nprint('hello')\nif copy: os.waitpid(copy, 0)"
+        both, after = talk(code, "1 + 1")
+        assert both.text == "hello\nhello"
+        assert after.text == "2"
+
+    @pytest.mark.parametrize("code", ["exit()", "raise SystemExit(3)", "import sys; sys.exit('bye')"])
+    def test_exit_is_an_error_like_any_other(self, code: str) -> None:
+        assert "SystemExit" in only(code)
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "import sys\nsys.stdout.close(); sys.stdin.close(); sys.stderr.close()",
+            "import os\nos.close(0); os.close(1); os.close(2)",
+            "import sys\nsys.stdout = None; del sys.stderr",
+        ],
+    )
+    def test_closed_streams_are_there_again_for_the_next_call(self, code: str) -> None:
+        only(code)
+
+    def test_a_verdict_written_ahead_is_not_taken_for_that_of_a_later_call(self) -> None:
+        later = (
+            "import os, threading, time\n"
+            "def forge():\n"
+            "    time.sleep(0.05)\n"
+            "    os.write(4, b'n' * 16 + b'd')\n"
+            "threading.Thread(target=forge).start()\n"
+        )
+        _, after, last = talk(later, "import time; time.sleep(0.5); print('true answer')", "1 + 1")
+        assert after.is_error
+        assert "broke the interpreter's own pipes" in after.text
+        assert last.text == "2"
+
+    def test_a_signal_handler_left_behind_does_not_end_the_interpreter(self) -> None:
+        code = (
+            "import signal, time\n"
+            "def complain(*_): raise TimeoutError('late')\n"
+            "signal.signal(signal.SIGALRM, complain); signal.setitimer(signal.ITIMER_REAL, 0.01)"
+        )
+        *_, last = talk(f"x = 1\n{code}", "time.sleep(0.02)", "x")
+        assert last.text == "1"
+
+    def test_a_storm_of_signals_costs_the_interpreter_at_most(self) -> None:
+        code = (
+            "import signal\n"
+            "def complain(*_): raise TimeoutError('late')\n"
+            "signal.signal(signal.SIGALRM, complain); signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)"
+        )
+        *_, last = talk(code, "import signal; signal.setitimer(0, 0)", "import os; os._exit(0)", "1 + 1")
+        assert last.text.endswith("2")
+
+    def test_an_exception_that_cannot_be_shown_is_an_error_like_any_other(self) -> None:
+        code = "class Bad(Exception):\n    def __str__(self): raise ValueError\n    __repr__ = __str__\nraise Bad"
+        assert "Bad" in only(code)
+
+    def test_the_sandbox_of_a_neighbour_is_not_disturbed(self) -> None:
+        tool = python_tool()
+
+        async def main() -> None:
+            for name in ("victim", "neighbour"):
+                await tool.create(name)
+            async with asyncio.TaskGroup() as group:
+                computing = group.create_task(ask(tool, "neighbour", "import time; time.sleep(0.5); 6 * 7"))
+                ended = group.create_task(ask(tool, "victim", SUICIDE))
+            for name in ("victim", "neighbour"):
+                await tool.release(name)
+            assert "SIGKILL" in ended.result().text
+            assert computing.result().text == "42"
+
+        asyncio.run(main())

@@ -1,0 +1,252 @@
+"""A turn's rewards are found at the turn's last token, and reach the policy's advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.batch import assemble
+from agent_loop.rollout.journal.forms import read_trajectories, trajectories_form
+from agent_loop.rollout.journal.values import pack, unpack
+from agent_loop.rollout.records import to_record
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.training.advantages import turn_advantages, weighed_turn_advantages
+from agent_loop.training.feedback import feedback_metrics
+from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Trajectory
+from agent_loop.types import Message, Origin, ToolCall
+from tests.helpers import call_text, calls, encoded, says, user
+from tests.rollout.harness import Stage
+
+
+class Payer(BaseTool):
+    """Earns what it is asked for."""
+
+    on_replay = "recorded"
+
+    def __init__(self, name: str) -> None:
+        parameters = {"type": "object", "properties": {"reward": {"type": ["number", "null"]}}}
+        super().__init__({}, {"type": "function", "function": {"name": name, "parameters": parameters}})
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        return ToolResponse(text="paid"), parameters["reward"], {"width": 3, "note": "x"}
+
+
+class Critic(BaseInteraction):
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[Message], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        return True, "", 0.75, {"mood": "good"}
+
+
+def reward_one(output: AgentLoopOutput, row: Any) -> float:
+    return 1.0
+
+
+def ends_of_turns(trajectory: Trajectory) -> list[int]:
+    """Where in the response each run of the model's tokens ends."""
+    mask = [*trajectory.output.response_mask.tolist(), 0]
+    return [place for place in range(len(mask) - 1) if mask[place] and not mask[place + 1]]
+
+
+def test_two_tools_and_an_interaction_in_three_turns() -> None:
+    first = says(call_text("gold", reward=0.5) + "\n" + call_text("silver", reward=0.25))
+    second = calls("silver", reward=0.0)
+    stage = Stage(
+        [first, second, says("done")],
+        tools=[Payer("gold"), Payer("silver")],
+        interactions={"critic": Critic({"name": "critic"})},
+        reward=RewardFunction(reward_one, timeout_s=1),
+    )
+    trajectory = stage.run_one(interaction_kwargs={"name": "critic"})
+    output, ends = trajectory.output, ends_of_turns(trajectory)
+    assert len(ends) == 3
+    assert output.tool_rewards == (0.5, 0.25, 0.0)
+    assert output.turn_scores == (0.75,)
+    assert [(f.origin, f.name, f.place, f.reward) for f in output.feedback] == [
+        (Origin.TOOL, "gold", ends[0], 0.5),
+        (Origin.TOOL, "silver", ends[0], 0.25),
+        (Origin.TOOL, "silver", ends[1], 0.0),
+        (Origin.INTERACTION, "", ends[2], 0.75),
+    ]
+    assert [dict(f.extra) for f in output.feedback] == [{"width": 3, "note": "x"}] * 3 + [{"mood": "good"}]
+    batch = assemble([trajectory], pad_token_id=0, response_width=len(output.response_ids) + 5)
+    rewards, has_reward = batch["turn_rewards"][0], batch["has_turn_reward"][0]
+    assert has_reward.nonzero().flatten().tolist() == ends
+    assert rewards[ends].tolist() == [0.75, 0.0, 0.75]
+    assert float(rewards.sum()) == 1.5
+    assert batch["response_mask"][0][ends].all()
+    assert batch["feedback"][0] == output.feedback
+
+
+def test_calls_without_a_reward_leave_the_columns_empty_and_are_counted() -> None:
+    stage = Stage([calls("gold", reward=None), calls("gone"), says("done")], tools=[Payer("gold")])
+    trajectory = stage.run_one()
+    batch = assemble([trajectory], pad_token_id=0)
+    assert not batch["has_turn_reward"].any()
+    assert not batch["turn_rewards"].any()
+    assert [f.incident for f in trajectory.output.feedback] == [None, IncidentKind.UNKNOWN_TOOL]
+    assert feedback_metrics([trajectory]) == {
+        "tools/gold/calls": 1.0,
+        "tools/gold/failed_share": 0.0,
+        "tools/gold/width/mean": 3.0,
+    }
+
+
+@register("forks_after_pay")
+class ForksAfterPay(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        def pay(reward: float) -> list[ToolCall]:
+            return [ToolCall("gold", {"reward": reward})]
+
+        async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
+            await episode.generate(sampling_params)
+            before_pay = episode.mark()
+            await episode.call_tools(pay(0.5))
+            await episode.observe([{"role": "tool", "content": "paid"}])
+            async with episode.branch() as other:
+                await other.generate(sampling_params)
+                await other.call_tools(pay(0.125))
+                await other.finish()
+            await episode.generate(sampling_params)
+            await episode.call_tools(pay(2.0))
+            await episode.finish()
+            async with episode.branch(at=before_pay) as unpaid:
+                await unpaid.finish()
+            return [episode.output(), other.output(), unpaid.output()]
+
+
+def run_forks() -> list[Trajectory]:
+    stage = Stage(
+        lambda request: calls("gold", reward=request.turn),
+        tools=[Payer("gold")],
+        agent="forks_after_pay",
+        reward=RewardFunction(reward_one, timeout_s=1),
+    )
+    return stage.run([{"raw_prompt": user("?")}])
+
+
+def test_a_branch_has_the_rewards_of_the_turns_it_shares_and_its_own() -> None:
+    trajectories = run_forks()
+    trunk_end = len(encoded(call_text("gold", reward=0) + "<|im_end|>")) - 1
+    found = [[(f.place, f.reward) for f in t.output.feedback] for t in trajectories]
+    ends = [ends_of_turns(t) for t in trajectories]
+    assert ends[0][0] == ends[1][0] == trunk_end
+    assert found[0] == [(trunk_end, 0.5), (ends[0][1], 2.0)]
+    assert found[1] == [(trunk_end, 0.5), (ends[1][1], 0.125)]
+    assert found[2] == []
+    batch = assemble(trajectories, pad_token_id=0)
+    assert batch["turn_rewards"][:, trunk_end].tolist() == [0.5, 0.5, 0.0]
+    assert batch["response_mask"][:, trunk_end].tolist() == [1, 0, 0], "trained once, so credited once"
+    assert batch["turn_rewards"].sum(dim=1).tolist() == [2.5, 0.625, 0.0]
+
+
+def test_feedback_survives_the_journal_and_is_written_to_records() -> None:
+    [trajectory, *_] = run_forks()
+    form = unpack(pack(trajectories_form([trajectory], lane_of=lambda segments: None)))
+    [read] = read_trajectories(form, lanes={}, row=trajectory.row, group=0, rollout=0)
+    assert read.output.feedback == trajectory.output.feedback
+    record = to_record(trajectory)
+    assert record["tool_rewards"] == [0.5, 2.0]
+    assert record["feedback"][0]["place"] == trajectory.output.feedback[0].place
+
+
+def test_a_call_before_the_models_first_word_belongs_to_no_turn() -> None:
+    @register("calls_first")
+    class CallsFirst(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
+                await episode.call_tools([ToolCall("gold", {"reward": 1.0})])
+                await episode.generate(sampling_params)
+                await episode.finish()
+                return episode.output()
+
+    assert CallsFirst
+    trajectory = Stage([says("hello")], tools=[Payer("gold")], agent="calls_first").run_one()
+    assert [(f.place, f.reward) for f in trajectory.output.feedback] == [(None, 1.0)]
+    assert not assemble([trajectory], pad_token_id=0)["has_turn_reward"].any()
+
+
+def test_outputs_of_token_lists_may_say_which_turn_earned_what() -> None:
+    output = AgentLoopOutput(
+        prompt_ids=[1],
+        response_ids=[2, 3, 4, 5],
+        response_mask=[1, 1, 0, 1],
+        feedback=[Feedback(Origin.TOOL, "mine", place=1, reward=0.5)],
+    )
+    trajectory = Trajectory(
+        output, row={"raw_prompt": user("?")}, group=0, rollout=0, reward=1.0, reward_extra={}
+    )
+    assert assemble([trajectory], pad_token_id=0)["turn_rewards"].tolist() == [[0.0, 0.5, 0.0, 0.0]]
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_gets_what_its_turn_and_the_later_ones_were_worth() -> None:
+    rewards_BR = torch.tensor([[0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 0.0]])
+    is_rewarded_BR = torch.tensor([[False, True, False, True], [False, False, True, False]])
+    groups_B = torch.tensor([0, 0])
+    found = turn_advantages(rewards_BR, is_rewarded_BR=is_rewarded_BR, groups_B=groups_B, norm_by_std=False)
+    assert found.tolist() == [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+    normed = turn_advantages(rewards_BR, is_rewarded_BR=is_rewarded_BR, groups_B=groups_B)
+    np.testing.assert_allclose(normed[0], [0.0, 0.0, 1.0, 1.0], atol=1e-5)  # the standard deviation is 1
+
+
+def test_a_reward_of_zero_counts_and_none_does_not() -> None:
+    rewards_BR = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    groups_B = torch.tensor([0, 0])
+    with_zero = turn_advantages(
+        rewards_BR,
+        is_rewarded_BR=torch.tensor([[True, True], [False, False]]),
+        groups_B=groups_B,
+        norm_by_std=False,
+    )
+    assert with_zero.tolist() == [[0.0, 0.5], [0.0, 0.0]]
+    alone = turn_advantages(
+        rewards_BR, is_rewarded_BR=torch.tensor([[False, True], [False, False]]), groups_B=groups_B
+    )
+    assert not alone.any(), "one reward is no better than itself"
+
+
+def test_no_rewards_and_other_groups_give_exactly_zero() -> None:
+    rewards_BR = torch.tensor([[0.1], [0.1], [0.3]])
+    is_rewarded_BR = torch.ones(3, 1, dtype=torch.bool)
+    assert not turn_advantages(
+        rewards_BR, is_rewarded_BR=is_rewarded_BR, groups_B=torch.tensor([0, 0, 1])
+    ).any()
+    empty = turn_advantages(rewards_BR, is_rewarded_BR=~is_rewarded_BR, groups_B=torch.tensor([0, 0, 1]))
+    assert empty.shape == (3, 1)
+    assert not empty.any()
+
+
+def test_they_are_weighed_as_the_config_says() -> None:
+    trajectories = run_forks()
+    batch = assemble(trajectories, pad_token_id=0)
+    assert weighed_turn_advantages(batch, weight=0.0, norm_by_std=False) is None
+    found = weighed_turn_advantages(batch, weight=0.5, norm_by_std=False)
+    assert found is not None
+    own = ends_of_turns(trajectories[1])[1]
+    # rewards that count: 0.5 and 2.0 in the first branch, 0.125 in the second; their mean is 0.875
+    assert float(found[1, own]) == pytest.approx(0.5 * (0.125 - 0.875))
+    assert float(found[0, 0]) == pytest.approx(0.5 * ((0.5 - 0.875) + (2.0 - 0.875)))
+
+
+def test_what_failed_counts_in_no_statistic() -> None:
+    trajectories = [replace(t, reward=None if t.branch == 0 else t.reward) for t in run_forks()]
+    batch = assemble(trajectories, pad_token_id=0)
+    found = weighed_turn_advantages(batch, weight=1.0, norm_by_std=False)
+    assert found is not None
+    assert not found[0].any()
+    assert float(found[1, 0]) == pytest.approx(0.0)
+    assert float(found[1, ends_of_turns(trajectories[1])[1]]) == pytest.approx(0.125 - 0.3125)
