@@ -216,14 +216,19 @@ async def roll_out(case: EngineCase, model_path: Path, *, num_rows: int = 64) ->
         return await manager.run(rows)
 
 
-def assert_is_token_exact(model: Any, trajectories: Iterable[Trajectory]) -> float:
+def assert_is_token_exact(
+    model: Any, trajectories: Iterable[Trajectory], *, temperature: float = 1.0
+) -> float:
     """Log-probs of all model tokens of whole trajectories, against one forward each; returns the worst difference."""
     worst = 0.0
     for trajectory in trajectories:
         output = trajectory.output
         assert output is not None, trajectory
         wanted = reference_log_probs(
-            model, np.asarray(output.prompt_ids, dtype=np.int32), output.response_ids
+            model,
+            np.asarray(output.prompt_ids, dtype=np.int32),
+            output.response_ids,
+            temperature=temperature,
         )
         assert output.response_logprobs is not None
         for got, want, is_model in zip(output.response_logprobs, wanted, output.response_mask, strict=True):

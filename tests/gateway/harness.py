@@ -24,6 +24,7 @@ from agent_loop.types import Origin
 from tests.helpers import hermes_template, user
 
 MODEL = "gpt-4o"
+TEMPERATURE = 0.7
 ADD = {
     "type": "function",
     "function": {
@@ -106,7 +107,7 @@ class Stage:
 
 def job(program: Any, *, group: int = 0, **columns: Any) -> Job:
     row = {"raw_prompt": user("-"), "program": program, **columns}
-    return Job(row, group, 0, {"temperature": 0.7})
+    return Job(row, group, 0, {"temperature": TEMPERATURE})
 
 
 def tokens(output: AgentLoopOutput) -> list[int]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from typing import Any
 
 import openai
 import pytest
 
+from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.gateway.harness import ADD, MODEL, Stage, tokens
+from examples.langgraph_math.agent import solve
+from tests.engines.common import assert_is_token_exact
+from tests.gateway.harness import ADD, MODEL, TEMPERATURE, Stage, tokens
 from tests.helpers import user
-from tests.serving.harness import embedded
+from tests.serving.harness import embedded, tiny_lm
 
 NUM_ROWS = 64
 
@@ -37,7 +41,9 @@ async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) ->
     return {"reward": 1.0, "told": [*first.choices[0].token_ids, *said]}
 
 
-def test_the_programs_are_told_the_tokens_that_are_trained_on() -> None:
+@cache
+def rolled_out(agent: Any) -> list[Trajectory]:
+    """The trajectories of 64 programs at once, on two servers."""
     servers = [embedded(f"embedded-{number}", max_model_len=512) for number in range(2)]
     stage = Stage(servers, prompt_length=400, response_length=100)
 
@@ -45,12 +51,24 @@ def test_the_programs_are_told_the_tokens_that_are_trained_on() -> None:
         await stage.pool.start()
         await stage.pool.wake_up()
         try:
-            return await stage.run(*[program] * NUM_ROWS)
+            return await stage.run(*[agent] * NUM_ROWS)
         finally:
             await stage.pool.close()
 
-    trajectories = asyncio.run(scenario())
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("agent", [program, solve])
+def test_tokens_and_log_probs_are_what_the_model_makes_of_the_same_context(agent: Any) -> None:
+    """A program on the plain OpenAI client, and an unmodified LangGraph graph."""
+    trajectories = rolled_out(agent)
     assert len(trajectories) == NUM_ROWS
+    assert [trajectory.output.failure for trajectory in trajectories] == [None] * NUM_ROWS
+    assert_is_token_exact(tiny_lm(), trajectories, temperature=TEMPERATURE)
+
+
+def test_the_programs_are_told_the_tokens_that_are_trained_on() -> None:
+    trajectories = rolled_out(program)
     for trajectory in trajectories:
         output = trajectory.output
         assert (output.stop_reason, output.failure) == (StopReason.ANSWERED, None)

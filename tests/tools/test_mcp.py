@@ -220,11 +220,12 @@ def script(request: ScriptedRequest) -> ScriptedReply:
     return calls("notes_add", a=request.turn, b=1) if request.turn < 3 else says("done")
 
 
-@pytest.mark.parametrize("session", ["trajectory", "shared"])
-def test_sixty_four_rows_on_one_server(http: HttpServer, session: str) -> None:
-    tools = mcp_tools(
-        {"url": http.url, "prefix": "notes_", "session": session, "tool_selected_list": ["add"]}
-    )
+@pytest.mark.parametrize(
+    ("is_remote", "session"), [(True, "trajectory"), (True, "shared"), (False, "shared")]
+)
+def test_sixty_four_rows_on_one_server(http: HttpServer, is_remote: bool, session: str) -> None:
+    where = {"url": http.url} if is_remote else STDIO
+    tools = mcp_tools({**where, "prefix": "notes_", "session": session, "tool_selected_list": ["add"]})
     stage = Stage(script, tools=tools)
 
     async def main() -> list[Trajectory]:
