@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent_loop.config import load_config
-from agent_loop.rewards.function import load_reward
-from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import load_rows
-from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from examples.gsm8k.preprocess import main, to_row
-from tests.helpers import calls, hermes_template, says
+from tests.examples.scripted import run_scripted
+from tests.helpers import calls, says
 
 FOLDER = Path("examples/gsm8k")
 TRUTHS = ["39", "33", "1400", "-5"]
@@ -30,24 +27,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def run(given: list[dict[str, Any]], *turns: ScriptedReply) -> list[Trajectory]:
-    config = load_config(FOLDER / "config.yaml", overrides=["rollout.engine=scripted"])
-    reward = config.reward.function
-    assert reward is not None
-
-    def script(request: ScriptedRequest) -> ScriptedReply:
-        return turns[request.turn]
-
-    async def roll_out() -> list[Trajectory]:
-        manager = AgentLoopManager(
-            config.rollout,
-            servers=[ScriptedServer(script)],
-            template=hermes_template(),
-            reward=load_reward(reward, timeout_s=5.0),
-        )
-        async with manager:
-            return await manager.run(given, n=1)
-
-    return asyncio.run(roll_out())
+    return run_scripted(FOLDER, given, lambda request: turns[request.turn])
 
 
 def test_the_rows_are_those_of_the_source(tmp_path: Path) -> None:
