@@ -38,6 +38,13 @@ OPERATIONS = [
 ]
 
 
+PLAIN = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+}
+"""Requests that are answered for sure; of those that are made at random, all may be refused."""
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Site]:
     with site([embedded(max_model_len=48)], max_model_len=48) as where:
@@ -70,5 +77,8 @@ def test_no_request_brings_out_a_fault_or_an_answer_of_another_shape(
         statuses.add(case.call_and_validate(checks=CHECKS).status_code)
 
     try_out()
+    if mode is VALID and path in PLAIN:
+        plain = operation.Case(body={"model": MODEL, **PLAIN[path]}, media_type="application/json")
+        statuses.add(plain.call_and_validate(checks=CHECKS).status_code)
     usual = 400 if mode is INVALID else 404 if "name" in path else 200
     assert usual in statuses
