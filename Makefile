@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-engines test-ray check format bench docs clean
+.PHONY: help install demo test test-slow test-engines test-ray check format bench docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,6 +21,9 @@ demo: $(INSTALLED)  ## Train a tiny model to use a tool across turns; the report
 
 test: $(INSTALLED)  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
+
+test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escapes, MCP servers, engines behind the gateway.
+	$(BIN)/python -m pytest -n 2 -m slow
 
 test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
 

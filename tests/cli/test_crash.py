@@ -21,7 +21,7 @@ from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
 from tests.rollout.journaled import records_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 AGENT_LOOP = [sys.executable, "-c", "from agent_loop.cli import main; main()"]
 

@@ -7,7 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cli.project import make_project
+
+pytestmark = pytest.mark.slow
 
 TRAIN = [sys.executable, "-c", "from agent_loop.cli import main; main()", "train", "config.yaml"]
 

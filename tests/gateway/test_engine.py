@@ -17,6 +17,8 @@ from tests.gateway.harness import ADD, MODEL, TEMPERATURE, Stage, tokens
 from tests.helpers import user
 from tests.serving.harness import embedded, tiny_lm
 
+pytestmark = pytest.mark.slow
+
 NUM_ROWS = 64
 
 

@@ -27,6 +27,8 @@ from agent_loop.types import StopReason
 from tests.gateway.harness import ADD, MODEL, Stage, in_order, job, origins
 from tests.helpers import calls, encoded, hermes_template, says, user
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, sys
 import openai

@@ -19,6 +19,8 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.serving.harness import MODEL, Site, embedded, site
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

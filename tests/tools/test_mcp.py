@@ -31,6 +31,8 @@ from tests.helpers import calls, says, small_tokenizer, user
 from tests.rollout.harness import Stage
 from tests.tools.mcp_server import PIXEL
 
+pytestmark = pytest.mark.slow
+
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 STDIO: dict[str, Any] = {"command": sys.executable, "args": [SERVER]}
 CONFIG = ToolSessionConfig(timeout_s=30, close_timeout_s=15)

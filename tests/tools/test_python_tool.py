@@ -17,6 +17,8 @@ from tests.helpers import calls, says, user
 from tests.rollout.harness import Stage
 from tests.tools.sandboxes import HASTY, ask, descendants, left_running, python_tool, readable_python, talk
 
+pytestmark = pytest.mark.slow
+
 
 def test_variables_and_imports_are_kept_and_the_last_value_comes_back() -> None:
     first, second, third = talk("import math\nx = 2\nx + 1", "math.sqrt(x * 8)", "print('said'); None")

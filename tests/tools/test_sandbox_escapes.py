@@ -13,6 +13,8 @@ import pytest
 
 from tests.tools.sandboxes import HASTY, SECRET, ask, python_tool, running, talk
 
+pytestmark = pytest.mark.slow
+
 SUICIDE = "import os\ntry:\n    os.kill(-1, 9)\nfinally:\n    os.kill(os.getpid(), 9)"
 ALIVE = "print('still', 'here')"
 
