@@ -75,10 +75,11 @@ def test_rows_that_kill_their_workers_fail_and_no_others(
             chunk = running.pop(0)
             deadly = {job.group for job in chunk.jobs} & killers
             if deadly or (accidents and accidents.pop()):
-                # A worker's death takes along everything that it runs.
+                # A worker's death takes along everything that it runs. No row that kills none is so unlucky that it
+                # loses twenty: two in company, six halvings, six accidents.
                 for victim in [chunk, *(other for other in running if other.worker == chunk.worker)]:
                     running = [other for other in running if other is not victim]
-                    await batch.put_back(victim, max_restarts=7, reason="killed")
+                    await batch.put_back(victim, max_restarts=20, reason="killed")
             else:
                 finish(batch, *chunk.jobs)
                 batch.close(chunk)
