@@ -8,24 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import RolloutError
-from agent_loop.rollout.batch import RolloutBatch, assemble, timing_metrics
+from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.training import metrics as names
-from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import grpo_advantages, has_signal, weighed_turn_advantages
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.learner import Learner
 from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
 from agent_loop.training.progress import Progress
 from agent_loop.training.run_folder import config_values
@@ -90,7 +88,7 @@ class TrainingLoop:
         config: Config,
         *,
         manager: Rollouts,
-        actor: Actor,
+        learner: Learner,
         sampler: RowSampler,
         val_rows: Sequence[Row],
         writer: MetricsWriter,
@@ -102,7 +100,7 @@ class TrainingLoop:
         self._config = config
         self._run_dir = Path(config.trainer.run_dir)
         self._manager = manager
-        self._actor = actor
+        self._learner = learner
         self._sampler = sampler
         self._val_rows = val_rows
         self._writer = writer
@@ -115,7 +113,7 @@ class TrainingLoop:
         self._evaluation: Evaluation | None = None
 
     async def run(self, checkpoint: Checkpoint | None) -> TrainResult:
-        """Trains on from a checkpoint, which the actor has loaded, or from the start."""
+        """Trains on from a checkpoint, which the learner has loaded, or from the start."""
         metrics: Mapping[str, float] = {}
         total_steps = self._config.trainer.total_steps
         if checkpoint is not None:
@@ -231,29 +229,12 @@ class TrainingLoop:
             self._journals.drop_through(self._completed)
 
     def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """From trajectories to new weights; runs in a thread."""
-        torch.set_num_threads(self._config.trainer.num_threads)
-        algorithm = self._config.algorithm
-        batch: RolloutBatch = assemble(trajectories, pad_token_id=self._manager.template.pad_token_id)
-        rewards_B, groups_B = batch["reward"], batch["group"]
-        advantages_B = grpo_advantages(
-            rewards_B, groups_B=groups_B, norm_by_std=algorithm.norm_adv_by_std_in_grpo
-        )
-        signal_B = has_signal(rewards_B, groups_B=groups_B)
-        turns_BR = weighed_turn_advantages(
-            batch, weight=algorithm.turn_reward_weight, norm_by_std=algorithm.norm_adv_by_std_in_grpo
-        )
-        if turns_BR is not None:
-            signal_B = signal_B | (turns_BR != 0).any(dim=1)
-        keep_B = signal_B if algorithm.drop_zero_variance_groups else batch["is_scored"]
-        metrics = self._actor.update(
-            batch, advantages_B=advantages_B, turn_advantages_BR=turns_BR, keep_B=keep_B
-        )
-        return metrics | {names.SIGNAL_SHARE: float(signal_B.float().mean())}
+        """Runs in a thread."""
+        return self._learner.learn(assemble(trajectories, pad_token_id=self._manager.template.pad_token_id))
 
     async def _publish(self) -> None:
         with self._clock.phase("publish"):
-            await self._manager.update_weights(self._actor.weights(), weight_version=self._completed)
+            await self._manager.update_weights(self._learner.weights(), weight_version=self._completed)
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of the validation rows; none if it was abandoned."""
@@ -280,9 +261,9 @@ class TrainingLoop:
                 self._run_dir,
                 step=self._completed,
                 weight_version=self._completed,
-                model=self._actor.model,
+                model=self._learner.model,
                 tokenizer=self._manager.template.tokenizer,
-                trainer_state=self._actor.state_dict(),
+                trainer_state=self._learner.state_dict(),
                 config=config_values(self._config),
                 keep=self._config.trainer.keep_checkpoints,
             )

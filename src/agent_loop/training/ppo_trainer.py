@@ -15,12 +15,11 @@ from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_rows
-from agent_loop.training.actor import Actor
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.learner import load_learner
 from agent_loop.training.loop import Rollouts, TrainingLoop, TrainResult
 from agent_loop.training.metrics import MetricsWriter
-from agent_loop.training.policy import load_policy
 from agent_loop.training.progress import Progress
 from agent_loop.training.run_folder import (
     METRICS_FILE,
@@ -87,7 +86,7 @@ class PPOTrainer:
         _refuse_groups_of_one(config)
         async with AsyncExitStack() as stack:
             manager = self._manager or await stack.enter_async_context(create_manager(config))
-            actor = await run_in_thread(load_actor, config, checkpoint=checkpoint)
+            learner = await run_in_thread(load_learner, config, checkpoint=checkpoint)
             _hide_progress_of_transformers(stack)
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             if checkpoint is None and not from_journals:
@@ -97,7 +96,7 @@ class PPOTrainer:
             loop = TrainingLoop(
                 config,
                 manager=manager,
-                actor=actor,
+                learner=learner,
                 sampler=sampler,
                 val_rows=val_rows,
                 writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE)),
@@ -112,26 +111,6 @@ class PPOTrainer:
             elif from_journals:
                 progress.say("there is no checkpoint yet; going on from the journals")
             return await loop.run(checkpoint)
-
-
-def load_actor(config: Config, *, checkpoint: Checkpoint | None = None) -> Actor:
-    """The actor at the start of a run, or as a checkpoint left it.
-
-    Raises:
-        ConfigError: The model cannot be loaded.
-        CheckpointError: The checkpoint is damaged.
-    """
-    reference = load_policy(config.model) if config.actor.kl_loss_coef else None
-    actor = Actor(
-        load_policy(config.model, path=None if checkpoint is None else checkpoint.model_path),
-        config=config.actor,
-        temperature=config.rollout.temperature,
-        reference=reference,
-        seed=config.trainer.seed,
-    )
-    if checkpoint is not None:
-        actor.load_state_dict(checkpoint.trainer_state())
-    return actor
 
 
 def _load_data(config: Config) -> tuple[RowSampler, list[Row]]:
