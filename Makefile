@@ -23,7 +23,7 @@ test: $(INSTALLED)  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escapes, MCP servers, engines behind the gateway.
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 -m slow -rs
 
 test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
 

@@ -1,6 +1,6 @@
 """What shutting code in costs: many trajectories at once, each with a sandbox of its own and three calls.
 
-    python benchmarks/bench_sandbox.py [--quick]
+    python benchmarks/bench_sandbox.py [--quick] [--mechanism landlock] [--python /usr/bin/python3]
 
 The floor is a bare `python -c` for each call: no isolation, no state kept between calls. Both run in turns, so that
 both meet the same machine.
@@ -74,7 +74,7 @@ async def run_sandboxes(host: SandboxHost, number: int) -> Round:
     return taken
 
 
-async def run_bare(number: int) -> Round:
+async def run_bare(python: str, number: int) -> Round:
     """A process for each call; as many at once as there are processors."""
     taken = Round()
     started = time.perf_counter()
@@ -85,7 +85,7 @@ async def run_bare(number: int) -> Round:
             async with places:
                 clock = time.perf_counter()
                 process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", CODE, stdout=asyncio.subprocess.PIPE
+                    python, "-c", CODE, stdout=asyncio.subprocess.PIPE
                 )
                 await process.communicate()
                 taken.calls.append(time.perf_counter() - clock)
@@ -128,10 +128,13 @@ async def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="32 sandboxes; the target is not enforced")
     parser.add_argument("--mechanism", default="auto")
+    parser.add_argument("--python", default=sys.executable, help="of both sides")
     options = parser.parse_args()
     number, rounds = (32, 1) if options.quick else (256, 3)
-    host = SandboxHost(SandboxSettings(mechanism=options.mechanism))
-    pairs = [(await run_bare(number), await run_sandboxes(host, number)) for _ in range(rounds)]
+    host = SandboxHost(SandboxSettings(mechanism=options.mechanism, python=options.python))
+    pairs = [
+        (await run_bare(options.python, number), await run_sandboxes(host, number)) for _ in range(rounds)
+    ]
     host.close()
 
     bare, shut_in = ([pair[place] for pair in pairs] for place in (0, 1))

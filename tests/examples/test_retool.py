@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ PROGRAMS = {
 @pytest.fixture
 def sandbox() -> None:
     """Skips where nothing shuts enough in."""
-    python_tool()
+    python_tool(python=sys.executable)
 
 
 def solver(request: ScriptedRequest) -> ScriptedReply:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import select
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +19,23 @@ from agent_loop.errors import ConfigError, ToolError
 from agent_loop.tools.python import PythonTool
 
 PATIENCE_S = 10.0
+
+
+def is_open_to_all(path: str) -> bool:
+    """Whether every user may pass through a folder and all above it."""
+    real = Path(path).resolve()
+    return all(folder.stat().st_mode & 0o001 for folder in (real, *real.parents))
+
+
+def readable_python() -> str:
+    """A Python that every user may run, as the agent's own may not be where it runs as root."""
+    return (
+        sys.executable
+        if is_open_to_all(sys.prefix) and is_open_to_all(sys.base_prefix)
+        else "/usr/bin/python3"
+    )
+
+
 SECRET = "the agent's own secret"
 os.environ["AGENT_LOOP_TEST_SECRET"] = SECRET
 SMALL: dict[str, Any] = {
@@ -27,12 +44,13 @@ SMALL: dict[str, Any] = {
     "temp_dir_mb": 8,
     "max_file_mb": 4,
     "max_open_files": 64,
+    "python": readable_python(),
 }
-
-
-SMALL |= json.loads(os.environ.get("SANDBOX_TEST_SETTINGS", "{}"))
-"""For runs of the escapes under another mechanism: SANDBOX_TEST_SETTINGS='{"mechanism": "bubblewrap"}'."""
-HASTY = SMALL | {"time_limit_s": 0.5, "interrupt_grace_s": 0.3}
+WITH_OWN_VIEW = ["namespaces", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+"""Ways that put the host out of sight."""
+MECHANISMS = os.environ.get("SANDBOX_TEST_MECHANISMS", ",".join([*WITH_OWN_VIEW, "landlock"])).split(",")
+"""All that reach the minimum; narrowed by the environment, as in SANDBOX_TEST_MECHANISMS=landlock."""
+HASTY: dict[str, Any] = {"time_limit_s": 0.5, "interrupt_grace_s": 0.3}
 
 
 @dataclass(frozen=True)
@@ -83,12 +101,6 @@ def talk(*codes: str, **settings: Any) -> list[Answer]:
     answers = asyncio.run(converse())
     assert left_running(before) == set()
     return answers
-
-
-def readable_python() -> str:
-    """A Python that every user may run, as the agent's own may not be where it runs as root."""
-    folders = [Path(sys.base_prefix), *Path(sys.base_prefix).parents]
-    return sys.executable if all(folder.stat().st_mode & 0o001 for folder in folders) else "/usr/bin/python3"
 
 
 def descendants(root: int | None = None) -> set[int]:

@@ -1,6 +1,8 @@
 import asyncio
 import json
 import os
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -90,11 +92,13 @@ def test_random_numbers_are_the_same_in_every_sandbox_with_a_seed_and_not_withou
     assert talk(code, seed=None) != talk(code, seed=None)
 
 
-def test_what_is_made_visible_can_be_read_and_not_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    (tmp_path / "data.txt").write_text("shown")
-    code = f"path = {str(tmp_path / 'data.txt')!r}\nprint(open(path).read())\nopen(path, 'w')"
-    (answer,) = talk(code, visible=(str(tmp_path),))
+def test_what_is_made_visible_can_be_read_and_not_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = Path(folder, "data.txt")
+        path.write_text("shown")
+        code = f"path = {str(path)!r}\nprint(open(path).read())\nopen(path, 'w')"
+        (answer,) = talk(code, visible=(folder,))
     assert answer.text.startswith("shown")
     assert "[Errno 30]" in answer.text or "[Errno 13]" in answer.text
 
@@ -120,18 +124,18 @@ def test_a_fence_around_the_code_is_taken_off(given: str, code: str) -> None:
 
 def test_every_end_of_an_interpreter_has_a_sentence() -> None:
     settings = SandboxSettings()
-    for cause in ("time", "memory", "processes", "channel", "exit 0", "signal 9", "signal 24"):
+    for cause in ("time", "memory", "processes", "files", "channel", "exit 0", "signal 9", "signal 24"):
         assert describe_end(cause, settings=settings)
 
 
 def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
-    python_tool()
+    python_tool(python=sys.executable)
     path = tmp_path / "tools.yaml"
     path.write_text("tools: [{class_name: agent_loop.tools.python.PythonTool, config: {time_limit_s: 7}}]")
     tools = load_tools([], config_path=path)
     tool = tools["python"]
     assert isinstance(tool, PythonTool)
-    assert tool.isolation.startswith(("namespaces", "bubblewrap"))
+    assert tool.isolation.startswith(("namespaces", "bubblewrap", "landlock"))
     assert tool.on_replay is OnReplay.RERUN
     tool.close()
 
@@ -148,7 +152,7 @@ def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
             {"mechanism": "bubblewrap", "bubblewrap": "/no/bwrap"},
             "there is no program /no/bwrap; install bubblewrap",
         ),
-        ({"mechanism": "limits", "python": readable_python()}, "not in force: own view of files"),
+        ({"mechanism": "limits", "python": readable_python()}, "not in force: files of the host"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_any_work(config: dict[str, object], says: str) -> None:
@@ -159,7 +163,7 @@ def test_a_wrong_setting_is_refused_before_any_work(config: dict[str, object], s
 def test_a_module_that_cannot_be_preloaded_is_refused() -> None:
     python_tool()
     with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
-        PythonTool({"preload": ["no_such_module"]})
+        PythonTool({"preload": ["no_such_module"], "python": readable_python()})
 
 
 def session(tool: PythonTool) -> ToolSession:
@@ -272,6 +276,13 @@ def test_trajectories_that_run_at_once_have_an_interpreter_each() -> None:
         assert replies == ["(no output)", "42"]
         assert trajectory.output.incidents == ()
     assert left_running(before) == set()
+
+
+def test_as_much_output_as_can_be_kept_arrives_whole_however_long_it_gets_on_the_way() -> None:
+    (answer,) = talk("import os; os.write(1, b'\\xff' * 2_000_000) and None", output_limit_bytes=2_000_000)
+    assert len(answer.text) == 2_000_000
+    with pytest.raises(ConfigError, match="output_limit_bytes"):
+        PythonTool({"output_limit_bytes": 2_000_001})
 
 
 def test_what_the_call_took_and_dropped_is_recorded() -> None:

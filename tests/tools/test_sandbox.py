@@ -21,10 +21,11 @@ from agent_loop.tools.sandbox.host import SandboxHost
 from agent_loop.tools.sandbox.inside.output import Output
 from agent_loop.tools.sandbox.inside.wire import BadMessage, pack
 from agent_loop.tools.sandbox.isolation import Isolation
-from agent_loop.tools.sandbox.probe import judge
+from agent_loop.tools.sandbox.probe import CAPABILITIES, judge
 from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
 from agent_loop.tools.sandbox.source import SandboxSource
 from tests.tools.sandboxes import (
+    SMALL,
     Answer,
     ask,
     descendants,
@@ -42,10 +43,11 @@ WHOLE = Isolation(
     network=True,
     processes=True,
     privileges=True,
+    limits=True,
+    own_view=True,
     own_user=True,
     system_calls=True,
-    temp_dir_size=True,
-    limits=True,
+    own_disk=True,
 )
 
 
@@ -87,7 +89,7 @@ def test_the_first_way_that_shuts_enough_in_is_taken_and_logged(caplog: pytest.L
     assert taken.isolation.mechanism == "bubblewrap"
     assert broken.log == ["start", "close"]
     (line,) = caplog.messages
-    assert line.startswith("sandboxes: bubblewrap: own view of files, read-only; no network; ")
+    assert line.startswith("sandboxes: bubblewrap: files of the host out of reach; no network; ")
     taken.close()
     assert works.log == ["start", "close"]
 
@@ -102,7 +104,7 @@ def test_each_part_of_the_minimum_is_demanded(lacking: str) -> None:
     assert source.log == ["start", "close"]
 
 
-@pytest.mark.parametrize("lacking", ["own_user", "system_calls", "temp_dir_size"])
+@pytest.mark.parametrize("lacking", ["own_view", "own_user", "system_calls", "own_disk"])
 def test_what_is_beyond_the_minimum_is_told_and_not_demanded(lacking: str) -> None:
     taken = host(ScriptedSource("namespaces"), found=replace(WHOLE, **{lacking: False}))
     assert "(not in force: " in str(taken.isolation)
@@ -115,7 +117,7 @@ def test_weaker_isolation_is_used_where_the_user_allows_it() -> None:
         found=replace(WHOLE, files=False, network=False),
         allow_weaker_isolation=True,
     )
-    assert str(taken.isolation).endswith("(not in force: own view of files, read-only; no network)")
+    assert str(taken.isolation).endswith("(not in force: files of the host out of reach; no network)")
 
 
 def test_every_way_that_failed_is_named_with_its_reason() -> None:
@@ -135,46 +137,74 @@ def test_a_sandbox_that_cannot_be_started_is_tried_twice() -> None:
     assert source.log == ["start", "start"]
 
 
+OUTSIDE = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")}
 FACTS: dict[str, Any] = {
     "reads": False,
     "writes": False,
     "reaches_tcp": False,
     "reaches_unix": False,
-    "namespaces": dict.fromkeys(("mnt", "net", "pid", "ipc", "uts", "user"), "other"),
-    "capabilities": 0,
-    "no_new_privileges": 1,
-    "filter": 2,
+    "signals": False,
+    "looks_into": False,
+    "makes_hidden_memory": False,
+    "namespaces": dict.fromkeys(OUTSIDE, "other"),
     "writable_bytes": 1,
     "limits": [1, 1, 1, 1],
 }
+STATUS = {"Uid": f"{os.geteuid() + 1} 1 1 1", "NoNewPrivs": "1"} | dict.fromkeys(CAPABILITIES, "0" * 16)
 
 
 @pytest.mark.parametrize(
     ("facts", "lacking"),
     [
-        ({}, ""),
-        ({"reads": True}, "files"),
-        ({"writes": True}, "files"),
-        ({"reaches_tcp": True}, "network"),
-        ({"reaches_unix": True}, "network"),
-        ({"namespaces": FACTS["namespaces"] | {"pid": os.readlink("/proc/self/ns/pid")}}, "processes"),
-        ({"namespaces": FACTS["namespaces"] | {"net": os.readlink("/proc/self/ns/net")}}, "network"),
-        ({"capabilities": 1}, "privileges"),
-        ({"no_new_privileges": 0}, "privileges"),
-        ({"filter": 0}, "system_calls"),
-        ({"writable_bytes": 2**50}, "temp_dir_size"),
-        ({"limits": [-1, 1, 1, 1]}, "limits"),
-        ({"limits": [1, 1, 2**40, 1]}, "limits"),
+        ({}, []),
+        ({"reads": True}, ["files"]),
+        ({"writes": True}, ["files"]),
+        ({"reaches_tcp": True}, ["network"]),
+        ({"reaches_unix": True}, ["network"]),
+        ({"namespaces": FACTS["namespaces"] | {"mnt": OUTSIDE["mnt"]}}, ["files", "own_view"]),
+        ({"namespaces": FACTS["namespaces"] | {"pid": OUTSIDE["pid"]}}, ["processes", "own_view"]),
+        ({"namespaces": FACTS["namespaces"] | {"net": OUTSIDE["net"]}}, ["network"]),
+        ({"makes_hidden_memory": True}, ["system_calls"]),
+        ({"writable_bytes": 2**50}, ["own_disk"]),
+        ({"limits": [-1, 1, 1, 1]}, ["limits"]),
+        ({"limits": [1, 1, 2**40, 1]}, ["limits"]),
     ],
 )
-def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking: str) -> None:
-    judged = judge(FACTS | facts, host_user=os.geteuid() + 1, source=ScriptedSource("namespaces"))
-    expected = replace(WHOLE, **{lacking: False}) if lacking else WHOLE
-    assert judged == expected
+def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking: list[str]) -> None:
+    judged = judge(FACTS | facts, status=STATUS, source=ScriptedSource("namespaces"))
+    assert judged == replace(WHOLE, **dict.fromkeys(lacking, False))
+
+
+@pytest.mark.parametrize(
+    ("facts", "lacking"),
+    [
+        ({}, []),
+        ({"reads": True}, ["files"]),
+        ({"reaches_tcp": True}, ["network"]),
+        ({"signals": True}, ["processes"]),
+        ({"looks_into": True}, ["processes"]),
+    ],
+)
+def test_landlock_is_judged_without_namespaces(facts: dict[str, Any], lacking: list[str]) -> None:
+    found = FACTS | {"namespaces": OUTSIDE} | facts
+    judged = judge(found, status=STATUS, source=ScriptedSource("landlock"))
+    assert judged == replace(WHOLE, mechanism="landlock", own_view=False, **dict.fromkeys(lacking, False))
+
+
+def test_limits_alone_claim_nothing_that_happened_to_fail() -> None:
+    judged = judge(FACTS | {"namespaces": OUTSIDE}, status=STATUS, source=ScriptedSource("limits"))
+    assert [judged.files, judged.network, judged.processes] == [False, False, False]
+
+
+@pytest.mark.parametrize("status", [{"NoNewPrivs": "0"}, {"CapEff": "0000000000000001"}])
+def test_privileges_of_any_kind_are_told(status: dict[str, str]) -> None:
+    judged = judge(FACTS, status=STATUS | status, source=ScriptedSource("namespaces"))
+    assert judged == replace(WHOLE, privileges=False)
 
 
 def test_a_limit_of_processes_is_not_claimed_for_root() -> None:
-    assert not judge(FACTS, host_user=0, source=ScriptedSource("bubblewrap")).limits
+    status = STATUS | {"Uid": "0 0 0 0"}
+    assert not judge(FACTS, status=status, source=ScriptedSource("bubblewrap")).limits
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -223,6 +253,24 @@ async def receive(sent: bytes) -> Any:
         channel.close()
 
 
+@pytest.mark.parametrize("mechanism", ["namespaces", "landlock"])
+def test_an_agent_that_hides_its_files_from_others_can_have_sandboxes(mechanism: Mechanism) -> None:
+    python_tool(mechanism=mechanism)
+    before = os.umask(0o077)
+    try:
+        tool = PythonTool(SMALL | {"mechanism": mechanism})
+    finally:
+        os.umask(before)
+    tool.close()
+
+
+def test_without_a_folder_for_temporary_files_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    python_tool(mechanism="landlock")
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(ConfigError, match="/no/such/folder"):
+        PythonTool(SMALL | {"mechanism": "landlock"})
+
+
 AGENT = """
 import asyncio, sys
 from agent_loop.tools.python import PythonTool
@@ -243,7 +291,7 @@ open('file', 'w').close()
 """
 
 
-@pytest.mark.parametrize("mechanism", ["namespaces", "bubblewrap", "limits"])
+@pytest.mark.parametrize("mechanism", ["namespaces", "bubblewrap", "landlock", "limits"])
 def test_an_agent_killed_outright_leaves_nothing_running_and_no_files(mechanism: Mechanism) -> None:
     config = {"mechanism": mechanism, "allow_weaker_isolation": True, "python": readable_python()}
     start_or_skip(config)

@@ -1,22 +1,30 @@
-"""Code that tries to get out, to take too much, or to leave something behind. After each, the same trajectory and the
-next one work, and nothing is left running."""
+"""Code that tries to get out, to take too much, or to leave something behind, under every mechanism that shuts enough
+in. After each, the same trajectory and the next one work, and nothing is left running."""
 
 import asyncio
 import os
 import random
 import socket
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from tests.tools.sandboxes import HASTY, SECRET, ask, python_tool, running, talk
+from tests.tools.sandboxes import HASTY, MECHANISMS, SECRET, SMALL, ask, python_tool, running, talk
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mechanism")]
 
 SUICIDE = "import os\ntry:\n    os.kill(-1, 9)\nfinally:\n    os.kill(os.getpid(), 9)"
 ALIVE = "print('still', 'here')"
+COUNTED = "ran more than 16 processes, and they were killed"
+"""By the supervisor, where the kernel counts a sandbox's processes with those of the agent's user."""
+
+
+@pytest.fixture(params=MECHANISMS)
+def mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SMALL, "mechanism", request.param)
 
 
 def only(code: str, **settings: object) -> str:
@@ -44,21 +52,24 @@ def lost(code: str, **settings: object) -> str:
 class TestTakingTooMuch:
     def test_a_fork_bomb_runs_into_the_process_limit(self) -> None:
         code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(1000)"
-        assert "BlockingIOError: [Errno 11]" in only(code)
+        text = only(code)
+        assert "BlockingIOError: [Errno 11]" in text or COUNTED in text
 
     def test_a_fork_bomb_that_swallows_its_errors_is_killed_whole(self) -> None:
         code = (
             "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "while True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
         )
-        assert "did not stop at the time limit of 0.5 s and was killed" in lost(code, **HASTY)
+        text = lost(code, **HASTY)
+        assert "did not stop at the time limit of 0.5 s and was killed" in text or COUNTED in text
 
     def test_threads_without_end_run_into_the_process_limit(self) -> None:
         code = (
             "import threading, time\n"
             "while True: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
         )
-        assert "can't start new thread" in only(code)
+        text = only(code)
+        assert "can't start new thread" in text or COUNTED in text
 
     def test_a_memory_bomb_gets_a_memory_error_and_the_state_is_kept(self) -> None:
         _, bomb, after = talk("x = 5", "data = []\nwhile True: data.append(bytearray(10**7))", "x")
@@ -78,16 +89,8 @@ class TestTakingTooMuch:
     def test_memory_that_limits_do_not_count_is_refused(self) -> None:
         assert "PermissionError" in only("import os; os.memfd_create('hidden')")
 
-    def test_a_full_disk_is_told_and_bounded(self) -> None:
-        code = "for i in range(100):\n    with open(f'{i}', 'wb') as file: file.write(bytes(2**20))"
-        assert "OSError: [Errno 28] No space left on device" in only(code)
-
     def test_a_file_over_the_limit_is_told(self) -> None:
         assert "OSError: [Errno 27] File too large" in only("open('big', 'wb').write(bytes(5 * 2**20))")
-
-    def test_shared_memory_counts_as_temporary_files(self) -> None:
-        code = "for i in range(100):\n    with open(f'/dev/shm/{i}', 'wb') as file: file.write(bytes(2**20))"
-        assert "No space left on device" in only(code)
 
     def test_all_file_descriptors_taken_is_told(self) -> None:
         code = "import os\ntaken = []\nwhile True: taken.append(os.open('/dev/null', 0))"
@@ -147,9 +150,11 @@ class TestReadingWhatIsNotItsOwn:
         text = only(f"open({path!r}, 'rb').read(1)")
         assert text.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
 
-    def test_a_secret_in_the_agents_temporary_folder_is_not_there(self, tmp_path: Path) -> None:
-        (tmp_path / "secret").write_text(SECRET)
-        assert "FileNotFoundError" in only(f"open({str(tmp_path / 'secret')!r})")
+    def test_a_secret_in_the_agents_temporary_folder_cannot_be_read(self) -> None:
+        with tempfile.NamedTemporaryFile() as secret:
+            os.chmod(secret.name, 0o666)
+            text = only(f"open({secret.name!r}, 'rb').read(1)")
+        assert text.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
 
     def test_the_agents_home_shows_nothing_of_the_agents(self) -> None:
         shown = only(
@@ -161,7 +166,7 @@ class TestReadingWhatIsNotItsOwn:
     def test_no_environment_in_sight_holds_the_agents(self) -> None:
         code = (
             "import os\nfound = [dict(os.environ)]\n"
-            "for name in os.listdir('/proc'):\n"
+            "for name in range(1, 2**16):\n"
             "    try: found.append(open(f'/proc/{name}/environ').read())\n"
             "    except OSError: pass\n"
             "print(found)"
@@ -170,25 +175,63 @@ class TestReadingWhatIsNotItsOwn:
         assert SECRET not in text
         assert "AGENT_LOOP" not in text
 
-    def test_only_its_own_processes_are_in_sight(self) -> None:
-        assert (
-            only("import os; sorted(name for name in os.listdir('/proc') if name.isdecimal())")
-            == "['1', '2']"
-        )
-
     def test_no_descriptor_of_the_agent_is_inherited(self, tmp_path: Path) -> None:
         with open(tmp_path / "open", "w") as file:
             os.set_inheritable(file.fileno(), True)
-            text = only(
-                "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')[:-1]])"
+            code = (
+                "import os, stat\n"
+                "for n in range(64):\n"
+                "    try: print(n, stat.filemode(os.fstat(n).st_mode)[0])\n"
+                "    except OSError: pass"
             )
-        assert str(tmp_path) not in text
-        assert "socket" not in text
+            assert only(code).splitlines() == ["0 c", "1 p", "2 p", "3 p", "4 p", "5 p"]
 
     def test_one_sandbox_sees_nothing_of_another(self) -> None:
         marker = uuid4().hex
         talk(f"open('{marker}', 'w').close()")
-        assert marker not in only("import os; print(list(os.walk('/sandbox')))")
+        own = "import os, tempfile; folder = os.path.dirname(tempfile.gettempdir())"
+        assert marker not in only(f"{own}; print(folder, list(os.walk(folder)))")
+
+
+@pytest.fixture
+def host_file() -> Generator[str]:
+    """A file outside, which every user of this machine may read, write, run and move."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        path = Path(folder, "program")
+        path.write_text(f"#!/bin/sh\necho {SECRET}\n")
+        path.chmod(0o777)
+        yield str(path)
+        assert path.stat().st_mode & 0o777 == 0o777
+        assert SECRET in path.read_text()
+
+
+class TestWaysAround:
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "os.symlink(path, 'link'); print(open('link').read())",
+            "os.link(path, 'link'); print(open('link').read())",
+            "os.rename(path, 'moved'); print(open('moved').read())",
+            "fd = os.open(path, os.O_PATH); print(open(f'/proc/self/fd/{fd}').read())",
+            "fd = os.open(os.path.dirname(path), os.O_PATH); print(os.open('program', 0, dir_fd=fd))",
+            "os.chdir(os.path.dirname(path)); print(open('program').read())",
+            "import subprocess; print(subprocess.check_output([path]))",
+            "import subprocess; print(subprocess.check_output(['cat', path]))",
+            "os.truncate(path, 0)",
+            "os.open(path, os.O_RDONLY | os.O_TRUNC)",
+            "os.unlink(path)",
+            "open(os.path.dirname(path) + '/new', 'w')",
+            "os.mkfifo(os.path.dirname(path) + '/new')",
+            "os.rename(os.path.dirname(path), os.path.dirname(path) + '2')",
+            "import mmap; print(mmap.mmap(os.open(path, os.O_RDWR), 10)[:])",
+            "import shutil; shutil.copytree(os.path.dirname(path), 'copy'); print(open('copy/program').read())",
+        ],
+    )
+    def test_none_leads_to_a_file_outside(self, code: str, host_file: str) -> None:
+        text = only(f"import os; path = {host_file!r}; {code}")
+        assert "Error" in text.splitlines()[-1]
+        assert SECRET not in text
 
 
 @pytest.fixture
@@ -226,9 +269,21 @@ class TestReachingOut:
             abstract.bind(f"\0{name}")
             by_path.listen()
             abstract.listen()
-            code = "import socket; socket.socket(socket.AF_UNIX).connect({!r})"
-            assert "FileNotFoundError" in only(code.format(str(tmp_path / "s")))
-            assert "ConnectionRefusedError" in only(code.format(f"\0{name}"))
+            for address in (str(tmp_path / "s"), f"\0{name}"):
+                text = only(f"import socket; socket.socket(socket.AF_UNIX).connect({address!r})")
+                assert text.splitlines()[-1].startswith(
+                    ("FileNotFoundError", "ConnectionRefusedError", "OSError: [Errno 101]")
+                )
+
+    def test_datagrams_of_a_pair_of_sockets_reach_nobody_else(self, tmp_path: Path) -> None:
+        os.chmod(tmp_path, 0o777)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+            receiver.bind(str(tmp_path / "s"))
+            receiver.setblocking(False)
+            pair = "import socket; one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)"
+            only(f"{pair}; one.sendto(b'x', {str(tmp_path / 's')!r})")
+            with pytest.raises(BlockingIOError):
+                receiver.recv(1)
 
     @pytest.mark.parametrize("folder", ["/", "/usr", "/etc", "/dev", "/proc/sys/kernel", "/tmp/../var"])
     def test_nothing_outside_its_own_folder_can_be_written(self, folder: str) -> None:
@@ -242,13 +297,20 @@ class TestReachingOut:
         assert text.splitlines()[-1].startswith(("OSError: [Errno 30]", "PermissionError"))
 
     def test_the_agent_cannot_be_signalled(self) -> None:
-        assert "ProcessLookupError" in only(f"import os; os.kill({max(os.getpid(), 100)}, 0)")
+        text = only(f"import os; os.kill({max(os.getpid(), 100)}, 0)")
+        assert text.splitlines()[-1].startswith(("ProcessLookupError", "PermissionError"))
 
     def test_killing_everything_in_sight_kills_itself_alone(self) -> None:
         assert "killed by signal SIGKILL" in lost(SUICIDE)
 
     def test_the_supervisor_cannot_be_killed(self) -> None:
-        assert only("import os\nfor number in (1, 2, 9, 15, 19): os.kill(1, number)") == "(no output)"
+        code = (
+            "import os\n"
+            "for number in (1, 2, 9, 15, 19):\n"
+            "    try: os.kill(os.getppid(), number)\n"
+            "    except PermissionError: pass"
+        )
+        assert only(code) == "(no output)"
 
     @pytest.mark.parametrize(
         "call",
@@ -262,13 +324,18 @@ class TestReachingOut:
             "setns(0, 0)",
             "setuid(0)",
             "syscall(435, 0, 0)",
+            "setpriority(0, PARENT, 19)",
+            "setpriority(2, 0, 19)",
+            "sched_setaffinity(PARENT, 8, b'\\1' + bytes(7))",
+            "sched_setscheduler(PARENT, 5, bytes(4))",
+            "mq_open(b'/queue', 66, 0o600, None)",
             "syscall(425, 1, 0)",
             "sethostname(b'x', 1)",
             "prlimit(1, 7, ctypes.byref((ctypes.c_ulong * 2)(0, 0)), None)",
         ],
     )
     def test_calls_that_would_open_the_sandbox_are_refused(self, call: str) -> None:
-        assert only(f"import ctypes; ctypes.CDLL(None).{call}") == "-1"
+        assert only(f"import ctypes, os; PARENT = os.getppid(); ctypes.CDLL(None).{call}") == "-1"
 
     def test_a_set_uid_program_gives_nothing(self) -> None:
         code = "import subprocess; print(subprocess.run(['su', '-c', 'id'], capture_output=True, text=True))"
@@ -289,16 +356,14 @@ class TestLeavingSomethingBehind:
         marker = f"{random.randint(10**8, 10**9)}.{random.randint(10**8, 10**9)}"
         code = (
             "import os, subprocess, time\n"
-            f"command = ['sleep', '{marker}']\n"
+            f"command = ['sh', '-c', 'echo >started; exec sleep {marker}']\n"
             "def daemonize():\n"
             "    if os.fork() == 0:\n"
             "        os.setsid()\n"
-            "        if os.fork() == 0: os.execvp('sleep', command)\n"
+            "        if os.fork() == 0: os.execvp('sh', command)\n"
             "        os._exit(0)\n"
             f"{start}\n"
-            "seen = ''\n"
-            "while 'sleep' not in seen:\n"
-            "    seen = ' '.join(open(f'/proc/{n}/comm').read() for n in os.listdir('/proc') if n.isdecimal())\n"
+            "while not os.path.exists('started'): time.sleep(0.01)\n"
             "print('running')"
         )
         assert "running" in only(code)

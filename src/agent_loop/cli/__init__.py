@@ -9,6 +9,7 @@ from rich.console import Console
 
 from agent_loop import __version__
 from agent_loop.cli.check_interaction import check_interaction_command
+from agent_loop.cli.check_sandbox import check_sandbox_command
 from agent_loop.cli.check_server import check_server_command
 from agent_loop.cli.check_tool import check_tool_command
 from agent_loop.cli.eval import eval_command
@@ -35,6 +36,7 @@ app.command("verify-template")(verify_template_command)
 app.command("check-server")(check_server_command)
 app.command("check-tool")(check_tool_command)
 app.command("check-interaction")(check_interaction_command)
+app.command("check-sandbox")(check_sandbox_command)
 app.command("simulate")(simulate_command)
 
 

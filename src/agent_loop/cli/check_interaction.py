@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
+from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from agent_loop.checks import CheckReport, CheckResult
+    from agent_loop.checks import CheckReport
     from agent_loop.interactions.base import BaseInteraction
     from agent_loop.types import Row
-
-EXIT_FAILED = 1
-COLOURS = {"passed": "green", "failed": "red", "skipped": "dim"}
 
 
 def check_interaction_command(
@@ -76,10 +73,9 @@ async def _check(
         if row is not None:
             asked |= {"interaction_kwargs": row["interaction_kwargs"], "prompt": row["raw_prompt"]}
         report = await check_interaction(
-            interaction, **asked, timeout_s=timeout_s, on_result=lambda result: _print(result, console)
+            interaction, **asked, timeout_s=timeout_s, on_result=printer(console)
         )
-        counts = [f"{len(report.named(verdict))} {verdict}" for verdict in ("passed", "failed", "skipped")]
-        console.print(f"{report.subject}: {', '.join(counts)}")
+        print_counts(report, console)
         reports.append(report)
     return reports
 
@@ -109,9 +105,3 @@ def _first_rows(config: Config) -> Mapping[str, Row]:
         if kwargs and kwargs.get("name"):
             first.setdefault(str(kwargs["name"]), row)
     return first
-
-
-def _print(result: CheckResult, console: Console) -> None:
-    detail = f" ({result.detail})" if result.detail else ""
-    verdict = Text(f"{result.verdict:8}", style=COLOURS[result.verdict])
-    console.print(verdict, Text(f"{result.name}{detail}"), soft_wrap=True)

@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from agent_loop.cli.arguments import ConfigArgument, ModelOption, OverridesArgument, read_config
+from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.concurrency import run_shielded
 from agent_loop.config import Config
 
 if TYPE_CHECKING:
-    from agent_loop.servers.check import CheckReport, CheckResult, Reference
+    from agent_loop.servers.check import CheckReport, Reference
 
-EXIT_FAILED = 1
 CLOSE_TIMEOUT_S = 30.0
-COLOURS = {"passed": "green", "failed": "red", "skipped": "dim"}
 
 
 def check_server_command(
@@ -89,16 +87,9 @@ async def _check(
             reference=reference,
             tolerance=tolerance,
             timeout_s=timeout_s,
-            on_result=lambda result: _print(result, console),
+            on_result=printer(console),
         )
     finally:
         await run_shielded(server.close, timeout_s=CLOSE_TIMEOUT_S)
-    counts = [f"{len(report.named(verdict))} {verdict}" for verdict in ("passed", "failed", "skipped")]
-    console.print(f"{server.name}: {', '.join(counts)}")
+    print_counts(report, console)
     return report
-
-
-def _print(result: CheckResult, console: Console) -> None:
-    detail = f" ({result.detail})" if result.detail else ""
-    verdict = Text(f"{result.verdict:8}", style=COLOURS[result.verdict])
-    console.print(verdict, Text(f"{result.name}{detail}"), soft_wrap=True)

@@ -13,18 +13,14 @@ import typer
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from rich.text import Text
 from yaml import YAMLError
 
+from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from agent_loop.checks import CheckResult
     from agent_loop.tools.base import BaseTool
-
-EXIT_FAILED = 1
-COLOURS = {"passed": "green", "failed": "red", "skipped": "dim"}
 
 
 def check_tool_command(
@@ -76,11 +72,10 @@ def check_tool_command(
             create_kwargs=_read_json(create_kwargs, option="--create-kwargs"),
             execute_kwargs=_read_json(execute_kwargs, option="--execute-kwargs"),
             timeout_s=timeout_s,
-            on_result=lambda result: _print(result, console),
+            on_result=printer(console),
         )
     )
-    counts = [f"{len(report.named(verdict))} {verdict}" for verdict in ("passed", "failed", "skipped")]
-    console.print(f"{report.subject}: {', '.join(counts)}")
+    print_counts(report, console)
     if as_json:
         typer.echo(json.dumps([asdict(result) for result in report.results], indent=2))
     if report.failures:
@@ -125,9 +120,3 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a list; give the keys of one tool's entry")
     return cast(Mapping[str, Any], content)
-
-
-def _print(result: CheckResult, console: Console) -> None:
-    detail = f" ({result.detail})" if result.detail else ""
-    verdict = Text(f"{result.verdict:8}", style=COLOURS[result.verdict])
-    console.print(verdict, Text(f"{result.name}{detail}"), soft_wrap=True)

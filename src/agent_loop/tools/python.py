@@ -103,7 +103,7 @@ class PythonTool(BaseTool):
             await session.close()
 
     def close(self) -> None:
-        """Ends all sandboxes; the tool is of no more use."""
+        """Ends what sandboxes come from; the tool is of no more use."""
         self._host.close()
 
 
@@ -177,7 +177,10 @@ def describe_failure(reply: Reply, *, settings: SandboxSettings) -> list[str]:
             f"The code was interrupted at the time limit of {settings.time_limit_s:g} s; variables are kept."
         ]
     cause = describe_end(reply.end_cause, settings=settings)
-    return [f"{cause[0].upper()}{cause[1:]}; variables and imports are lost, files are kept."]
+    lost = "variables, imports and files are lost"
+    if reply.end_cause != "files":
+        lost = "variables and imports are lost, files are kept"
+    return [f"{cause[0].upper()}{cause[1:]}; {lost}."]
 
 
 def describe_end(cause: str, *, settings: SandboxSettings) -> str:
@@ -189,6 +192,8 @@ def describe_end(cause: str, *, settings: SandboxSettings) -> str:
         return f"the code's processes held more than {settings.memory_mb} MB of memory and were killed"
     if kind == "processes":
         return f"the code ran more than {settings.max_processes} processes, and they were killed"
+    if kind == "files":
+        return f"the code's files took more than {settings.temp_dir_mb} MB; they were removed, its processes killed"
     if kind == "channel":
         return "the code broke the interpreter's own pipes, and it was ended"
     if kind == "signal" and int(number) == signal.SIGXCPU:

@@ -31,7 +31,7 @@ class Bubblewrap(SandboxSource):
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
         self.mechanism = "bubblewrap"
-        self._plan = settings.plan(namespaces=True)
+        self._plan = settings.plan("bubblewrap")
         self._command: list[str] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 

@@ -6,9 +6,11 @@ import asyncio
 import select
 import socket
 import subprocess
+from typing import Literal
 
 from agent_loop.errors import SandboxError
 from agent_loop.tools.sandbox.inside import wire
+from agent_loop.tools.sandbox.inside.plan import SCOPED_SIGNALS_VERSION, Plan
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.sandbox.source import ENVIRONMENT, SandboxSource, launch_command
 
@@ -23,19 +25,23 @@ class ForkServer(SandboxSource):
 
     Args:
         settings: Of all sandboxes.
-        namespaces: Whether sandboxes are shut in by namespaces; without, by limits alone.
+        mechanism: What shuts sandboxes in: namespaces, Landlock, or limits alone.
     """
 
-    def __init__(self, settings: SandboxSettings, *, namespaces: bool = True) -> None:
+    def __init__(
+        self, settings: SandboxSettings, *, mechanism: Literal["namespaces", "landlock", "limits"]
+    ) -> None:
         super().__init__(settings)
-        self.mechanism = "namespaces" if namespaces else "limits"
-        self._plan = settings.plan(namespaces=namespaces)
+        self.mechanism = mechanism
+        self._plan = settings.plan(mechanism)
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
 
     def start(self) -> None:
         """Starts the zygote and waits until it is ready."""
         self.close()
+        if self.mechanism == "landlock":
+            check_landlock(self._plan)
         command = launch_command(self.settings.python, mode="zygote", plan=self._plan)
         ours, theirs = socket.socketpair()
         with theirs:
@@ -77,7 +83,7 @@ class ForkServer(SandboxSource):
         return self._requests is not None and not select.select([self._requests], [], [], 0)[0]
 
     def close(self) -> None:
-        """Ends the zygote, and with it all sandboxes that are left."""
+        """Ends the zygote. Sandboxes that are left end with it under namespaces, else when they are closed."""
         if self._requests is not None:
             self._requests.close()
         if self._process is not None:
@@ -104,3 +110,21 @@ class ForkServer(SandboxSource):
             )
         if "error" in received[0]:
             raise SandboxError(str(received[0]["error"]))
+
+
+def check_landlock(plan: Plan) -> None:
+    """Looks for what a sandbox needs of the kernel, so that its absence has a name.
+
+    Raises:
+        SandboxError: It is not there.
+    """
+    if plan.landlock_version == 0:
+        raise SandboxError(
+            "the kernel has no Landlock: it is older than Linux 5.13, started without it in `lsm=`, or the container "
+            "forbids it"
+        )
+    if not plan.reaches_own_alone:
+        raise SandboxError(
+            f"Landlock {plan.landlock_version} of this kernel does not keep signals inside; "
+            f"it takes {SCOPED_SIGNALS_VERSION} (Linux 6.12), or an agent that runs as root"
+        )

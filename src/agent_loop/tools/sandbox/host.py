@@ -16,7 +16,7 @@ from agent_loop.tools.sandbox.fork_server import ForkServer
 from agent_loop.tools.sandbox.isolation import Isolation
 from agent_loop.tools.sandbox.probe import probe_isolation
 from agent_loop.tools.sandbox.sandbox import Sandbox, open_sandbox
-from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
+from agent_loop.tools.sandbox.settings import MECHANISMS, Mechanism, SandboxSettings
 from agent_loop.tools.sandbox.source import SandboxSource
 
 ResultT = TypeVar("ResultT")
@@ -63,7 +63,7 @@ class SandboxHost:
             return await open_sandbox(self._source)
 
     def close(self) -> None:
-        """Ends all sandboxes that are left."""
+        """Ends what sandboxes come from; no more can be opened."""
         self._finalizer()
 
     def _restart_if_gone(self) -> None:
@@ -74,17 +74,33 @@ class SandboxHost:
 
 def make_sources(settings: SandboxSettings) -> list[SandboxSource]:
     """The ways that the settings name, best first."""
-    ways: dict[Mechanism, Callable[[], SandboxSource]] = {
-        "namespaces": lambda: ForkServer(settings),
-        "bubblewrap": lambda: Bubblewrap(settings),
-        "limits": lambda: ForkServer(settings, namespaces=False),
-    }
     if settings.mechanism != "auto":
-        return [ways[settings.mechanism]()]
-    names: list[Mechanism] = ["namespaces", "bubblewrap"]
-    if settings.allow_weaker_isolation:
-        names.append("limits")
-    return [ways[name]() for name in names]
+        return [make_source(settings, mechanism=settings.mechanism)]
+    return [
+        make_source(settings, mechanism=mechanism)
+        for mechanism in MECHANISMS
+        if mechanism != "limits" or settings.allow_weaker_isolation
+    ]
+
+
+def make_source(settings: SandboxSettings, *, mechanism: Mechanism) -> SandboxSource:
+    """One way."""
+    if mechanism == "bubblewrap":
+        return Bubblewrap(settings)
+    return ForkServer(settings, mechanism=mechanism)
+
+
+def try_source(source: SandboxSource, *, probe: Probe = probe_isolation) -> Isolation:
+    """Starts it and finds out what it shuts in. Close it afterwards.
+
+    Raises:
+        SandboxError: It does not work here.
+    """
+    try:
+        source.start()
+        return _run_apart(lambda: probe(source))
+    except OSError as error:
+        raise SandboxError(f"it could not be tried: {error}") from error
 
 
 def choose_source(
@@ -98,8 +114,7 @@ def choose_source(
     refusals: list[str] = []
     for source in sources:
         try:
-            source.start()
-            isolation = _run_apart(lambda source=source: probe(source))
+            isolation = try_source(source, probe=probe)
         except SandboxError as error:
             refusals.append(f"{source.mechanism}: {error}")
             source.close()
@@ -112,11 +127,10 @@ def choose_source(
         refusals.append(str(isolation))
         source.close()
     raise ConfigError(
-        "code of models cannot be shut in here: it needs own files, no network, own processes, no privileges and "
-        "limits. Tried:\n"
+        "code of models cannot be shut in here: files, network and processes of the host must be out of its reach, "
+        "without privileges and with limits. Tried:\n"
         + "\n".join(f"  {refusal}" for refusal in refusals)
-        + "\nAllow user namespaces or run as root, install bubblewrap, or set allow_weaker_isolation: true if you "
-        "trust the code"
+        + "\nAllow user namespaces, install bubblewrap, or set allow_weaker_isolation: true if you trust the code"
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -16,7 +17,9 @@ from agent_loop.tools.sandbox.isolation import Isolation
 from agent_loop.tools.sandbox.sandbox import open_sandbox
 from agent_loop.tools.sandbox.source import SandboxSource
 
-NAMESPACES = ("mnt", "net", "pid", "ipc", "uts", "user")
+NAMESPACES = ("mnt", "net", "pid")
+CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb")
+"""Those of the bounding set are out of reach without new privileges."""
 ATTEMPTS = """
 import json, os, resource, socket
 import colorsys  # of Python's own modules, one that is not loaded yet: they must be readable
@@ -37,17 +40,16 @@ def write(path):
     with open(path, "w"):
         pass
 
-status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 home = os.statvfs(os.environ["HOME"])
 facts = {
     "reads": works(open, SECRET),
     "writes": works(write, "/agent-loop-probe") or works(write, SECRET),
     "reaches_tcp": works(connect, socket.AF_INET, ("127.0.0.1", PORT)),
-    "reaches_unix": works(connect, socket.AF_UNIX, "\\0" + NAME),
+    "reaches_unix": works(connect, socket.AF_UNIX, "\\0" + NAME) or works(connect, socket.AF_UNIX, PATH),
+    "signals": works(os.kill, AGENT, 0),
+    "looks_into": works(open, f"/proc/{AGENT}/cmdline"),
+    "makes_hidden_memory": works(os.memfd_create, "probe"),
     "namespaces": {name: os.readlink("/proc/self/ns/" + name) for name in NAMESPACES},
-    "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16) | int(status["CapBnd"], 16),
-    "no_new_privileges": int(status["NoNewPrivs"]),
-    "filter": int(status["Seccomp"]),
     "writable_bytes": home.f_blocks * home.f_frsize,
     "limits": [
         resource.getrlimit(limit)[0]
@@ -64,51 +66,72 @@ async def probe_isolation(source: SandboxSource) -> Isolation:
     Raises:
         SandboxError: It could not be run.
     """
-    name = uuid4().hex
-    with tempfile.NamedTemporaryFile(prefix="agent-loop-probe-") as secret, _listening(name) as port:
-        os.chmod(secret.name, 0o666)
-        given = {"SECRET": secret.name, "PORT": port, "NAME": name, "NAMESPACES": NAMESPACES}
+    with tempfile.TemporaryDirectory(prefix="agent-loop-probe-") as folder, _listening(folder) as given:
         preamble = "".join(f"{key} = {value!r}\n" for key, value in given.items())
         sandbox = await open_sandbox(source)
         try:
             reply = await sandbox.run(preamble + ATTEMPTS)
-            host_user = sandbox.host_user()
+            status = sandbox.host_status()
         finally:
             await sandbox.close()
     if reply.ending != "done":
-        raise SandboxError(f"the probe of the sandbox failed: {reply.end_cause} {reply.output.strip()}")
-    return judge(json.loads(reply.output), host_user=host_user, source=source)
+        raise SandboxError(
+            f"the probe of the sandbox failed: {reply.end_cause or reply.ending} {reply.output.strip()}"
+        )
+    return judge(json.loads(reply.output), status=status, source=source)
 
 
-def judge(facts: Mapping[str, Any], *, host_user: int, source: SandboxSource) -> Isolation:
+def judge(facts: Mapping[str, Any], *, status: Mapping[str, str], source: SandboxSource) -> Isolation:
     """What the attempts show.
 
     Args:
         facts: What they printed.
-        host_user: Who the sandbox's processes are for the host.
+        status: What the host knows of the sandbox's processes.
         source: Where the sandbox came from.
     """
     own = {name: facts["namespaces"][name] != os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
-    plan = source.settings.plan(namespaces=True)
-    wanted = [plan.memory_bytes, plan.cpu_seconds, plan.max_processes, plan.max_file_bytes]
+    has_landlock = source.mechanism == "landlock"
+    plan = source.settings.plan(source.mechanism)
+    host_user = int(status["Uid"].split()[0])
+    max_processes = plan.max_processes if plan.has_own_user else sys.maxsize  # the supervisor counts them
+    wanted = [plan.memory_bytes, plan.cpu_seconds, max_processes, plan.max_file_bytes]
     return Isolation(
         mechanism=source.mechanism,
-        files=own["mnt"] and not facts["reads"] and not facts["writes"],
-        network=own["net"] and not facts["reaches_tcp"] and not facts["reaches_unix"],
-        processes=own["pid"],
-        privileges=facts["capabilities"] == 0 and facts["no_new_privileges"] == 1,
-        own_user=host_user != os.geteuid(),
-        system_calls=facts["filter"] == 2,
-        temp_dir_size=facts["writable_bytes"] <= plan.temp_dir_bytes,
+        files=(own["mnt"] or has_landlock) and not facts["reads"] and not facts["writes"],
+        network=(own["net"] or has_landlock) and not facts["reaches_tcp"] and not facts["reaches_unix"],
+        processes=own["pid"] or (has_landlock and not facts["signals"] and not facts["looks_into"]),
+        privileges=not any(int(status[name], 16) for name in CAPABILITIES) and status["NoNewPrivs"] == "1",
         limits=host_user != 0  # the kernel counts no processes of root
         and all(0 <= found <= limit for found, limit in zip(facts["limits"], wanted, strict=True)),
+        own_view=own["mnt"] and own["pid"],
+        own_user=host_user != os.geteuid(),
+        system_calls=not facts["makes_hidden_memory"],
+        own_disk=facts["writable_bytes"] <= plan.temp_dir_bytes,
     )
 
 
 @contextlib.contextmanager
-def _listening(name: str) -> Generator[int]:
-    """Sockets that a sandbox must not reach: TCP on a port, which is returned, and an abstract one by name."""
-    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
-        unix.bind(f"\0{name}")
-        unix.listen()
-        yield tcp.getsockname()[1]
+def _listening(folder: str) -> Generator[dict[str, Any]]:
+    """What a sandbox must not reach, open to all users of this machine: a file, and sockets by TCP, name and path."""
+    name, secret, path = uuid4().hex, f"{folder}/secret", f"{folder}/socket"
+    with (
+        open(secret, "w"),
+        socket.create_server(("127.0.0.1", 0)) as tcp,
+        socket.socket(socket.AF_UNIX) as by_name,
+        socket.socket(socket.AF_UNIX) as by_path,
+    ):
+        by_name.bind(f"\0{name}")
+        by_path.bind(path)
+        for listener in (by_name, by_path):
+            listener.listen()
+        os.chmod(folder, 0o755)
+        for shared in (secret, path):
+            os.chmod(shared, 0o666)
+        yield {
+            "SECRET": secret,
+            "PORT": tcp.getsockname()[1],
+            "NAME": name,
+            "PATH": path,
+            "AGENT": os.getpid(),
+            "NAMESPACES": NAMESPACES,
+        }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-import shutil
 import signal
 import socket
 import tempfile
@@ -15,6 +13,7 @@ from typing import Any
 from agent_loop.concurrency import run_in_thread, run_shielded
 from agent_loop.errors import SandboxError
 from agent_loop.tools.sandbox.channel import Channel, close_all, wait_readable
+from agent_loop.tools.sandbox.inside.files import remove_folder
 from agent_loop.tools.sandbox.inside.supervisor import Reply
 from agent_loop.tools.sandbox.inside.wire import BadMessage
 from agent_loop.tools.sandbox.settings import SandboxSettings
@@ -32,7 +31,7 @@ class Sandbox:
         channel: To the supervisor.
         handle: A descriptor of the supervisor's process (`pidfd_open`).
         settings: Its limits.
-        work: The folder on the host that it writes to, where it has no file system of its own.
+        work: The folder on the host that it writes to, where it needs one.
     """
 
     def __init__(self, channel: Channel, *, handle: int, settings: SandboxSettings, work: str | None) -> None:
@@ -60,11 +59,10 @@ class Sandbox:
         except (OSError, BadMessage, TypeError) as error:
             raise SandboxError(f"its supervisor is out of order: {error}") from error
 
-    def host_user(self) -> int:
-        """Who the sandbox's processes are for this machine."""
-        pid = re.search(r"^Pid:\s*(\d+)", Path(f"/proc/self/fdinfo/{self._handle}").read_text(), re.MULTILINE)
-        status = Path(f"/proc/{pid[1] if pid else 'none'}/status").read_text()
-        return int(status.partition("\nUid:")[2].split()[0])
+    def host_status(self) -> dict[str, str]:
+        """What this machine knows of the sandbox's processes: user, capabilities ... (`/proc/PID/status`)."""
+        pid = _read_fields(f"/proc/self/fdinfo/{self._handle}")["Pid"]
+        return _read_fields(f"/proc/{pid}/status")
 
     async def close(self) -> None:
         """Ends everything in the sandbox and removes what it wrote; to the end even if cancelled."""
@@ -94,7 +92,10 @@ async def open_sandbox(source: SandboxSource) -> Sandbox:
     Raises:
         SandboxError: It could not be started.
     """
-    work = None if source.mechanism != "limits" else tempfile.mkdtemp(prefix="agent-loop-sandbox-")
+    try:
+        work = tempfile.mkdtemp(prefix="agent-loop-sandbox-") if source.needs_folder else None
+    except OSError as error:
+        raise SandboxError(f"there is no folder for what the sandbox writes: {error}") from error
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     try:
@@ -124,6 +125,6 @@ def _read_handle(received: tuple[dict[str, Any], list[int]] | None) -> int:
     return handles[0]
 
 
-def remove_folder(path: str) -> None:
-    """Removes a folder and what is in it, as far as it can be."""
-    shutil.rmtree(path, ignore_errors=True)
+def _read_fields(path: str) -> dict[str, str]:
+    lines = Path(path).read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
 from agent_loop.config import Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError
+from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.plan import Plan
 
 MEGABYTE = 2**20
-Mechanism: TypeAlias = Literal["namespaces", "bubblewrap", "limits"]
+Mechanism: TypeAlias = Literal["namespaces", "bubblewrap", "landlock", "limits"]
+MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
+"""Best first."""
 
 
 class SandboxSettings(Section):
@@ -34,7 +37,7 @@ class SandboxSettings(Section):
     max_file_mb: Positive = 64
     temp_dir_mb: Positive = 128
     """All files that a sandbox writes."""
-    output_limit_bytes: Annotated[int, Field(ge=1000)] = 16_384
+    output_limit_bytes: Annotated[int, Field(ge=1000, le=2_000_000)] = 16_384
     """Output of one call; of more, the first and the last half are kept."""
     seed: int | None = 0
     """What `random` begins from, so that calls run again give the same; None for something else each time."""
@@ -46,7 +49,7 @@ class SandboxSettings(Section):
     preload: tuple[str, ...] = ()
     """Modules imported once and shared by all sandboxes, such as `numpy`: a later import costs nothing."""
     mechanism: Mechanism | Literal["auto"] = "auto"
-    """`auto` takes the first that works: namespaces, then bubblewrap."""
+    """`auto` takes the first that shuts enough in: namespaces, bubblewrap, Landlock."""
     allow_weaker_isolation: bool = False
     """Run code also where network, files or processes of the host are within its reach. Only for code you trust."""
     bubblewrap: str = "bwrap"
@@ -70,10 +73,12 @@ class SandboxSettings(Section):
             shown |= {path.rstrip("/"), real}
         return sorted(shown)
 
-    def plan(self, *, namespaces: bool) -> Plan:
+    def plan(self, mechanism: Mechanism) -> Plan:
         """What the sandbox's processes are told."""
+        inside = "namespaces" if mechanism == "bubblewrap" else mechanism
         return Plan(
-            namespaces=namespaces,
+            mechanism=inside,
+            landlock_version=landlock.version() if mechanism == "landlock" else 0,
             visible=self.shown(),
             preload=list(self.preload),
             seed=self.seed,
@@ -82,7 +87,7 @@ class SandboxSettings(Section):
             memory_bytes=self.memory_mb * MEGABYTE,
             cpu_seconds=self.cpu_seconds,
             max_processes=self.max_processes,
-            has_own_count=namespaces or os.geteuid() == 0,
+            has_own_user=inside == "namespaces" or os.geteuid() == 0,
             max_open_files=self.max_open_files,
             max_file_bytes=self.max_file_mb * MEGABYTE,
             temp_dir_bytes=self.temp_dir_mb * MEGABYTE,

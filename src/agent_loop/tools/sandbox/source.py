@@ -48,6 +48,11 @@ class SandboxSource(ABC):
     def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
 
+    @property
+    def needs_folder(self) -> bool:
+        """Whether a sandbox writes to a folder of the host's, having no file system of its own."""
+        return self.mechanism in ("landlock", "limits")
+
     @abstractmethod
     def start(self) -> None:
         """Does what all sandboxes share; again, after `spawn` failed. Blocks.
@@ -62,7 +67,7 @@ class SandboxSource(ABC):
 
         Args:
             control: The sandbox's end.
-            work: The folder on the host that it writes to, where it has no file system of its own.
+            work: The folder on the host that it writes to, where it needs one.
 
         Raises:
             OSError: It could not be started.

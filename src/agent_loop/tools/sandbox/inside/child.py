@@ -9,9 +9,17 @@ import time
 import traceback
 from typing import NoReturn
 
+from agent_loop.tools.sandbox.inside import linux
+from agent_loop.tools.sandbox.inside.files import empty_work_folders, exceeds
 from agent_loop.tools.sandbox.inside.interpreter import become_interpreter
 from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.processes import end_processes, own_processes, reap, resident_bytes
+from agent_loop.tools.sandbox.inside.processes import (
+    count_threads,
+    end_processes,
+    own_processes,
+    reap,
+    resident_bytes,
+)
 
 WATCH_INTERVAL_S = 0.25
 EXIT_PATIENCE_S = 0.5
@@ -25,19 +33,26 @@ class Child:
     Args:
         plan: Its limits.
         work: The folder that it may write to.
+        ruleset: Landlock's, which shuts it in; None where something else does.
     """
 
-    def __init__(self, plan: Plan, *, work: str) -> None:
+    def __init__(self, plan: Plan, *, work: str, ruleset: int | None = None) -> None:
         self._plan = plan
+        self._work = work
         self._watched_at = 0.0
         self.end_cause = ""
-        """Why it is gone: `time`, `memory`, `processes`, `channel`, `exit N` or `signal N`; empty while it is there."""
+        """Why it is gone: `time`, `memory`, `processes`, `files`, `channel`, `exit N` or `signal N`; empty while it is
+        there."""
         requests, self.requests = os.pipe2(os.O_CLOEXEC)
         self.results, results = os.pipe2(os.O_CLOEXEC)
         self.output, output = os.pipe2(os.O_CLOEXEC)
+        linux.prctl(
+            linux.PR_SET_DUMPABLE, 1
+        )  # inherited: the supervisor looks into the interpreter, never the reverse
         self.pid = os.fork()
         if self.pid == 0:
-            _run(plan, work=work, requests=requests, results=results, output=output)
+            _run(plan, work=work, ruleset=ruleset, requests=requests, results=results, output=output)
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)
         for fd in (requests, results, output):
             os.close(fd)
         for fd in (self.requests, self.results, self.output):
@@ -71,14 +86,17 @@ class Child:
             return
         self._watched_at = now
         pids = own_processes()
-        if len(pids) > self._plan.max_processes:
+        if count_threads(pids) > self._plan.max_processes:
             self.end("processes")
         elif resident_bytes(pids) > self._plan.memory_bytes:
             self.end("memory")
+        elif not self._plan.namespaces and exceeds(self._plan.temp_dir_bytes, folder=self._work, pids=pids):
+            self.end("files")
+            empty_work_folders(self._work)
 
     def end(self, cause: str) -> None:
         """Kills the interpreter and all that it started."""
-        end_processes()
+        end_processes(reaches_own_alone=self._plan.reaches_own_alone)
         self.end_cause = cause
 
     def close(self) -> None:
@@ -87,9 +105,11 @@ class Child:
             os.close(fd)
 
 
-def _run(plan: Plan, *, work: str, requests: int, results: int, output: int) -> NoReturn:
+def _run(plan: Plan, *, work: str, ruleset: int | None, requests: int, results: int, output: int) -> NoReturn:
     try:
-        become_interpreter(plan, work=work, requests=requests, results=results, output=output)
+        become_interpreter(
+            plan, work=work, ruleset=ruleset, requests=requests, results=results, output=output
+        )
     except BaseException:  # noqa: BLE001  (the child must not go on as a second supervisor)
         for fd in (output, STANDARD_OUTPUT):  # the second, once the first has moved there
             with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-from agent_loop.tools.sandbox.inside import linux
+from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.plan import Plan
 from agent_loop.tools.sandbox.inside.seccomp import install_filter
 
@@ -30,18 +30,24 @@ LENGTH_BYTES = 4
 DONE, FAILED, INTERRUPTED = b"d", b"f", b"i"
 REQUESTS_FD, RESULTS_FD, OUTPUT_FD = 3, 4, 5
 FIRST_FREE_FD = 64
+SHARED_USER_ALLOWANCE = 2048
+"""Processes and threads beyond those of the machine, where sandboxes are counted with the agent's other processes:
+a bound until the supervisor has counted them."""
 CATCHABLE_SIGNALS = tuple(
     number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)
 )
 Handler: TypeAlias = Callable[[int, types.FrameType | None], Any]
 
 
-def become_interpreter(plan: Plan, *, work: str, requests: int, results: int, output: int) -> NoReturn:
+def become_interpreter(
+    plan: Plan, *, work: str, ruleset: int | None, requests: int, results: int, output: int
+) -> NoReturn:
     """Turns this process into an interpreter. Never returns.
 
     Args:
         plan: Its limits.
         work: The folder that it may write to.
+        ruleset: Landlock's, if it is what shuts it in.
         requests: A descriptor to read calls from.
         results: A descriptor to write verdicts to.
         output: A descriptor for what the code prints.
@@ -50,14 +56,15 @@ def become_interpreter(plan: Plan, *, work: str, requests: int, results: int, ou
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    process_limit = plan.max_processes if plan.has_own_user else _count_all_threads() + SHARED_USER_ALLOWANCE
+    if ruleset is not None:
+        landlock.enforce(ruleset)
     _arrange_descriptors(requests, results, output)
     os.chdir(f"{work}/home")
     os.environ |= {"HOME": f"{work}/home", "TMPDIR": f"{work}/tmp"}
     _seed(plan.seed)
-    _apply_limits(plan)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)
-    with contextlib.suppress(OSError):  # the probe finds out that there is no filter
-        install_filter()
+    _apply_limits(plan, process_limit=process_limit)
+    _filter_system_calls(plan)
     Interpreter().serve()
 
 
@@ -209,11 +216,16 @@ def _seed(seed: int | None) -> None:
         numpy.random.seed(seed)
 
 
-def _apply_limits(plan: Plan) -> None:
+def _count_all_threads() -> int:
+    """Of the whole machine."""
+    with open("/proc/loadavg") as file:
+        return int(file.read().split()[3].partition("/")[2])
+
+
+def _apply_limits(plan: Plan, *, process_limit: int) -> None:
     cpu_seconds = plan.cpu_seconds
-    if plan.has_own_count:
-        _limit(resource.RLIMIT_NPROC, plan.max_processes, plan.max_processes)
     for limit, soft, hard in (
+        (resource.RLIMIT_NPROC, process_limit, process_limit),
         (resource.RLIMIT_AS, plan.memory_bytes, plan.memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),  # a signal with a name of its own, then the kill
         (resource.RLIMIT_NOFILE, plan.max_open_files, plan.max_open_files),
@@ -222,6 +234,14 @@ def _apply_limits(plan: Plan) -> None:
         (resource.RLIMIT_MEMLOCK, 0, 0),
     ):
         _limit(limit, soft, hard)
+
+
+def _filter_system_calls(plan: Plan) -> None:
+    if plan.mechanism == "landlock":
+        install_filter(shares_namespaces=True, shares_user=not plan.has_own_user)
+        return
+    with contextlib.suppress(OSError):  # the probe finds out that there is none
+        install_filter()
 
 
 def _limit(limit: int, soft: int, hard: int) -> None:

@@ -12,12 +12,16 @@ import socket
 import sys
 
 from agent_loop.tools.sandbox.inside import linux, wire
+from agent_loop.tools.sandbox.inside.files import make_work_folders
+from agent_loop.tools.sandbox.inside.newborn import supervise, write_user_map
 from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.root import SANDBOX, enter_new_root, make_work_folders
-from agent_loop.tools.sandbox.inside.zygote import Zygote, supervise, write_user_map
+from agent_loop.tools.sandbox.inside.root import SANDBOX, enter_new_root
+from agent_loop.tools.sandbox.inside.zygote import Zygote
 
 NICENESS = 10
 """The agent's own process goes first."""
+UMASK = 0o022
+"""Whatever the agent's is: what is shown must be readable by the sandbox's user."""
 
 
 def main() -> None:
@@ -25,6 +29,7 @@ def main() -> None:
     channel = _take_standard_input()
     mode, plan = sys.argv[1], Plan(**json.loads(sys.argv[2]))
     os.nice(NICENESS)
+    os.umask(UMASK)
     if mode == "single":
         make_work_folders(SANDBOX)
         _preload(plan)

@@ -58,7 +58,7 @@ def unshare(flags: int) -> None:
     Raises:
         OSError: The kernel refuses, as does every function here.
     """
-    _check(LIBC.unshare(flags), "unshare")
+    check(LIBC.unshare(flags), "unshare")
 
 
 def mount(
@@ -68,7 +68,7 @@ def mount(
     data = options.encode() if options is not None else None
     filesystem = kind.encode() if kind is not None else None
     result = LIBC.mount(os.fsencode(source), os.fsencode(target), filesystem, ctypes.c_ulong(flags), data)
-    _check(result, f"mount {target}")
+    check(result, f"mount {target}")
 
 
 def make_read_only(path: str, *, allow_devices: bool = False) -> None:
@@ -83,23 +83,23 @@ def make_read_only(path: str, *, allow_devices: bool = False) -> None:
         ctypes.byref(wanted),
         ctypes.c_size_t(ctypes.sizeof(wanted)),
     )
-    _check(result, f"mount_setattr {path}")
+    check(result, f"mount_setattr {path}")
 
 
 def detach(target: str) -> None:
     """Takes a mount out of the tree, with all below it."""
-    _check(LIBC.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+    check(LIBC.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
 def pivot_root(new_root: str, *, old_root: str) -> None:
     """As `pivot_root(2)`."""
-    _check(LIBC.pivot_root(os.fsencode(new_root), os.fsencode(old_root)), "pivot_root")
+    check(LIBC.pivot_root(os.fsencode(new_root), os.fsencode(old_root)), "pivot_root")
 
 
 def prctl(option: int, argument: int = 0) -> None:
     """As `prctl(2)`, for options with one argument."""
     zero = ctypes.c_ulong(0)
-    _check(LIBC.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl {option}")
+    check(LIBC.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl {option}")
 
 
 def empty_bounding_set() -> None:
@@ -117,10 +117,16 @@ def drop_capabilities() -> None:
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     empty_bounding_set()
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
-    _check(LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    check(LIBC.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-def _check(result: int, name: str) -> None:
+def check(result: int, name: str) -> int:
+    """The result of a call of the C library.
+
+    Raises:
+        OSError: It failed.
+    """
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
+    return result

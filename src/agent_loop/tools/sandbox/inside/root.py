@@ -31,6 +31,11 @@ STAGE = "/tmp"
 """Where the new root is put together; the host's folder of that name stays reachable as `/host/tmp`."""
 
 
+def shown_paths(visible: Iterable[str]) -> list[str]:
+    """All that is shown, beside the devices."""
+    return [*SYSTEM_FOLDERS, *SYSTEM_FILES, *python_folders(), *visible]
+
+
 def python_folders() -> list[str]:
     """Where this Python and its packages are."""
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
@@ -77,21 +82,15 @@ def mount_sandbox(max_bytes: int) -> None:
     linux.mount("tmpfs", SANDBOX, kind="tmpfs", flags=linux.MS_NOSUID | linux.MS_NODEV, options=options)
 
 
-def make_work_folders(parent: str) -> None:
-    """Home, temporary and shared-memory folders of a sandbox."""
-    for name in ("home", "tmp", "shm"):
-        os.makedirs(f"{parent}/{name}", exist_ok=True)
-
-
 def _fill(root: str, *, host: str, visible: Iterable[str]) -> None:
     for folder in ("dev", "etc", "proc", SANDBOX.lstrip("/")):
         os.mkdir(f"{root}/{folder}")
     for path, text in ACCOUNTS.items():
         with open(root + path, "w") as file:
             file.write(text)
-    shown = [path for path in (*SYSTEM_FOLDERS, *SYSTEM_FILES) if os.path.lexists(host + path)]
-    shown += [*python_folders(), *visible]
-    for path in sorted(set(shown), key=len):
+    system = (*SYSTEM_FOLDERS, *SYSTEM_FILES)
+    shown = {path for path in shown_paths(visible) if path not in system or os.path.lexists(host + path)}
+    for path in sorted(shown, key=len):
         _show(path, root=root, host=host)
     for name in DEVICES:
         _bind(f"{host}/dev/{name}", f"{root}/dev/{name}")

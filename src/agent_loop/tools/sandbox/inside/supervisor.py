@@ -17,7 +17,7 @@ from agent_loop.tools.sandbox.inside import wire
 from agent_loop.tools.sandbox.inside.call import Call
 from agent_loop.tools.sandbox.inside.child import WATCH_INTERVAL_S, Child
 from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.processes import end_processes, own_processes
+from agent_loop.tools.sandbox.inside.processes import count_threads, end_processes, own_processes
 
 WAKEUP_BYTES = 4096
 
@@ -45,12 +45,14 @@ class Supervisor:
         control: The socket to the agent's process.
         plan: The limits.
         work: The folder that the interpreter may write to.
+        ruleset: Landlock's for interpreters, if it is what shuts them in.
     """
 
-    def __init__(self, control: socket.socket, *, plan: Plan, work: str) -> None:
+    def __init__(self, control: socket.socket, *, plan: Plan, work: str, ruleset: int | None = None) -> None:
         self._control = control
         self._plan = plan
         self._work = work
+        self._ruleset = ruleset
         self._child: Child | None = None
         self._woken, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,7 +67,7 @@ class Supervisor:
             if reply is None:
                 break
             wire.send(self._control, asdict(reply))
-        end_processes()
+        end_processes(reaches_own_alone=self._plan.reaches_own_alone)
 
     def _wait_for_call(self) -> bool:
         """Waits for something to read from the agent; meanwhile, processes left running are watched."""
@@ -73,7 +75,7 @@ class Supervisor:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                is_quiet = self._child is None or len(own_processes()) <= 1
+                is_quiet = self._child is None or count_threads(own_processes()) <= 1
                 ready = {key.fileobj for key, _ in selector.select(None if is_quiet else WATCH_INTERVAL_S)}
                 if self._control in ready:
                     return True
@@ -116,7 +118,7 @@ class Supervisor:
             restarted = self._child.end_cause
             if restarted:
                 self._drop_child()
-        self._child = self._child or Child(self._plan, work=self._work)
+        self._child = self._child or Child(self._plan, work=self._work, ruleset=self._ruleset)
         return self._child, restarted
 
     def _look_after_child(self, *, has_signal: bool) -> None:

@@ -9,36 +9,17 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import selectors
-import shutil
 import signal
 import socket
 from collections.abc import Generator
 from dataclasses import dataclass
 
 from agent_loop.tools.sandbox.inside import linux, wire
+from agent_loop.tools.sandbox.inside.newborn import Newborn, write_user_map
 from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.root import (
-    SANDBOX,
-    USER_ID,
-    make_work_folders,
-    mount_processes,
-    mount_sandbox,
-)
-from agent_loop.tools.sandbox.inside.supervisor import Supervisor
-
-SANDBOX_NAMESPACES = (
-    linux.CLONE_NEWNS
-    | linux.CLONE_NEWPID
-    | linux.CLONE_NEWNET
-    | linux.CLONE_NEWIPC
-    | linux.CLONE_NEWUTS
-    | linux.CLONE_NEWCGROUP
-)
-FIRST_HOST_USER_ID = 30_000
-NUM_HOST_USER_IDS = 20_000
-"""Where the agent runs as root, each sandbox gets a user of its own from this range, which systems leave free."""
+from agent_loop.tools.sandbox.inside.root import SANDBOX
+from agent_loop.tools.sandbox.inside.users import HostUsers
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +45,7 @@ class Zygote:
         self._requests = requests
         self._plan = plan
         self._user_namespaces = user_namespaces
-        self._is_root = os.geteuid() == 0
-        self._num_started = random.randrange(
-            NUM_HOST_USER_IDS
-        )  # other agents on this machine begin elsewhere
+        self._users = HostUsers() if os.geteuid() == 0 else None
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
@@ -89,17 +67,26 @@ class Zygote:
         if received is None:
             return False
         message, fds = received
-        self._num_started += 1
-        host_id = self._host_user_id()
-        with socket.socket(fileno=fds[0]) as control, _reporting_to(control):
+        with socket.socket(fileno=fds[0]) as control, _reporting_to(control), contextlib.ExitStack() as stack:
+            host_id = os.geteuid()
+            if self._users is not None:
+                host_id, holder = self._users.take()
+                stack.enter_context(holder)
             ours, theirs = socket.socketpair()
             pid = os.fork()
             if pid == 0:
                 for inherited in (self._selector, self._requests, ours):
                     inherited.close()
                 with _ending_this_process(), _reporting_to(control):
-                    work = str(message.get("work") or SANDBOX)
-                    self._become_sandbox(control, zygote=theirs, host_id=host_id, work=work)
+                    newborn = Newborn(
+                        control,
+                        zygote=theirs,
+                        plan=self._plan,
+                        work=str(message.get("work") or SANDBOX),
+                        host_id=host_id,
+                        user_namespaces=self._user_namespaces,
+                    )
+                    newborn.become_sandbox()
             theirs.close()
             start = _Start(pid, zygote_end=ours, host_id=host_id)
             self._selector.register(ours, selectors.EVENT_READ, start)
@@ -112,86 +99,6 @@ class Zygote:
             if start.zygote_end.recv(1) and self._user_namespaces:
                 write_user_map(start.pid, host_id=start.host_id)
                 start.zygote_end.send(b"m")
-
-    def _host_user_id(self) -> int:
-        if not self._is_root:
-            return os.geteuid()
-        return FIRST_HOST_USER_ID + self._num_started % NUM_HOST_USER_IDS
-
-    def _become_sandbox(
-        self, control: socket.socket, *, zygote: socket.socket, host_id: int, work: str
-    ) -> None:
-        """Moves into new namespaces; the supervisor is forked, since a process cannot change its own process ids."""
-        if self._is_root:
-            os.setgroups([])
-        if self._plan.namespaces:
-            linux.unshare(SANDBOX_NAMESPACES | (linux.CLONE_NEWUSER if self._user_namespaces else 0))
-        zygote.send(b"u")
-        if self._user_namespaces:
-            if not zygote.recv(1):
-                raise OSError("the sandbox's user could not be named")
-            change_user(USER_ID)
-        zygote.close()
-        if os.fork() != 0:
-            if not self._plan.namespaces:
-                _remove_when_ended(work)
-            return
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if self._plan.namespaces:
-            linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
-            mount_processes()
-            mount_sandbox(self._plan.temp_dir_bytes)
-            socket.sethostname("sandbox")
-        make_work_folders(work)
-        if self._is_root and not self._user_namespaces:
-            _give_folders(work, owner=host_id)
-            linux.empty_bounding_set()
-            change_user(host_id)
-        supervise(control, plan=self._plan, work=work)
-
-
-def supervise(control: socket.socket, *, plan: Plan, work: str) -> None:
-    """Gives up all privileges and serves calls until the agent goes away."""
-    linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the interpreter cannot look into this process
-    if not plan.namespaces:
-        linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    handle = os.pidfd_open(os.getpid())
-    supervisor = Supervisor(control, plan=plan, work=work)
-    wire.send(control, {"ready": True}, fds=[handle])
-    os.close(handle)
-    supervisor.serve()
-
-
-def write_user_map(pid: int, *, host_id: int, inside_id: int = USER_ID) -> None:
-    """Names one user of the host in the user namespace of a process.
-
-    Raises:
-        OSError: The kernel refuses.
-    """
-    with open(f"/proc/{pid}/setgroups", "w") as file:
-        file.write("deny")
-    for name in ("uid_map", "gid_map"):
-        with open(f"/proc/{pid}/{name}", "w") as file:
-            file.write(f"{inside_id} {host_id} 1")
-
-
-def change_user(user_id: int) -> None:
-    """Becomes another user for good, keeping capabilities where the kernel lets them."""
-    os.setresgid(user_id, user_id, user_id)
-    os.setresuid(user_id, user_id, user_id)
-
-
-def _remove_when_ended(work: str) -> None:
-    """Waits for the supervisor, which may lack the right to remove its folder, and removes it."""
-    with contextlib.suppress(ChildProcessError):
-        os.wait()
-    shutil.rmtree(work, ignore_errors=True)
-
-
-def _give_folders(work: str, *, owner: int) -> None:
-    for folder in (work, *(entry.path for entry in os.scandir(work))):
-        os.chown(folder, owner, owner)
 
 
 @contextlib.contextmanager

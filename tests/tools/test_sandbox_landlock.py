@@ -1,0 +1,180 @@
+"""Sandboxes under Landlock: what the kernel leaves to the supervisor, older kernels, and containers."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import SandboxError
+from agent_loop.tools.python import PythonTool
+from agent_loop.tools.sandbox.fork_server import check_landlock
+from agent_loop.tools.sandbox.inside import landlock
+from agent_loop.tools.sandbox.inside.plan import SCOPED_SIGNALS_VERSION
+from agent_loop.tools.sandbox.settings import SandboxSettings
+from tests.tools.sandboxes import (
+    SMALL,
+    ask,
+    descendants,
+    ends,
+    is_open_to_all,
+    left_running,
+    python_tool,
+    running,
+    talk,
+)
+
+pytestmark = pytest.mark.slow
+
+LANDLOCK = {"mechanism": "landlock"}
+REPOSITORY = Path(__file__).parents[2]
+USER_ID = 54_321
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+    """Where the folders of sandboxes are; none is left."""
+    with tempfile.TemporaryDirectory() as path:
+        os.chmod(path, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
+        assert os.listdir(path) == []
+
+
+FILL = "for i in range(100):\n    with open(f'{i}', 'wb') as file: file.write(bytes(2**20))\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        FILL + "import time; time.sleep(10)",
+        "files = []\nfor i in range(16):\n    files.append(open('f', 'wb')); files[-1].write(bytes(2**20))\n"
+        "    files[-1].flush()\n    os.unlink('f')\ntime.sleep(10)",
+        "for i in range(10_000): open(str(i), 'w').close()\ntime.sleep(10)",
+        "for i in range(3000):\n    os.mkdir('d')\n    os.chdir('d')\ntime.sleep(10)",
+        "os.mkdir('hidden', 0); time.sleep(10)",
+    ],
+    ids=["much", "removed and open", "many", "deep", "hidden"],
+)
+def test_files_over_the_limit_are_told_and_removed(code: str, folder: Path) -> None:
+    full, after, last = talk(f"import os, time\n{code}", "import os; os.listdir()", "1 + 1", **LANDLOCK)
+    assert "files took more than 8 MB; they were removed, its processes killed" in full.text
+    assert full.text.endswith("variables, imports and files are lost.")
+    assert [after.text, last.text] == ["[]", "2"]
+
+
+FILL_LATER = f"""
+import os, threading
+def fill():
+    {FILL.replace(chr(10), chr(10) + "    ")}
+    threading.Event().wait()
+threading.Timer(0.05, fill).start()
+os.getpid()
+"""
+
+
+def test_what_a_thread_writes_between_calls_is_counted(folder: Path) -> None:
+    tool = python_tool(**LANDLOCK)
+
+    async def main() -> str:
+        await tool.create("i")
+        interpreter = await ask(tool, "i", FILL_LATER)
+        assert ends(int(interpreter.text))
+        answer = await ask(tool, "i", "1 + 1")
+        await tool.release("i")
+        return answer.text
+
+    assert "Since the last call, the code's files took more than 8 MB" in asyncio.run(main())
+
+
+def test_nothing_of_the_host_can_be_listed() -> None:
+    for path in ("/", "/proc", "/tmp", "/root", "/sys", "/etc"):
+        (answer,) = talk(f"import os; os.listdir({path!r})", **LANDLOCK)
+        assert "PermissionError" in answer.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, which gives sandboxes users of their own")
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+def test_older_kernels_do_where_sandboxes_have_users_of_their_own(
+    version: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    python_tool(**LANDLOCK)
+    monkeypatch.setattr(landlock, "version", lambda: version)
+    before, marker = descendants(), f"{os.getpid()}.{version}"
+    kill_the_supervisor = (
+        f"import os, subprocess; subprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
+        "os.kill(os.getppid(), 9)\nwhile True: pass"
+    )
+
+    async def main() -> list[str]:
+        tool = PythonTool(SMALL | LANDLOCK)
+        await tool.create("i")
+        codes = ["open('/etc/passwd')", "import os; os.truncate('x', 0)", kill_the_supervisor, "6 * 7"]
+        answers = [(await ask(tool, "i", code)).text for code in codes]
+        await tool.release("i")
+        tool.close()
+        return answers
+
+    read, truncated, killed, after = asyncio.run(main())
+    assert "PermissionError: [Errno 13]" in read
+    assert "PermissionError: [Errno 1]" in truncated
+    assert killed.startswith("The sandbox failed: its supervisor ended")
+    assert after.endswith("42")
+    assert running(marker) == []
+    assert left_running(before) == set()
+
+
+@pytest.mark.parametrize(
+    ("version", "has_own_user", "says"),
+    [(0, True, "the kernel has no Landlock"), (5, False, "does not keep signals inside")],
+)
+def test_kernels_that_shut_in_too_little_are_named(version: int, has_own_user: bool, says: str) -> None:
+    plan = replace(SandboxSettings().plan("landlock"), landlock_version=version, has_own_user=has_own_user)
+    with pytest.raises(SandboxError, match=says):
+        check_landlock(plan)
+
+
+def contained(user_id: int, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of Python's as in a container without the right to make namespaces."""
+    python = sys.executable if user_id == os.geteuid() else SMALL["python"]
+    folders = [str(REPOSITORY), *(path for path in sys.path if path.endswith(("src", "site-packages")))]
+    if user_id != os.geteuid() and not all(is_open_to_all(folder) for folder in folders):
+        pytest.skip(f"users without privileges may not read one of {folders}")
+    return subprocess.run(
+        [sys.executable, "-m", "tests.tools.container", str(user_id), python, "-B", *command],
+        cwd=REPOSITORY,
+        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(400)
+def test_the_escapes_fail_in_a_container_too() -> None:
+    python_tool(**LANDLOCK)
+    options = ["-m", "slow", "-k", "Reading or Reaching or Leaving", "-p", "no:cacheprovider"]
+    escapes = ["-m", "pytest", *options, "tests/tools/test_sandbox_escapes.py"]
+    ran = contained(os.geteuid(), *escapes, SANDBOX_TEST_MECHANISMS="auto")
+    assert ran.returncode == 0, ran.stdout
+    assert "skipped" not in ran.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to become a user without privileges")
+def test_a_user_without_privileges_is_shut_in_too_in_a_container(tmp_path: Path) -> None:
+    python_tool(**LANDLOCK)
+    if landlock.version() < SCOPED_SIGNALS_VERSION:
+        pytest.skip("NO SANDBOX HERE for users without privileges: the kernel is older than Linux 6.12")
+    ran = contained(USER_ID, "-m", "tests.tools.visitor", HOME="/")
+    assert ran.returncode == 0, ran.stderr
+    isolation, *attempts, killed, alive = ran.stdout.splitlines()
+    assert isolation.startswith("landlock: files of the host out of reach; no network; processes of the host")
+    assert [line for line in attempts if not line.startswith(("True PermissionError", "True OSError"))] == []
+    assert killed.startswith("True The code ran more than 16 processes, and they were killed")
+    assert alive == "42"
+    assert running("tests.tools.visitor") == []
