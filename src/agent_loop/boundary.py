@@ -20,8 +20,8 @@ ResultT = TypeVar("ResultT")
 
 
 class OnReplay(StrEnum):
-    """What becomes of a call to a tool or an interaction when its trajectory is run again after a crash, from the
-    journal of the run."""
+    """What becomes of a call to a tool or an interaction when its trajectory is run again from its record: after a crash,
+    from the journal of the run, or after a cancellation, from what its output holds."""
 
     RECORDED = "recorded"
     """The recorded reply is given and nothing is run. For what has no state and no effects. A call that had begun and
@@ -49,7 +49,8 @@ async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: 
 
     Raises:
         DeadlineExpired: This time limit passed. A TimeoutError of the function's own is raised as it is.
-        RuntimeError: The function raised CancelledError although nobody cancelled, or tried to end the process.
+        RuntimeError: The function raised CancelledError although nobody cancelled, tried to end the process, or raised
+            what is no `Exception`, as extensions in other languages do when they break.
     """
     scope = asyncio.timeout(timeout_s)
     try:
@@ -66,6 +67,10 @@ async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: 
         raise RuntimeError("it raised CancelledError although nobody cancelled it") from error
     except SystemExit as error:
         raise RuntimeError(f"it raised {error!r} to end the process") from error
+    except (Exception, GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"it raised {error!r}, which is no Exception") from error
 
 
 async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

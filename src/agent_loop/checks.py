@@ -92,6 +92,27 @@ def place_held(instance_id: str, thing: object) -> str | None:
     return next((name for name, value in vars(thing).items() if _holds(value, instance_id, depth=0)), None)
 
 
+async def run_checks(
+    checks: Mapping[str, Callable[[], Awaitable[str | None]]],
+    *,
+    timeout_s: float,
+    on_result: Callable[[CheckResult], None] | None = None,
+) -> list[CheckResult]:
+    """Runs checks one after the other.
+
+    Args:
+        checks: By name. See `run_check`.
+        timeout_s: Of each of them.
+        on_result: Told of each result as it comes.
+    """
+    results: list[CheckResult] = []
+    for name, check in checks.items():
+        results.append(await run_check(name, check, timeout_s=timeout_s))
+        if on_result is not None:
+            on_result(results[-1])
+    return results
+
+
 async def run_check(
     name: str, check: Callable[[], Awaitable[str | None]], *, timeout_s: float
 ) -> CheckResult:

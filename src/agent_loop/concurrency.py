@@ -1,7 +1,8 @@
 """What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, threads that may hang, and
 concurrent calls whose errors come out as they are.
 
-The only module that starts bare tasks; each is over when the function that started it returns.
+The only module that starts bare tasks; each is over when the function that started it returns, but for
+`await_or_leave`.
 """
 
 from __future__ import annotations
@@ -138,6 +139,19 @@ async def run_abortable(
             await asyncio.wait({task})
         if not task.cancelled() and task.exception() is None:
             keep_partial(task.result())
+        raise
+    return task.result()
+
+
+async def await_or_leave(call: Coroutine[Any, Any, ResultT], *, patience_s: float) -> ResultT:
+    """Awaits a call. If the caller is cancelled, the call is; one that then goes on for longer than `patience_s` is left
+    behind, as nothing can end it."""
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=patience_s)
         raise
     return task.result()
 

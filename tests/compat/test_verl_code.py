@@ -21,7 +21,7 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin, Row, StopReason
 from tests.compat import verl_code
-from tests.helpers import calls, hermes_template, roles, says
+from tests.helpers import calls, encoded, hermes_template, roles, says
 
 CONFIG = "tests/compat/config.yaml"
 
@@ -71,6 +71,29 @@ def test_a_loop_on_token_ids_runs_as_it_is(config: Config) -> None:
     assert output.num_turns == 8
     assert output.metrics.generate_sequences > 0
     assert output.extra_fields == {"nudges": 3}
+
+
+@pytest.mark.parametrize("agent_name", ["own_tool_loop", "early_tool_loop"])
+def test_a_tool_loop_of_ones_own_runs_as_it_is(config: Config, agent_name: str) -> None:
+    answers = [calls("score_answer", answer="41"), calls("score_answer", answer="7" * 80), says("#### 42")]
+    [trajectory] = run(config, [row(agent_name=agent_name)], answers, n=1)
+    output = trajectory.output
+    assert output.failure is None
+    assert [s.origin for s in output.response_segments] == [Origin.MODEL, Origin.TOOL] * 2 + [Origin.MODEL]
+    assert output.num_turns == 6
+    template = hermes_template()
+    assert '"name": "score_answer"' in template.decode(output.prompt_ids)
+    first, second = (template.decode(output.response_segments[index].token_ids) for index in (1, 3))
+    assert "Current parsed answer='41' reward=0.0" in first
+    assert "777...(truncated)" in second
+
+
+def test_a_parser_of_ones_own_is_found_by_its_name() -> None:
+    parser = verl.ToolParser.get_tool_parser("shouted", hermes_template().tokenizer)
+    _, [call] = asyncio.run(parser.extract_tool_calls(encoded('CALL add {"a": 1}')))
+    assert call == verl.FunctionCall(name="add", arguments='{"a": 1}')
+    with pytest.raises(ConfigError, match=r"unknown tool parser; did you mean 'hermes'\?"):
+        verl.ToolParser.get_tool_parser("hermse", hermes_template().tokenizer)
 
 
 def test_constructor_arguments_come_from_the_registry_file(config: Config) -> None:
@@ -153,9 +176,10 @@ def test_a_batch_has_the_columns_that_verl_documents(config: Config) -> None:
 
 
 def test_tools_and_interactions_load_by_their_functions() -> None:
-    [tool] = verl.initialize_tools_from_config("tests/compat/tools.yaml")
-    assert isinstance(tool, verl_code.ScoreTool)
-    assert tool.name == "score_answer"
+    [loaded_tool] = verl.initialize_tools_from_config("tests/compat/tools.yaml")
+    assert isinstance(loaded_tool.tool, verl_code.ScoreTool)
+    assert loaded_tool.name == "score_answer"
+    assert loaded_tool.get_openai_tool_schema().function.name == "score_answer"
     loaded = verl.initialize_interactions_from_config("tests/compat/interactions.yaml")
     assert isinstance(loaded["patient"], verl_code.PatientInteraction)
 

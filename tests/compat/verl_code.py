@@ -1,5 +1,7 @@
 """Code as one writes it for verl. Only its imports are this package's."""
 
+import asyncio
+import json
 import re
 from typing import Any
 from uuid import uuid4
@@ -9,7 +11,11 @@ from agent_loop.integrations.verl import (
     AgentLoopOutput,
     BaseInteraction,
     BaseTool,
+    FunctionCall,
+    OpenAIFunctionToolSchema,
+    ToolParser,
     ToolResponse,
+    initialize_tools_from_config,
     register,
     rollout_trace_op,
     simple_timer,
@@ -106,12 +112,114 @@ class OneShotAgentLoop(AgentLoopBase):
         )
 
 
+@register("own_tool_loop")
+class OwnToolLoop(AgentLoopBase):
+    """A tool loop of one's own on class attributes, with the parser that gives text and calls."""
+
+    @classmethod
+    def init_class(cls, config, tokenizer, **kwargs):
+        if cls._class_initialized:
+            return
+        cls._class_initialized = True
+        multi_turn = config.actor_rollout_ref.rollout.multi_turn
+        cls.tokenizer = tokenizer
+        cls.max_tool_response_length = multi_turn.max_tool_response_length
+        tools = initialize_tools_from_config(multi_turn.tool_config_path)
+        cls.tools = {tool.name: tool for tool in tools}
+        cls.tool_schemas = [
+            tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools
+        ]
+        cls.tool_parser = cls.make_parser(multi_turn.format)
+        cls.system_prompt = tokenizer.apply_chat_template([{}], add_generation_prompt=False, tokenize=True)
+
+    @classmethod
+    def make_parser(cls, name):
+        return ToolParser.get_tool_parser(name, cls.tokenizer)
+
+    async def read_calls(self, response_ids):
+        _, tool_calls = await self.tool_parser.extract_tool_calls(response_ids)
+        return tool_calls
+
+    async def run(self, messages: list[dict[str, Any]], sampling_params: dict[str, Any]) -> AgentLoopOutput:
+        prompt_ids = self.tokenizer.apply_chat_template(
+            messages, tools=self.tool_schemas, add_generation_prompt=True, tokenize=True
+        )
+        request_id, response_mask, num_turns = uuid4().hex, [], 1
+        while True:
+            response_ids = await self.server_manager.generate(
+                request_id=request_id, prompt_ids=prompt_ids, sampling_params=sampling_params
+            )
+            prompt_ids += response_ids
+            response_mask += [1] * len(response_ids)
+            num_turns += 1
+            tool_calls = await self.read_calls(response_ids)
+            if not tool_calls:
+                break
+            replies = await asyncio.gather(*[self._call_tool(tool_call) for tool_call in tool_calls])
+            reply_ids = self.tokenizer.apply_chat_template(
+                replies, add_generation_prompt=True, tokenize=True
+            )[len(self.system_prompt) :]
+            prompt_ids += reply_ids
+            response_mask += [0] * len(reply_ids)
+            num_turns += 1
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids[: -len(response_mask)],
+            response_ids=prompt_ids[-len(response_mask) :],
+            response_mask=response_mask,
+            num_turns=num_turns,
+            metrics={},
+        )
+
+    async def _call_tool(self, tool_call: FunctionCall) -> dict[str, str]:
+        tool = self.tools[tool_call.name]
+        instance_id = await tool.create()
+        try:
+            tool_response, _, _ = await tool.execute(instance_id, json.loads(tool_call.arguments))
+        finally:
+            await tool.release(instance_id)
+        if len(tool_response) > self.max_tool_response_length:
+            tool_response = tool_response[: self.max_tool_response_length] + "...(truncated)"
+        return {"role": "tool", "content": tool_response}
+
+
+@register("early_tool_loop")
+class EarlyToolLoop(OwnToolLoop):
+    """The older form: the parser of the class gives the calls alone, and the first argument is the configuration."""
+
+    _class_initialized = False
+
+    def __init__(self, config, server_manager, tokenizer):
+        super().__init__(config, server_manager, tokenizer)
+        self.response_length = config.actor_rollout_ref.rollout.response_length
+
+    @classmethod
+    def make_parser(cls, name):
+        return cls.get_tool_parser(name)
+
+    async def read_calls(self, response_ids):
+        return await self.tool_parser.extract_tool_calls(response_ids)
+
+
+@ToolParser.register("shouted")
+class ShoutedParser(ToolParser):
+    """Reads `CALL name {...}`."""
+
+    async def extract_tool_calls(self, responses_ids: list[int]) -> tuple[str, list[FunctionCall]]:
+        text = self.tokenizer.decode(responses_ids)
+        found = re.findall(r"CALL (\w+) ({.*})", text)
+        return text, [FunctionCall(name=name, arguments=arguments) for name, arguments in found]
+
+
 class ScoreTool(BaseTool):
     """Judges an answer; an answer that is no better than the one before costs something."""
 
-    def __init__(self, config: dict, tool_schema: Any):
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
         super().__init__(config, tool_schema)
+        self.argument = tool_schema.function.parameters.required[0]
         self._instance_dict = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
 
     async def create(self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs) -> str:
         if instance_id is None:
@@ -123,7 +231,7 @@ class ScoreTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs
     ) -> tuple[ToolResponse, float, dict]:
-        answer = parameters.get("answer", "")
+        answer = parameters.get(self.argument, "")
         self._instance_dict[instance_id]["response"] = answer
         reward = await self.calc_reward(instance_id)
         tool_reward = 0.0 if reward > self._instance_dict[instance_id]["reward"] else -0.05

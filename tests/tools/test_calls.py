@@ -14,7 +14,8 @@ from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_of
 from agent_loop.tools.function import function_tool
 from agent_loop.tools.registry import KIT, load_tools
-from agent_loop.tools.session import ToolResult, ToolSession, ToolSessionConfig
+from agent_loop.tools.results import ToolResult
+from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.tools.shared import Shared
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall

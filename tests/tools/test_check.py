@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +22,7 @@ from agent_loop.cli import app
 from agent_loop.errors import ConfigError, ContractError, ToolError
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.calculator import CalculatorTool
-from agent_loop.tools.check import check_tool
+from agent_loop.tools.check import check_tool, contract, subject
 from agent_loop.tools.check.contract import CHECKS
 from agent_loop.tools.check.edges import edge_arguments
 from agent_loop.tools.check.subject import Subject
@@ -34,7 +36,7 @@ CALLS = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
 
 
 class Notes(BaseTool):
-    """Keeps notes and counts them: a tool without fault."""
+    """Keeps notes and counts them: a tool without fault. A subclass has one."""
 
     on_replay = "rerun"
 
@@ -47,11 +49,14 @@ class Notes(BaseTool):
         await asyncio.sleep(0.001)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return await self.answer(instance_id, parameters["text"])
+
+    async def answer(self, instance_id: str, text: str) -> Any:
         await asyncio.sleep(0.001)
-        if not parameters["text"].strip():
+        if not text.strip():
             raise ToolError("there is nothing to note")
         notes = self.notes[instance_id]
-        notes.append(parameters["text"])
+        notes.append(text)
         return ToolResponse(text=f"{len(notes)} notes"), 0.5, {"length": len(notes)}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
@@ -75,23 +80,23 @@ class RetriesWhatHasEffects(Notes):
 
 
 class ReturnsText(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         return "noted"
 
 
 class RewardsNaN(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         return ToolResponse(text="noted"), float("nan"), {}
 
 
 class RefusesAll(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         raise ToolError("closed today")
 
 
 class RecordsObjects(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        response, reward, extra = await super().execute(instance_id, parameters)
+    async def answer(self, instance_id: str, text: str) -> Any:
+        response, reward, extra = await super().answer(instance_id, text)
         return response, reward, {**extra, "tool": self}
 
 
@@ -106,9 +111,9 @@ class JudgesOnlyWhatWasUsed(Notes):
 
 
 class StumblesOverOddText(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        parameters["text"].encode("ascii")
-        return await super().execute(instance_id, parameters)
+    async def answer(self, instance_id: str, text: str) -> Any:
+        text.encode("ascii")
+        return await super().answer(instance_id, text)
 
 
 class OneForAll(Notes):
@@ -121,8 +126,8 @@ class OneForAll(Notes):
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         self.mine = self.notes[instance_id] = []
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        self.mine.append(parameters["text"])
+    async def answer(self, instance_id: str, text: str) -> Any:
+        self.mine.append(text)
         return ToolResponse(text=f"{len(self.mine)} notes"), None, {}
 
 
@@ -133,12 +138,12 @@ class OneAtATime(Notes):
         super().__init__()
         self.is_busy = False
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         if self.is_busy:
             raise RuntimeError("busy")
         self.is_busy = True
         try:
-            return await super().execute(instance_id, parameters)
+            return await super().answer(instance_id, text)
         finally:
             self.is_busy = False
 
@@ -152,13 +157,13 @@ class SaysRerun(Notes):
 
     num_calls = 0
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         self.num_calls += 1
         return ToolResponse(text=str(self.num_calls)), None, {}
 
 
 class Blocks(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
         return ToolResponse(text="noted"), None, {}
 
@@ -203,29 +208,82 @@ class KeepsItsLock(Notes):
         super().__init__()
         self.place = asyncio.Semaphore()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         await self.place.acquire()
         await asyncio.sleep(0.01)
         self.place.release()
-        return await super().execute(instance_id, parameters)
-
-
-class IgnoresCancellation(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        try:
-            return await super().execute(instance_id, parameters)
-        except asyncio.CancelledError:
-            await asyncio.sleep(2.2)
-            raise
+        return await super().answer(instance_id, text)
 
 
 class BelongsToALoop(Notes):
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+    async def answer(self, instance_id: str, text: str) -> Any:
         if not hasattr(self, "ready"):
             self.ready = asyncio.get_running_loop().create_future()
             self.ready.set_result(None)
         await asyncio.gather(self.ready)
-        return await super().execute(instance_id, parameters)
+        return await super().answer(instance_id, text)
+
+
+class Exits(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        raise SystemExit(3)
+
+
+class AnswersWithNoList(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        return ToolResponse(text="noted", image="note.png"), None, {}  # type: ignore[arg-type]
+
+
+class JudgesAllTogether(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return float(sum(map(len, self.notes.values())))
+
+
+class BlocksWhenItJudges(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
+
+
+class LeavesFiles(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[int] = []
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        self.files.append(os.dup(0))
+
+    def __del__(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+class LeavesThreads(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = threading.Event()
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        threading.Thread(target=self.is_over.wait, args=(5,), daemon=True).start()
+
+
+class KeepsItsLockLate(KeepsItsLock):
+    """As the other, if it is cancelled a few awaits later."""
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return await super().answer(instance_id, text)
+
+
+class CannotBeCancelled(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        over = time.monotonic() + 0.6
+        while time.monotonic() < over:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(over - time.monotonic())
+        return await super().answer(instance_id, text)
 
 
 def checked(tool: BaseTool, **options: Any) -> CheckReport:
@@ -258,17 +316,31 @@ def test_a_tool_without_fault_passes() -> None:
             "every call was ref",
         ),
         (RecordsObjects, "what a call records can be written to a file", "JSON has no form"),
+        (
+            Exits,
+            "a call is answered with words, a reward or none, and what to record",
+            "SystemExit.* to end the process",
+        ),
+        (
+            AnswersWithNoList,
+            "a call is answered with words, a reward or none, and what to record",
+            "return a list of them",
+        ),
         (JudgesInWords, "the verdict on a trajectory is a number, or None", "finite number"),
         (JudgesOnlyWhatWasUsed, "a trajectory may end before its first call", "ZeroDivisionError"),
         (StumblesOverOddText, "arguments at the edge of its schema are answered", "UnicodeEncodeError"),
         (OneForAll, "trajectories that run at once are told apart", "beside another trajectory"),
+        (JudgesAllTogether, "trajectories that run at once are told apart", "its verdict is 6.0, not 3.0"),
         (OneAtATime, "many trajectories at once are all answered", "RuntimeError: busy"),
         (OneAtATime, "several calls of one trajectory at once are all answered", "RuntimeError: busy"),
         (SaysRecorded, "what it says of running calls twice is true", "recorded, but after other calls"),
         (SaysRerun, "what it says of running calls twice is true", "rerun, but the same calls"),
         (Blocks, "others go on while it works", "the event loop stood still"),
+        (BlocksWhenItJudges, "others go on while it works", "the event loop stood still"),
         (NeverForgets, "a trajectory that is over leaves nothing behind", "its id is still in self.notes"),
         (LeavesTasks, "a trajectory that is over leaves nothing behind", "tasks still run"),
+        (LeavesFiles, "a trajectory that is over leaves nothing behind", "leaves one more open file"),
+        (LeavesThreads, "a trajectory that is over leaves nothing behind", "leaves one more thread"),
         (ReleasesOnlyWhatIsThere, "a trajectory whose create failed can be released", "KeyError"),
         (
             ForgetsLateStarts,
@@ -276,18 +348,23 @@ def test_a_tool_without_fault_passes() -> None:
             "still in self.starting",
         ),
         (KeepsItsLock, "a call that is cancelled ends soon, and others go on", "took longer than"),
+        (KeepsItsLockLate, "a call that is cancelled ends soon, and others go on", "took longer than"),
         (
-            IgnoresCancellation,
+            CannotBeCancelled,
             "a call that is cancelled ends soon, and others go on",
-            "after it was cancelled",
+            "still ran 0.2 s after it was cancelled",
         ),
         (BelongsToALoop, "it works on another event loop too", "loop"),
     ],
 )
-def test_each_fault_is_found(faulty: Callable[[], BaseTool], sentence: str, reason: str) -> None:
-    subject = Subject(faulty(), CALLS, {}, {}, _numbers=count())
-    timeout_s = 0.5 if faulty is KeepsItsLock else 5
-    result = asyncio.run(run_check(sentence, partial(CHECKS[sentence], subject), timeout_s=timeout_s))
+def test_each_fault_is_found(
+    faulty: type[Notes], sentence: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (contract, subject):
+        monkeypatch.setattr(module, "END_S", 0.2)
+    tool = Subject(faulty(), CALLS, {}, {}, _numbers=count())
+    timeout_s = 0.5 if issubclass(faulty, KeepsItsLock) else 5
+    result = asyncio.run(run_check(sentence, partial(CHECKS[sentence], tool), timeout_s=timeout_s))
     assert result.verdict == "failed"
     assert re.search(reason, result.detail), result.detail
 

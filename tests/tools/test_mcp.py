@@ -24,7 +24,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.mcp.tools import mcp_tools
 from agent_loop.tools.registry import load_tools
-from agent_loop.tools.session import ToolResult, ToolSession, ToolSessionConfig
+from agent_loop.tools.results import ToolResult
+from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import StopReason, ToolCall
 from tests.helpers import calls, says, small_tokenizer, user

@@ -268,3 +268,42 @@ def test_a_schema_that_names_no_properties_takes_any() -> None:
 def test_an_invalid_tool_schema_is_refused(function: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         check_tool_schema({"type": "function", "function": function}, where="here")
+
+
+def parameters(**properties: Any) -> dict[str, Any]:
+    return {"function": {"name": "t", "parameters": {"type": "object", "properties": properties}}}
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/nothing", "http://127.0.0.1:9/schema.json"])
+def test_a_reference_that_leads_out_of_the_schema_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"refers to .*, which is not in it; put it into its"):
+        check_tool_schema(parameters(x={"items": {"$ref": reference}}), where="t")
+
+
+def test_a_reference_within_the_schema_is_followed() -> None:
+    tool_schema = parameters(x={"$ref": "#/$defs/x"})
+    tool_schema["function"]["parameters"]["$defs"] = {"x": {"type": "integer"}}
+    check_tool_schema(tool_schema, where="t")
+    assert check_arguments(tool_schema, {"x": "1"}) == "argument 'x' is \"1\", a string; expected an integer"
+
+
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth else []
+
+
+def test_arguments_that_cannot_be_held_against_the_schema_are_wrong() -> None:
+    assert check_arguments(parameters(x={"multipleOf": 0.1}), {"x": 10**400}) is not None
+    endless = parameters(x={"$ref": "#/properties/x", "type": "array"})
+    endless["function"]["parameters"]["properties"]["x"] = {"items": {"$ref": "#/properties/x"}}
+    assert check_arguments(endless, {"x": nested(300)}) == "the call is nested too deeply"
+
+
+def test_a_value_that_fits_too_many_options_is_said_to() -> None:
+    tool_schema = parameters(x={"oneOf": [{"type": "integer"}, {"type": "number"}]})
+    assert "valid under each of" in str(check_arguments(tool_schema, {"x": 1}))
+
+
+def test_where_patterns_allow_names_the_one_that_fits_none_is_named() -> None:
+    tool_schema = parameters()
+    tool_schema["function"]["parameters"] |= {"patternProperties": {"^x_": {}}, "additionalProperties": False}
+    assert "'bad' does not match" in str(check_arguments(tool_schema, {"x_1": 1, "bad": 2}))

@@ -9,7 +9,8 @@ from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.function import function_tool
-from agent_loop.tools.session import ToolResult, ToolSession, ToolSessionConfig
+from agent_loop.tools.results import ToolResult
+from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
 
@@ -267,7 +268,11 @@ def test_any_other_exception_is_a_bug_of_the_tool(stage: str, error: Exception) 
     assert tool.events[-1] == "release"
 
 
-@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1)])
+class Panic(BaseException):
+    """What extensions written in Rust raise when they break."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), Panic("unreachable")])
 def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseException) -> None:
     with pytest.raises(ToolBug, match="raised RuntimeError: it raised"):
         execute_once(Notebook(execute=raising(error)), call())
@@ -280,6 +285,7 @@ def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseE
         (ToolResponse(), None),
         ({"text": "x"}, None, {}),
         (ToolResponse(text=b"x"), None, {}),  # type: ignore
+        (ToolResponse(image="note.png"), None, {}),  # type: ignore
         (ToolResponse(), "1", {}),
         (ToolResponse(), float("nan"), {}),
         (ToolResponse(), None, None),
@@ -293,6 +299,20 @@ def test_a_result_of_another_shape_is_a_bug_of_the_tool(returned: Any) -> None:
 def test_a_text_may_stand_in_the_place_of_the_response() -> None:
     result = execute_once(Notebook(execute=returning(("fine", 1, {"a": 2}))), call())
     assert result == ToolResult(ToolResponse(text="fine"), reward=1.0, extra={"a": 2})
+
+
+def test_half_a_surrogate_pair_is_replaced_as_nothing_could_be_written_with_it() -> None:
+    result = execute_once(Notebook(execute=returning(("a\ud800b", None, {}))), call())
+    assert result.response.text == "a?b"
+    refused = execute_once(Notebook(execute=raising(ToolError("no \ud800"))), call())
+    assert refused.response.text == "no ?"
+
+
+def test_of_a_long_refusal_a_part_is_recorded_and_the_model_reads_all_of_it() -> None:
+    result = execute_once(Notebook(execute=raising(ToolError("no " * 1000))), call())
+    assert len(str(result.response.text)) == 3000
+    assert result.incident is not None
+    assert len(result.incident.detail) == 1000
 
 
 def test_a_tool_cannot_change_the_recorded_call() -> None:

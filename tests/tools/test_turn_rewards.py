@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from agent_loop.config import AlgorithmConfig
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
+from agent_loop.recording.forms import read_trajectories, trajectories_form
+from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.journal.forms import read_trajectories, trajectories_form
-from agent_loop.rollout.journal.values import pack, unpack
 from agent_loop.rollout.records import to_record
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.training.advantages import turn_advantages, weighed_turn_advantages
+from agent_loop.training.advantages import collect_rewards, estimate_advantages, turn_advantages
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, ToolCall
@@ -230,12 +231,17 @@ def test_no_rewards_and_other_groups_give_exactly_zero() -> None:
     assert not empty.any()
 
 
+def advantages_of_turns(trajectories: Sequence[Trajectory], *, weight: float) -> torch.Tensor:
+    """Of trajectories with the same reward, so that nothing is added to them."""
+    config = AlgorithmConfig(turn_reward_weight=weight, norm_adv_by_std_in_grpo=False)
+    rewards = collect_rewards(assemble(trajectories, pad_token_id=0), config=config, response_length=1000)
+    return estimate_advantages(rewards, config=config).advantages_BR
+
+
 def test_they_are_weighed_as_the_config_says() -> None:
     trajectories = run_forks()
-    batch = assemble(trajectories, pad_token_id=0)
-    assert weighed_turn_advantages(batch, weight=0.0, norm_by_std=False) is None
-    found = weighed_turn_advantages(batch, weight=0.5, norm_by_std=False)
-    assert found is not None
+    assert not advantages_of_turns(trajectories, weight=0.0).any()
+    found = advantages_of_turns(trajectories, weight=0.5)
     own = ends_of_turns(trajectories[1])[1]
     # rewards that count: 0.5 and 2.0 in the first branch, 0.125 in the second; their mean is 0.875
     assert float(found[1, own]) == pytest.approx(0.5 * (0.125 - 0.875))
@@ -244,9 +250,7 @@ def test_they_are_weighed_as_the_config_says() -> None:
 
 def test_what_failed_counts_in_no_statistic() -> None:
     trajectories = [replace(t, reward=None if t.branch == 0 else t.reward) for t in run_forks()]
-    batch = assemble(trajectories, pad_token_id=0)
-    found = weighed_turn_advantages(batch, weight=1.0, norm_by_std=False)
-    assert found is not None
+    found = advantages_of_turns(trajectories, weight=1.0)
     assert not found[0].any()
     assert float(found[1, 0]) == pytest.approx(0.0)
     assert float(found[1, ends_of_turns(trajectories[1])[1]]) == pytest.approx(0.125 - 0.3125)

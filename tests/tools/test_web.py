@@ -12,7 +12,8 @@ from agent_loop.boundary import OnReplay
 from agent_loop.errors import ConfigError
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
-from agent_loop.tools.session import ToolResult, ToolSession, ToolSessionConfig
+from agent_loop.tools.results import ToolResult
+from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.tools.web import client
 from agent_loop.tools.web.http import HttpTool
 from agent_loop.tools.web.openapi import openapi_tools
@@ -111,22 +112,78 @@ def test_errors_of_the_service_are_typed(monkeypatch: pytest.MonkeyPatch) -> Non
             return web.Response(body=b"caf\xe9", headers={"Content-Type": "text/plain; charset=nonsense"})
         if what == "latin":
             return web.Response(body=b"caf\xe9", headers={"Content-Type": "text/plain; charset=latin-1"})
+        if what in ("base64", "idna", "undefined"):
+            return web.Response(body=b"Zm9v", headers={"Content-Type": f"text/plain; charset={what}"})
         return web.Response(status=int(what), text="no\nsuch  city")
 
     with serving(web.get("/{city}", answer)) as url:
         tool = HttpTool({"url": f"{url}/{{city}}"}, WEATHER)
-        cities = ["404", "429", "large", "odd", "latin"]
+        cities = ["404", "429", "large", "odd", "latin", "base64", "idna", "undefined"]
         results = ask({"weather": tool}, *(ToolCall("weather", {"city": city}) for city in cities))
     assert [kind_of(result) for result in results] == [
         IncidentKind.TOOL_ERROR,
         IncidentKind.TOOL_UNAVAILABLE,
         IncidentKind.TOOL_ERROR,
-        None,
-        None,
+        *[None] * 5,
     ]
     assert results[0].response.text == "the service answered with status 404: no such city"
     assert asked.count("429") == 3
-    assert results[4].response.text == "café"
+    assert [result.response.text for result in results[4:]] == ["café", "Zm9v", "Zm9v", "Zm9v"]
+
+
+def test_an_answer_that_is_no_json_is_told_to_the_model() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text={"deep": "[" * 100_000, "words": "sorry"}[request.match_info["city"]])
+
+    with serving(web.get("/{city}", answer)) as url:
+        tool = HttpTool({"url": f"{url}/{{city}}", "select": "0"}, WEATHER)
+        results = ask({"weather": tool}, *(ToolCall("weather", {"city": city}) for city in ("deep", "words")))
+    assert [kind_of(result) for result in results] == [IncidentKind.TOOL_ERROR] * 2
+    assert results[1].response.text == "the service answered no JSON: 'sorry'"
+
+
+def test_headers_with_secrets_go_to_no_other_host() -> None:
+    seen: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.path)
+        if request.path == "/away":
+            raise web.HTTPFound(f"http://localhost:{request.url.port}/end")
+        if request.path == "/on":
+            raise web.HTTPFound("/end")
+        return web.Response(text="there")
+
+    with serving(web.get("/{city}", answer)) as url:
+        config = {"url": f"{url}/{{city}}"}
+        guarded, open_to_all = (
+            HttpTool({**config, "headers": {"X-Key": "xyzzy"}}, WEATHER),
+            HttpTool(config, WEATHER),
+        )
+        refused, followed = ask(
+            {"weather": guarded}, *(ToolCall("weather", {"city": c}) for c in ("away", "on"))
+        )
+        assert seen == ["/away", "/on", "/end"]
+        [elsewhere] = ask({"weather": open_to_all}, ToolCall("weather", {"city": "away"}))
+    assert refused.response.text == "the service redirects to another host, 'localhost'"
+    assert followed.response.text == elsewhere.response.text == "there"
+
+
+def test_one_trajectory_does_not_get_the_cookies_of_another() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=request.headers.get("Cookie", "none"), headers={"Set-Cookie": "who=me"})
+
+    with serving(web.get("/{city}", answer)) as url:
+        tool = HttpTool({"url": f"{url.replace('127.0.0.1', 'localhost')}/{{city}}"}, WEATHER)
+        results = ask({"weather": tool}, *[ToolCall("weather", {"city": "x"})] * 2)
+    assert [result.response.text for result in results] == ["none", "none"]
+
+
+def test_no_argument_can_add_a_header(tmp_path: Path) -> None:
+    config = {"spec": write_spec(tmp_path), "operations": ["get_item"], "server_url": "http://127.0.0.1:9"}
+    [tool] = openapi_tools(config)
+    [result] = ask({"get_item": tool}, ToolCall("get_item", {"id": 1, "X-Trace": "a\r\nX-Admin: yes"}))
+    assert kind_of(result) is IncidentKind.TOOL_ERROR
+    assert "X-Trace goes into a header, which holds one line" in str(result.response.text)
 
 
 def test_a_slow_service_is_unavailable_and_a_post_is_sent_once() -> None:
@@ -340,3 +397,41 @@ def test_a_reference_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     path = write_spec(tmp_path, {**SPEC, "components": {}})
     with pytest.raises(ConfigError, match="leads nowhere"):
         openapi_tools({"spec": path, "server_url": "http://x"})
+
+
+def test_a_path_with_a_name_that_is_not_described_is_refused(tmp_path: Path) -> None:
+    path = write_spec(tmp_path, {**SPEC, "paths": {"/of/{owner}": {"get": {"operationId": "get_it"}}}})
+    with pytest.raises(ConfigError, match="its path needs 'owner', which it does not describe"):
+        openapi_tools({"spec": path, "server_url": "http://x"})
+
+
+YAML_SPEC = """
+openapi: 3.1.0
+servers:
+  - url: "{scheme}://127.0.0.1:{port}/v3"
+    variables: {scheme: {default: http}, port: {default: "PORT"}}
+paths:
+  /days/{days}:
+    get:
+      operationId: days
+      parameters:
+        - {name: days, in: path, required: true, schema: {type: array, items: {type: integer}}}
+        - {name: since, in: query, schema: {type: string, default: 2024-02-29}}
+        - {name: kinds, in: query, explode: false, schema: {type: array, items: {type: string}}}
+        - {name: all, in: query, schema: {type: boolean}}
+        - {name: Authorization, in: header, schema: {type: string}}
+"""
+
+
+def test_what_yaml_and_openapi_have_beyond_json_is_read(tmp_path: Path) -> None:
+    with serving(ECHO) as url:
+        (tmp_path / "days.yaml").write_text(YAML_SPEC.replace("PORT", url.rpartition(":")[2]))
+        [tool] = openapi_tools({"spec": str(tmp_path / "days.yaml")})
+        arguments = {"days": [1, 2], "kinds": ["a", "b"], "all": True}
+        [result] = ask({"days": tool}, ToolCall("days", arguments))
+    properties = tool.tool_schema["function"]["parameters"]["properties"]
+    assert properties["since"] == {"type": "string", "default": "2024-02-29"}
+    assert "Authorization" not in properties
+    path, _, query = json.loads(str(result.response.text))["path"].partition("?")
+    assert path == "/v3/days/1%2C2"
+    assert set(query.split("&")) == {"kinds=a,b", "all=true"}

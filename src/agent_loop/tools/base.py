@@ -38,8 +38,8 @@ class BaseTool(ABC):
 
     on_replay: OnReplay | str = OnReplay.RESTART
     """Whether a call may be run twice. It decides what becomes of recorded calls when a trajectory is run again after a
-    crash (say it of your tool, or such trajectories begin anew), and whether `retries` are allowed: only `RECORDED`
-    tells that running a call again does no harm."""
+    crash or a cancellation (say it of your tool, or such trajectories begin anew), and whether `retries` are allowed:
+    only `RECORDED` tells that running a call again does no harm."""
     timeout_s: float | None = None
     """One call with its retries, the `create` before the first included; None is `multi_turn.tool_timeout_s`."""
     max_concurrent: int | None = None

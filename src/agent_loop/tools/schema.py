@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, ValidationError
 from pydantic import Field
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
@@ -33,6 +36,7 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
         raise ConfigError(
             f"{where} is no valid JSON schema: {place or 'its root'}: {error.message}"
         ) from error
+    _check_references(function.parameters, where=where)
     if function.parameters.get("type", "object") != "object":
         raise ConfigError(f"{where} has the type {function.parameters['type']!r}; make it 'object'")
     properties: dict[str, Any] = function.parameters.get("properties", {})
@@ -49,9 +53,41 @@ def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]
     An argument that the schema does not name is wrong too, unless the schema itself says what else is allowed.
     """
     parameters: Mapping[str, Any] = tool_schema["function"].get("parameters") or {}
-    faults = _validator(json.dumps(parameters)).iter_errors(arguments)
-    sentences = dict.fromkeys(_describe_fault(fault) for fault in faults)
+    try:
+        faults = _validator(json.dumps(parameters)).iter_errors(arguments)
+        sentences = dict.fromkeys(_describe_fault(fault) for fault in faults)
+    except OverflowError:
+        return "a number in the call is too large"
+    except RecursionError:
+        return "the call is nested too deeply"
     return "; ".join(list(sentences)[:MAX_FAULTS]) or None
+
+
+def _check_references(parameters: Mapping[str, Any], *, where: str) -> None:
+    """Nothing is fetched, so what a schema refers to must be in it."""
+    resolver = Registry[Any]().resolver_with_root(DRAFT202012.create_resource(parameters))
+    for reference in _references(parameters):
+        try:
+            resolver.lookup(reference)
+        except Unresolvable as error:
+            raise ConfigError(
+                f"{where} refers to {reference!r}, which is not in it; put it into its $defs"
+            ) from error
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, list):
+        for item in cast(list[Any], node):
+            yield from _references(item)
+    elif isinstance(node, Mapping):
+        for key, value in cast(Mapping[str, Any], node).items():
+            if key == "$ref" and isinstance(value, str):
+                yield value
+            elif key not in _VALUES:
+                yield from _references(value)
+
+
+_VALUES = ("const", "default", "enum", "examples")
 
 
 class _FunctionSchema(Section):
@@ -101,11 +137,12 @@ def _describe_fault(fault: ValidationError) -> str:
     if fault.validator == "required":
         missing = [repr(name) for name in schema["required"] if name not in instance]
         return f"{place or 'the call'} lacks {', '.join(missing)}"
-    if fault.validator == "additionalProperties" and schema["additionalProperties"] is False:
+    if fault.validator == "additionalProperties" and "patternProperties" not in schema:
         names = schema.get("properties", {})
         unknown = next(name for name in instance if name not in names)
         return f"{place or 'the call'} has no argument {unknown!r}{did_you_mean(unknown, names)}"
-    expected = _describe_expected(schema) if fault.validator in _TYPE_KEYWORDS else ""
+    fits_several = fault.validator == "oneOf" and not fault.context
+    expected = "" if fits_several or fault.validator not in _TYPE_KEYWORDS else _describe_expected(schema)
     if not expected:
         return f"{place or 'the call'}: {fault.message}"
     return f"{place or 'the call'} is {_describe_json(instance)}; expected {expected}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 from uuid import uuid4
@@ -13,7 +13,6 @@ from agent_loop.boundary import (
     DeadlineExpired,
     OnReplay,
     TrajectoryInstance,
-    as_finite_number,
     close_instances,
     describe_error,
     describe_value,
@@ -21,8 +20,9 @@ from agent_loop.boundary import (
     run_bounded,
 )
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
-from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.base import BaseTool
 from agent_loop.tools.calls import check_declarations, place_for_call, with_retries
+from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
 from agent_loop.tools.schema import check_arguments
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.types import ToolCall
@@ -38,18 +38,6 @@ class ToolSessionConfig:
     """One call of a tool that has no `timeout_s` of its own, the `create` before the first included."""
     close_timeout_s: float
     """One `calc_reward`, and one `release`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """What came of one call."""
-
-    response: ToolResponse
-    reward: float | None = None
-    incident: Incident | None = None
-    """Why the call did not work, where it did not; `response` says it to the model."""
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the tool found worth recording."""
 
 
 class ToolSession:
@@ -125,20 +113,20 @@ class ToolSession:
         tool = self._tools.get(call.name)
         if tool is None:
             detail = f"there is no tool {call.name!r}{did_you_mean(call.name, self._tools)}"
-            return _answer(IncidentKind.UNKNOWN_TOOL, detail)
+            return refusal(IncidentKind.UNKNOWN_TOOL, detail)
         fault = check_arguments(tool.tool_schema, call.arguments)
         if fault is not None:
-            return _answer(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {fault}")
+            return refusal(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {fault}")
         run = partial(with_retries, tool, partial(self._run, tool, call))
         try:
             async with place_for_call(tool):
                 returned = await run_bounded(run, timeout_s=tool.timeout_s or self._config.timeout_s)
         except DeadlineExpired as error:
-            return _answer(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
+            return refusal(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
         except ToolUnavailable as error:
-            return _answer(IncidentKind.TOOL_UNAVAILABLE, str(error) or f"{call.name} is not available")
+            return refusal(IncidentKind.TOOL_UNAVAILABLE, str(error) or f"{call.name} is not available")
         except ToolError as error:
-            return _answer(IncidentKind.TOOL_ERROR, str(error) or f"{call.name} did not work")
+            return refusal(IncidentKind.TOOL_ERROR, str(error) or f"{call.name} did not work")
         except Exception as error:
             arguments = one_line(repr(call.arguments), max_length=200)
             raise ToolBug(
@@ -203,10 +191,6 @@ class ToolSession:
         return self._kwargs.get(name, {}).get(key, {})
 
 
-def _answer(kind: IncidentKind, detail: str) -> ToolResult:
-    return ToolResult(ToolResponse(text=detail), incident=Incident(kind, " ".join(detail.split())))
-
-
 def _read_tools_kwargs(
     tools_kwargs: Mapping[str, Any], *, tools: Mapping[str, BaseTool]
 ) -> dict[str, dict[str, dict[str, Any]]]:
@@ -231,42 +215,3 @@ def _mapping(value: Any, *, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {describe_value(value)}; give a mapping")
     return cast(Mapping[str, Any], value)
-
-
-def read_result(returned: Any, *, name: str) -> ToolResult:
-    """Checks what `execute` returned; a plain str may stand in the response's place.
-
-    Raises:
-        ToolBug: It is no result.
-    """
-    parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
-    if len(parts) != 3:
-        raise ToolBug(
-            f"tool {name!r} returned {describe_value(returned)}; return (ToolResponse, reward or None, dict)"
-        )
-    response, reward, extra = parts
-    if isinstance(response, str):
-        response = ToolResponse(text=response)
-    if not isinstance(response, ToolResponse) or not _is_text_or_none(response.text):
-        raise ToolBug(
-            f"tool {name!r} returned {describe_value(response)} as its response; return ToolResponse(text=str)"
-        )
-    if not isinstance(extra, dict):
-        raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
-    if reward is not None:
-        reward = read_reward(reward, where=f"tool {name!r}")
-    return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def read_reward(reward: Any, *, where: str) -> float:
-    """Raises: ToolBug: It is no finite number."""
-    number = as_finite_number(reward)
-    if number is None:
-        raise ToolBug(
-            f"{where} returned {describe_value(reward)} as its reward; return a finite number, or None"
-        )
-    return number

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from agent_loop.checks import CheckResult, CheckSkipped, run_check
+from agent_loop.checks import CheckResult, CheckSkipped, run_checks
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.check.control import CONTROL_CHECKS
@@ -56,12 +56,8 @@ async def check_server(
         long_tokens=max_model_len - 24,
         _sessions=count(),
     )
-    results: list[CheckResult] = []
-    for check in CHECKS:
-        result = await run_check(check.name, partial(_run, check, subject), timeout_s=timeout_s)
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
+    checks = {check.name: partial(_run, check, subject) for check in CHECKS}
+    results = await run_checks(checks, timeout_s=timeout_s, on_result=on_result)
     return CheckReport(server.name, results)
 
 

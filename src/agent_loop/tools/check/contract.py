@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeAlias
 
 from agent_loop.boundary import OnReplay, describe_value
@@ -15,15 +14,16 @@ from agent_loop.concurrency import run_in_thread, run_together
 from agent_loop.errors import ToolError
 from agent_loop.tools.calls import check_declarations
 from agent_loop.tools.check.edges import edge_arguments
-from agent_loop.tools.check.subject import Subject, require_same
+from agent_loop.tools.check.leaks import count_held, grown_by
+from agent_loop.tools.check.subject import END_S, Subject, require_same
 from agent_loop.tools.schema import check_arguments, check_tool_schema
-from agent_loop.tools.session import read_reward
 
 CheckFunction: TypeAlias = Callable[[Subject], Coroutine[Any, Any, str | None]]
 CHECKS: dict[str, CheckFunction] = {}
 NUM_AT_ONCE = 16
-END_S = 2.0
-"""How long a call that is cancelled may go on."""
+NUM_ROUNDS = 3
+CANCELLED_AFTER = (1, 2, 3, 4, 5, 6, 8, 12, 20)
+"""Turns of the event loop: so many places of a call are tried."""
 
 
 def check(name: str) -> Callable[[CheckFunction], CheckFunction]:
@@ -75,16 +75,14 @@ async def _verdict(subject: Subject) -> str:
     async with subject.created() as instance_id:
         for arguments in subject.calls:
             await subject.answer(instance_id, arguments)
-        verdict: Any = await subject.tool.calc_reward(instance_id)
-    return "None" if verdict is None else f"{read_reward(verdict, where='calc_reward'):g}"
+        verdict = await subject.verdict(instance_id)
+    return "None" if verdict is None else f"{verdict:g}"
 
 
 @check("a trajectory may end before its first call")
 async def _unused(subject: Subject) -> None:
     async with subject.created() as instance_id:
-        verdict: Any = await subject.tool.calc_reward(instance_id)
-        if verdict is not None:
-            read_reward(verdict, where="calc_reward")
+        await subject.verdict(instance_id)
 
 
 @check("arguments at the edge of its schema are answered")
@@ -100,13 +98,19 @@ async def _apart(subject: Subject) -> None:
     if not await subject.is_reproducible():
         raise CheckSkipped("the same calls are answered differently each time")
     calls, others = list(subject.calls), list(reversed(subject.calls))
-    alone = await subject.conversation(calls)
+    async with subject.created() as one:
+        alone = [await subject.answer(one, arguments) for arguments in calls]
+        verdict_alone = await subject.verdict(one)
     async with subject.created() as one, subject.created() as two:
         together = [
             (await subject.answer(one, mine), await subject.answer(two, its))
             for mine, its in zip(calls, others, strict=True)
         ]
+        verdict = await subject.verdict(one)
     require_same([mine for mine, _ in together], alone, "beside another trajectory")
+    require(
+        verdict == verdict_alone, f"beside another trajectory, its verdict is {verdict}, not {verdict_alone}"
+    )
 
 
 @check("many trajectories at once are all answered")
@@ -145,6 +149,7 @@ async def _blocking(subject: Subject) -> str:
     async def work() -> None:
         async with subject.created() as instance_id:
             await subject.answer(instance_id, subject.calls[0])
+            await subject.verdict(instance_id)
 
     return await require_no_blocking(work)
 
@@ -159,27 +164,39 @@ async def _forgotten(subject: Subject) -> None:
     await asyncio.sleep(0)
     left = asyncio.all_tasks() - before
     require(not left, f"tasks still run after release, as {next(iter(left), None)}")
+    held = count_held()
+    for _ in range(NUM_ROUNDS):
+        await subject.conversation(subject.calls[:1])
+    grown = await grown_by(NUM_ROUNDS, since=held)
+    require(grown is None, f"each trajectory leaves one more {grown}")
 
 
 @check("a trajectory whose create failed can be released")
 async def _never_created(subject: Subject) -> None:
-    await subject.tool.release(subject.new_id())
+    await subject.release(subject.new_id())
 
 
 @check("a trajectory that is cancelled while it is created can be released")
 async def _cancelled_create(subject: Subject) -> None:
-    instance_id = subject.new_id()
-    await _cancelled(subject, partial(subject.tool.create, instance_id, **subject.create_kwargs))
-    await subject.tool.release(instance_id)
-    place = place_held(instance_id, subject.tool)
-    require(place is None, f"its id is still in self.{place} after release")
+    for num_turns in CANCELLED_AFTER:
+        instance_id = subject.new_id()
+        was_over = await _cancelled(subject.create(instance_id), num_turns=num_turns)
+        await subject.release(instance_id)
+        place = place_held(instance_id, subject.tool)
+        require(place is None, f"its id is still in self.{place} after release")
+        if was_over:
+            break
 
 
 @check("a call that is cancelled ends soon, and others go on")
 async def _cancelled_call(subject: Subject) -> None:
-    async with subject.created() as instance_id:
-        await _cancelled(subject, partial(subject.answer, instance_id, subject.calls[0]))
-    await subject.conversation()
+    for num_turns in CANCELLED_AFTER:
+        async with subject.created() as instance_id:
+            call = subject.answer(instance_id, subject.calls[0])
+            was_over = await _cancelled(call, num_turns=num_turns)
+        await subject.conversation()
+        if was_over:
+            break
 
 
 @check("it works on another event loop too")
@@ -188,14 +205,16 @@ async def _other_loop(subject: Subject) -> None:
     await run_in_thread(lambda: asyncio.run(subject.conversation()))
 
 
-async def _cancelled(subject: Subject, begin: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Begins something and cancels it while it runs."""
+async def _cancelled(call: Coroutine[Any, Any, object], *, num_turns: int) -> bool:
+    """Begins something and cancels it while it runs; says whether it was over before."""
     clock = asyncio.get_running_loop().time
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(begin())
-        for _ in range(3):
+        task = group.create_task(call)
+        for _ in range(num_turns):
             await asyncio.sleep(0)
+        was_over = task.done()
         task.cancel()
         started = clock()
         await asyncio.wait({task})
-    require(clock() - started < END_S, f"it went on for {clock() - started:.1f} s after it was cancelled")
+    require(clock() - started < END_S, f"it still ran {END_S:g} s after it was cancelled")
+    return was_over

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
-from agent_loop.boundary import OnReplay, describe_error, one_line
+from agent_loop.boundary import OnReplay, describe_error, one_line, run_bounded
 from agent_loop.checks import CheckFailed
+from agent_loop.concurrency import await_or_leave
 from agent_loop.errors import ToolError
 from agent_loop.tools.base import BaseTool
-from agent_loop.tools.session import ToolResult, read_result
+from agent_loop.tools.results import ToolResult, read_result, read_reward
 
 Arguments: TypeAlias = Mapping[str, Any]
+END_S = 2.0
+"""How long a call that is cancelled may go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,21 @@ class Subject:
         """A trajectory's instance, released at the end."""
         instance_id = self.new_id()
         try:
-            await self.tool.create(instance_id, **self.create_kwargs)
+            await self.create(instance_id)
             yield instance_id
         finally:
-            await self.tool.release(instance_id)
+            await self.release(instance_id)
+
+    async def create(self, instance_id: str) -> None:
+        await _asked(partial(self.tool.create, instance_id, **self.create_kwargs))
+
+    async def release(self, instance_id: str) -> None:
+        await _asked(partial(self.tool.release, instance_id))
+
+    async def verdict(self, instance_id: str) -> float | None:
+        """Raises: ToolBug: It is neither a number nor None."""
+        verdict = await _asked(partial(self.tool.calc_reward, instance_id))
+        return None if verdict is None else read_reward(verdict, where="calc_reward")
 
     async def result(self, instance_id: str, arguments: Arguments) -> ToolResult:
         """One call.
@@ -69,7 +84,7 @@ class Subject:
             ToolBug: It returned something that is no result.
         """
         given = json.loads(json.dumps(arguments))
-        returned = await self.tool.execute(instance_id, given, **self.execute_kwargs)
+        returned = await _asked(partial(self.tool.execute, instance_id, given, **self.execute_kwargs))
         return read_result(returned, name=self.tool.name)
 
     async def answer(self, instance_id: str, arguments: Arguments) -> Answer:
@@ -95,6 +110,12 @@ class Subject:
     async def is_reproducible(self) -> bool:
         """Whether the same calls get the same answers in another trajectory; nothing can be compared if not."""
         return await self.conversation() == await self.conversation()
+
+
+async def _asked(function: Callable[[], Awaitable[Any]]) -> Any:
+    """What a method returns; one that would end the process raises RuntimeError, and one that will not be cancelled
+    is left."""
+    return await await_or_leave(run_bounded(function, timeout_s=None), patience_s=END_S)
 
 
 def require_same(got: Sequence[Answer], wanted: Sequence[Answer], what: str) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from agent_loop.checks import CheckReport, CheckResult, run_check
+from agent_loop.checks import CheckReport, CheckResult, run_checks
 from agent_loop.errors import ConfigError
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.check.contract import CHECKS
@@ -41,10 +41,6 @@ async def check_tool(
     if not calls:
         raise ConfigError("check_tool needs the arguments of at least one call")
     subject = Subject(tool, calls, create_kwargs or {}, execute_kwargs or {}, _numbers=count())
-    results: list[CheckResult] = []
-    for name, check in CHECKS.items():
-        result = await run_check(name, partial(check, subject), timeout_s=timeout_s)
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
+    checks = {name: partial(check, subject) for name, check in CHECKS.items()}
+    results = await run_checks(checks, timeout_s=timeout_s, on_result=on_result)
     return CheckReport(f"tool {tool.name!r}", results)

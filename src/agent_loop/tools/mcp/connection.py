@@ -16,7 +16,8 @@ from agent_loop.tools.mcp.config import McpServer
 
 CONNECT_TIMEOUT_S = 30.0
 CONNECTION_CLOSED = -32000
-"""The SDK's code for a request whose connection ended before its answer."""
+"""The SDK's code for a request whose connection ended before its answer, and that of many servers for what went wrong
+in them."""
 
 
 def import_mcp() -> Any:
@@ -59,6 +60,17 @@ def describe_cause(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup):
         return describe_cause(cast("BaseExceptionGroup[BaseException]", error).exceptions[0])
     return describe_error(error)
+
+
+async def answers(client: Any, *, after: Any) -> bool:
+    """Whether a server still answers after an `MCPError`."""
+    if after.error.code != CONNECTION_CLOSED:
+        return True
+    try:
+        await client.list_tools()
+    except import_mcp().MCPError as error:
+        return error.error.code != CONNECTION_CLOSED
+    return True
 
 
 def _http_transport(server: McpServer, *, where: str) -> AbstractAsyncContextManager[Any]:

@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from pydantic import ValidationError
+
+from agent_loop.boundary import describe_error
 from agent_loop.concurrency import HeldOpen, run_while
 from agent_loop.errors import ToolError, ToolUnavailable
 from agent_loop.tools.base import trajectory_of
-from agent_loop.tools.mcp.connection import CONNECTION_CLOSED, describe_cause, import_mcp
+from agent_loop.tools.mcp.connection import answers, describe_cause, import_mcp
 from agent_loop.tools.shared import Shared
 
 
@@ -48,15 +51,17 @@ class McpSession:
 
         Raises:
             ToolUnavailable: The session broke, now or before, and was not opened anew.
-            ToolError: The server refused the call.
+            ToolError: The server refused the call, or answered something that is no result of it.
         """
         held, client = await self._working()
         try:
             result = await run_while(client.call_tool(name, dict(arguments)), condition=held.over())
         except import_mcp().MCPError as error:
-            if error.error.code != CONNECTION_CLOSED:
+            if await answers(client, after=error):
                 raise ToolError(f"the MCP server refused the call: {error.error.message}") from error
             result = None
+        except (ValidationError, RuntimeError) as error:  # the SDK's, of an answer against its own schema
+            raise ToolError(f"the MCP server answered what is no result: {describe_error(error)}") from error
         if result is None:
             self._is_broken = self._is_broken or held is self._held
             raise ToolUnavailable("the MCP server ended the session during the call")
@@ -114,9 +119,11 @@ class McpSessions:
         key = self._key(instance_id)
         shared = self._sessions.get(key)
         if shared is not None:
-            await shared.leave(instance_id)
-            if not shared.num_users and not self._is_shared:
-                self._sessions.pop(key, None)
+            try:
+                await shared.leave(instance_id)
+            finally:
+                if not shared.num_users and not self._is_shared:
+                    self._sessions.pop(key, None)
 
     async def _open(self) -> McpSession:
         session = McpSession(self._open_as, reconnects=self._reconnects)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,20 +31,22 @@ class WebAnswer:
 
     @property
     def text(self) -> str:
-        return self.body.decode(self.charset, "replace")
+        with suppress(LookupError, ValueError):  # names of what is no encoding of text, such as base64
+            return self.body.decode(self.charset, "replace")
+        return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
         """Raises: ToolError: It is no JSON."""
         try:
-            return json.loads(self.body)
-        except ValueError as error:
+            return json.loads(self.text.removeprefix("\N{BYTE ORDER MARK}"))
+        except (ValueError, RecursionError) as error:
             raise ToolError(
                 f"the service answered no JSON: {one_line(self.text, max_length=200)!r}"
             ) from error
 
 
 class WebClient:
-    """Connections that a tool's trajectories share.
+    """Connections that a tool's trajectories share; no cookies are kept, so that none sees what another did.
 
     Args:
         headers: Sent with every request.
@@ -90,9 +91,9 @@ class WebClient:
                 content = bytearray()
                 while len(content) <= MAX_BYTES and (more := await answer.content.read(2**16)):
                     content += more
-                return _checked(WebAnswer(answer.status, bytes(content), _known(answer.charset)))
-        except (aiohttp.InvalidURL, ValueError) as error:
-            raise ToolError(f"{url!r} is no URL") from error
+                return _checked(WebAnswer(answer.status, bytes(content), answer.charset or "utf-8"))
+        except ValueError as error:  # of the URL
+            raise ToolError(f"{url!r} cannot be asked: {describe_error(error)}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = (
                 f"no answer in {self._timeout_s:g} s"
@@ -103,17 +104,29 @@ class WebClient:
 
     async def _open(self) -> aiohttp.ClientSession:
         limits = aiohttp.ClientTimeout(total=self._timeout_s)
-        return aiohttp.ClientSession(headers=self._headers, timeout=limits)
+        watch = aiohttp.TraceConfig()
+        watch.on_request_redirect.append(_stay)
+        return aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=limits,
+            trace_configs=[watch] if self._headers else [],
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+
+async def _stay(
+    session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams
+) -> None:
+    """The tool's headers may hold secrets, which are no other host's business."""
+    answer = redirect.response
+    target = redirect.url.join(URL(answer.headers.get("Location", "")))
+    if target.host != redirect.url.host:
+        answer.close()
+        raise ToolError(f"the service redirects to another host, {target.host!r}")
 
 
 async def _close(session: aiohttp.ClientSession) -> None:
     await session.close()
-
-
-def _known(charset: str | None) -> str:
-    with suppress(LookupError, ValueError):
-        return codecs.lookup(charset or "utf-8").name
-    return "utf-8"
 
 
 def _query(query: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError
-from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.environment import from_environment
 from agent_loop.tools.web.client import WebClient
 from agent_loop.tools.web.operation import BODY_METHODS, Operation, check_names, names_in
+from agent_loop.tools.web.tool import RequestTool
 
 
 class HttpConfig(Section):
@@ -32,49 +32,21 @@ class HttpConfig(Section):
     request_timeout_s: PositiveSeconds = 20.0
 
 
-class HttpTool(BaseTool):
-    """Sends one request per call and answers with what comes back.
-
-    A request that only reads may be run twice and is retried; for any other `on_replay` is `once`, until its entry in
-    the registry says otherwise.
+class HttpTool(RequestTool):
+    """One request.
 
     Raises:
         ConfigError: The config is wrong, or does not fit the schema.
     """
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
-        super().__init__(config, tool_schema)
-        where = f"the config of tool {self.name!r}"
+        function = tool_schema["function"]
+        where = f"the config of tool {function['name']!r}"
         settings = parse_section(HttpConfig, config, where=where)
-        operation = _operation(settings, self.tool_schema["function"].get("parameters") or {}, where=where)
+        operation = _operation(settings, function.get("parameters") or {}, where=where)
         headers = from_environment(settings.headers, where=f"{where}: headers")
         client = WebClient(headers=headers, timeout_s=settings.request_timeout_s)
-        self._requests = Requests(operation, client=client)
-        self.on_replay, self.retries = operation.on_replay, operation.retries
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Sends the request."""
-        return await self._requests.run(instance_id, parameters)
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self._requests.client.leave(instance_id)
-
-
-class Requests:
-    """Sends an operation's requests."""
-
-    def __init__(self, operation: Operation, *, client: WebClient) -> None:
-        self.operation = operation
-        self.client = client
-
-    async def run(
-        self, instance_id: str, parameters: Mapping[str, Any]
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """What `BaseTool.execute` returns."""
-        text = await self.operation.send(parameters, client=self.client, instance_id=instance_id)
-        return ToolResponse(text=text), None, {}
+        super().__init__(config, tool_schema, operation=operation, client=client)
 
 
 def _operation(settings: HttpConfig, parameters: Mapping[str, Any], *, where: str) -> Operation:

@@ -5,28 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
-from typing import Any, cast
-from urllib.parse import urljoin
-from urllib.request import urlopen
+from typing import Any
 
-import yaml
 from pydantic import Field
 
-from agent_loop.boundary import describe_error
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.base import BaseTool
 from agent_loop.tools.environment import from_environment
 from agent_loop.tools.schema import check_tool_schema
 from agent_loop.tools.web.client import WebClient
-from agent_loop.tools.web.http import Requests
 from agent_loop.tools.web.json_schema import plain_schema
-from agent_loop.tools.web.operation import Operation
+from agent_loop.tools.web.operation import Operation, names_in
+from agent_loop.tools.web.specification import read_specification, server_url_of
+from agent_loop.tools.web.tool import RequestTool
 
 METHODS = ("get", "post", "put", "patch", "delete")
-FETCH_TIMEOUT_S = 30.0
+OWN_HEADERS = frozenset({"accept", "authorization", "content-type"})
+"""What OpenAPI says not to take for parameters. Cookies are none either: they are the service's own business."""
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 
@@ -49,24 +45,6 @@ class OpenApiConfig(Section):
     request_timeout_s: PositiveSeconds = 20.0
 
 
-class OpenApiTool(BaseTool):
-    """One operation. Of one that does more than read, `on_replay` is `once`."""
-
-    def __init__(self, tool_schema: Mapping[str, Any], *, operation: Operation, client: WebClient) -> None:
-        super().__init__({}, tool_schema)
-        self.on_replay, self.retries = operation.on_replay, operation.retries
-        self._requests = Requests(operation, client=client)
-
-    async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Sends the request."""
-        return await self._requests.run(instance_id, parameters)
-
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self._requests.client.leave(instance_id)
-
-
 def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     """A tool for each operation that the config names.
 
@@ -74,13 +52,13 @@ def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
         ConfigError: The specification cannot be read, or an operation of it cannot be a tool.
     """
     settings = parse_section(OpenApiConfig, config, where="the config of openapi")
-    spec = _read_spec(settings.spec)
+    spec = read_specification(settings.spec)
     described = {operation.name: operation for operation in _operations(spec)}
     for name in [*(settings.operations or ()), *settings.exclude]:
         if name not in described:
             raise ConfigError(f"{settings.spec} has no operation {name!r}{did_you_mean(name, described)}")
     chosen = [n for n in settings.operations or described if n not in settings.exclude]
-    server_url = settings.server_url or _server_url(spec, source=settings.spec)
+    server_url = settings.server_url or server_url_of(spec, source=settings.spec)
     headers = from_environment(settings.headers, where="the config of openapi: headers")
     return [
         _make_tool(
@@ -118,7 +96,7 @@ def _operations(spec: Mapping[str, Any]) -> Iterable[Described]:
 
 def _make_tool(
     described: Described, *, prefix: str, server_url: str, client: WebClient, where: str
-) -> OpenApiTool:
+) -> RequestTool:
     properties: dict[str, Any] = {}
     required: list[str] = []
     placed: dict[str, set[str]] = {"path": set(), "query": set(), "header": set()}
@@ -126,13 +104,18 @@ def _make_tool(
         (p["name"], p["in"]): p
         for p in (*described.shared_parameters, *(described.fields.get("parameters") or ()))
     }
+    joined: set[str] = set()
     for (name, place), parameter in own.items():
-        if place not in placed:
-            continue  # cookies: the service's own business
+        if place not in placed or (place == "header" and name.lower() in OWN_HEADERS):
+            continue
         schema = plain_schema(parameter.get("schema") or {}, where=f"{where}: parameter {name!r}")
         properties[name] = {**schema, **_description(parameter)}
         placed[place].add(name)
+        joined |= {name} if parameter.get("explode") is False else set()
         required += [name] if parameter.get("required") or place == "path" else []
+    for name in names_in(described.path, where=f"{where}: its path"):
+        if name not in placed["path"]:
+            raise ConfigError(f"{where}: its path needs {name!r}, which it does not describe; exclude it")
     body, whole_body = _add_body(described, properties, required, where=where)
     function = {
         "name": prefix + _NO_NAME.sub("_", described.name),
@@ -145,11 +128,12 @@ def _make_tool(
         method=described.method,
         url=server_url.rstrip("/") + described.path,
         query=frozenset(placed["query"]),
+        joined=frozenset(joined),
         headers=frozenset(placed["header"]),
         body=frozenset(body),
         whole_body=whole_body,
     )
-    return OpenApiTool(tool_schema, operation=operation, client=client)
+    return RequestTool({}, tool_schema, operation=operation, client=client)
 
 
 def _add_body(
@@ -177,37 +161,3 @@ def _add_body(
 
 def _description(fields: Mapping[str, Any]) -> dict[str, str]:
     return {"description": fields["description"]} if fields.get("description") else {}
-
-
-def _read_spec(source: str) -> Mapping[str, Any]:
-    try:
-        jsonref: Any = import_module("jsonref")
-    except ImportError as error:
-        raise ConfigError('the tools openapi need jsonref: pip install "agent-loop[openapi]"') from error
-    try:
-        if source.startswith(("http://", "https://")):
-            with urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
-                text = answer.read().decode()
-        else:
-            text = Path(source).read_text(encoding="utf-8")
-        spec: Any = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the specification {source!r} cannot be read: {describe_error(error)}") from error
-    if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
-        "3."
-    ):
-        raise ConfigError(f"{source!r} is no OpenAPI 3 specification")
-    try:
-        return jsonref.replace_refs(spec, proxies=False, lazy_load=False)
-    except jsonref.JsonRefError as error:
-        raise ConfigError(f"a reference in {source!r} leads nowhere: {error}") from error
-
-
-def _server_url(spec: Mapping[str, Any], *, source: str) -> str:
-    servers: list[Any] = spec.get("servers") or []
-    url = str(servers[0].get("url", "")) if servers else ""
-    if source.startswith(("http://", "https://")):
-        url = urljoin(source, url or "/")
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{source!r} does not say where its server is; set server_url")
-    return url

@@ -27,6 +27,8 @@ class Operation:
     url: str
     """With `{name}` for what an argument fills."""
     query: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
+    """Of the query: lists that are one value with commas in it, not one value per item."""
     headers: frozenset[str] = frozenset()
     body: frozenset[str] = frozenset()
     """Arguments that are the fields of a JSON object."""
@@ -58,18 +60,25 @@ class Operation:
             self.method,
             self._filled_url(arguments),
             instance_id=instance_id,
-            query={name: arguments[name] for name in self.query if name in arguments},
-            headers={name: str(arguments[name]) for name in self.headers if name in arguments},
+            query={
+                name: self._query_value(name, arguments[name]) for name in self.query if name in arguments
+            },
+            headers={
+                name: _header_value(name, arguments[name]) for name in self.headers if name in arguments
+            },
             body=body,
         )
         return self._read(answer)
+
+    def _query_value(self, name: str, value: Any) -> Any:
+        return in_one_value(value) if name in self.joined and isinstance(value, list) else value
 
     def _filled_url(self, arguments: Mapping[str, Any]) -> str:
         url = ""
         for literal, name, _, _ in Formatter().parse(self.url):
             url += literal
             if name is not None:
-                value = quote(str(arguments[name]), safe="")
+                value = quote(in_one_value(arguments[name]), safe="")
                 if value in (".", ".."):  # would lead to another place
                     raise ToolError(f"{name} is {value!r}, which is not allowed here")
                 url += value
@@ -91,6 +100,20 @@ class Operation:
             else:
                 raise ToolError(f"the answer has nothing at {place!r}")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def in_one_value(value: Any) -> str:
+    """An argument as paths and headers have it: a list with commas, what is no text as JSON."""
+    if isinstance(value, list):
+        return ",".join(map(in_one_value, cast(list[Any], value)))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _header_value(name: str, value: Any) -> str:
+    text = in_one_value(value)
+    if not text.isprintable():
+        raise ToolError(f"{name} goes into a header, which holds one line of printable text")
+    return text
 
 
 def names_in(url: str, *, where: str) -> list[str]:

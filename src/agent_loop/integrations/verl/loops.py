@@ -1,38 +1,24 @@
-"""The names that code written for verl's agent loop imports: changing its imports to this module is enough.
-
-```python
-from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
-```
-
-docs/from-verl.md says what stands for what, and what differs.
-"""
+"""Loops with verl's constructor, configuration, tokenizer and server client."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import copy
+import inspect
 from abc import ABCMeta
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from agent_loop import trajectory
 from agent_loop.errors import EpisodeError, did_you_mean
-from agent_loop.interactions.base import BaseInteraction as BaseInteraction
-from agent_loop.interactions.registry import load_interactions
+from agent_loop.integrations.verl.parsing import EarlyToolParser, ToolParser
 from agent_loop.loops import base
-from agent_loop.loops.registry import register as register
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.tools.base import BaseTool as BaseTool
-from agent_loop.tools.base import ToolResponse as ToolResponse
-from agent_loop.tools.registry import load_tools
-from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics
+from agent_loop.trajectory import AgentLoopMetrics
 from agent_loop.types import TokenIds, TokenOutput
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class TrainerConfig(SimpleNamespace):
@@ -49,19 +35,23 @@ class TrainerConfigOf:
     config: TrainerConfig
     context: base.LoopContext
 
+    @property
+    def actor_rollout_ref(self) -> TrainerConfig:
+        """For loops that take it for the configuration itself."""
+        return self.config.actor_rollout_ref
+
 
 class _MadeAsInVerl(ABCMeta):
     """Makes a loop of what a worker has with the arguments that verl gives."""
 
     def __call__(cls: Any, context: base.LoopContext, **kwargs: Any) -> Any:
-        config, tokenizer = _config_of(context), context.template.tokenizer
+        config, tokenizer = _config_of(context), _tokenizer_of(context)
         cls.init_class(config=config, tokenizer=tokenizer)
-        return super().__call__(
-            trainer_config=TrainerConfigOf(config, context),
-            server_manager=LLMServerClient(context.server_manager),
-            tokenizer=tokenizer,
-            **kwargs,
-        )
+        client = LLMServerClient(context.server_manager)
+        loop = super().__call__(TrainerConfigOf(config, context), client, tokenizer, **kwargs)
+        if "messages" in inspect.signature(loop.run).parameters:
+            loop.run = partial(_run_with_messages, loop.run)
+        return loop
 
 
 class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
@@ -80,6 +70,7 @@ class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
         **kwargs: Any,
     ) -> None:
         super().__init__(trainer_config.context)
+        self.tokenizer = tokenizer
         self.config = trainer_config.config
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.server_manager: Any = server_manager
@@ -88,6 +79,11 @@ class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
     @classmethod
     def init_class(cls, config: TrainerConfig, tokenizer: Any, **kwargs: Any) -> None:
         """Called before each loop is made; those that override it look at `_class_initialized`."""
+
+    @classmethod
+    def get_tool_parser(cls, name: str) -> EarlyToolParser:
+        """For classes that have a `tokenizer`: the parser as it was before it gave the text too."""
+        return EarlyToolParser(ToolParser.get_tool_parser(name, cast(Any, cls).tokenizer))
 
 
 class SampledTokens(list[int]):
@@ -145,39 +141,6 @@ class AgentLoopOutput(trajectory.AgentLoopOutput):
         super().__init__(metrics=metrics, **fields)
 
 
-@contextmanager
-def simple_timer(name: str, timing_raw: dict[str, float]) -> Generator[None]:
-    """Adds the seconds that the body takes to `timing_raw[name]`."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - started
-
-
-def rollout_trace_op(function: FunctionT) -> FunctionT:
-    """Leaves the function as it is: what is traced here is the trajectory, not its functions."""
-    return function
-
-
-def initialize_tools_from_config(tools_config_file: str | Path) -> Sequence[BaseTool]:
-    """The tools of a YAML file.
-
-    Raises:
-        ConfigError: One cannot be loaded.
-    """
-    return list(load_tools([], config_path=tools_config_file).values())
-
-
-def initialize_interactions_from_config(interaction_config_file: str | Path) -> Mapping[str, BaseInteraction]:
-    """The interactions of a YAML file, by name.
-
-    Raises:
-        ConfigError: One cannot be loaded.
-    """
-    return load_interactions(interaction_config_file)
-
-
 def _config_of(context: base.LoopContext) -> TrainerConfig:
     rollout = TrainerConfig(
         prompt_length=context.limits.prompt_length,
@@ -185,3 +148,17 @@ def _config_of(context: base.LoopContext) -> TrainerConfig:
         multi_turn=TrainerConfig(**dict(context.multi_turn)),
     )
     return TrainerConfig(actor_rollout_ref=TrainerConfig(rollout=rollout))
+
+
+def _tokenizer_of(context: base.LoopContext) -> Any:
+    """The tokenizer, whose `apply_chat_template` gives a list of ids unless asked for more."""
+    tokenizer = copy.copy(context.template.tokenizer)
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
+    return tokenizer
+
+
+async def _run_with_messages(
+    run: Callable[..., Awaitable[Any]], sampling_params: dict[str, Any], **row: Any
+) -> Any:
+    """Calls the `run(messages, sampling_params)` of verl's first versions."""
+    return await run(messages=list(row["raw_prompt"]), sampling_params=sampling_params)

@@ -1,0 +1,87 @@
+"""Tool parsers as verl's loops ask for them."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from agent_loop.chat import parsers
+
+ParserT = TypeVar("ParserT", bound="type[ToolParser]")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A call that could be read."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolParser(ABC):
+    """Reads the calls out of the tokens of a completion."""
+
+    _registry: ClassVar[dict[str, type[ToolParser]]] = {}
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    async def extract_tool_calls(self, responses_ids: Sequence[int]) -> tuple[str, list[FunctionCall]]:
+        """The text around the calls, and the calls; one that cannot be read is left out."""
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+        """The parser of that name: one that was registered here, or one of `agent_loop.ToolParser`.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if name in cls._registry:
+            return cls._registry[name](tokenizer)
+        return ShippedToolParser(tokenizer, parsers.ToolParser.get(name))
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[ParserT], ParserT]:
+        """Makes a parser known by a name."""
+
+        def decorate(parser: ParserT) -> ParserT:
+            cls._registry[name] = parser
+            return parser
+
+        return decorate
+
+
+class ShippedToolParser(ToolParser):
+    """One of `agent_loop.ToolParser`."""
+
+    def __init__(self, tokenizer: Any, parser: parsers.ToolParser) -> None:
+        super().__init__(tokenizer)
+        self._parser = parser
+
+    async def extract_tool_calls(self, responses_ids: Sequence[int]) -> tuple[str, list[FunctionCall]]:
+        text: str = self.tokenizer.decode(list(responses_ids))
+        if not self._parser.reads_end_tokens:
+            text = text.removesuffix(self.tokenizer.eos_token or "")
+        parsed = self._parser.parse(text)
+        calls = [
+            FunctionCall(call.name, json.dumps(call.arguments, ensure_ascii=False))
+            for call in parsed.tool_calls
+        ]
+        return parsed.content, calls
+
+
+class EarlyToolParser:
+    """A parser as it was in verl's first versions, where it gave the calls alone."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        self._parser = parser
+
+    async def extract_tool_calls(self, responses_ids: Sequence[int]) -> list[FunctionCall]:
+        """The calls that can be read."""
+        _, calls = await self._parser.extract_tool_calls(responses_ids)
+        return calls

@@ -1,0 +1,87 @@
+"""Reads OpenAPI specifications."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urljoin
+from urllib.request import urlopen
+
+import yaml
+
+from agent_loop.boundary import describe_error
+from agent_loop.errors import ConfigError
+
+FETCH_TIMEOUT_S = 30.0
+
+
+def read_specification(source: str) -> Mapping[str, Any]:
+    """The specification with its references resolved.
+
+    Args:
+        source: A JSON or YAML file, or its URL.
+
+    Raises:
+        ConfigError: It cannot be read, or is none.
+    """
+    try:
+        jsonref: Any = import_module("jsonref")
+    except ImportError as error:
+        raise ConfigError('the tools openapi need jsonref: pip install "agent-loop[openapi]"') from error
+    try:
+        if source.startswith(("http://", "https://")):
+            with urlopen(source, timeout=FETCH_TIMEOUT_S) as answer:
+                text = answer.read().decode()
+        else:
+            text = Path(source).read_text(encoding="utf-8")
+        spec: Any = _parse_spec(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the specification {source!r} cannot be read: {describe_error(error)}") from error
+    if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
+        "3."
+    ):
+        raise ConfigError(f"{source!r} is no OpenAPI 3 specification")
+    try:
+        return jsonref.replace_refs(spec, proxies=False, lazy_load=False)
+    except jsonref.JsonRefError as error:
+        raise ConfigError(f"a reference in {source!r} leads nowhere: {error}") from error
+
+
+def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
+    """The URL of the first server that it names, variables in it filled with their defaults.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    servers: list[Any] = spec.get("servers") or []
+    server: Mapping[str, Any] = servers[0] if servers else {}
+    url = str(server.get("url", ""))
+    variables: Mapping[str, Mapping[str, Any]] = server.get("variables") or {}
+    for name, variable in variables.items():
+        url = url.replace(f"{{{name}}}", str(variable.get("default", "")))
+    if source.startswith(("http://", "https://")):
+        url = urljoin(source, url or "/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{source!r} does not say where its server is; set server_url")
+    return url
+
+
+class _JsonValues(yaml.SafeLoader):
+    """Dates stay text, as in JSON."""
+
+
+_JsonValues.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _parse_spec(text: str) -> Any:
+    """JSON, which YAML's parser takes a hundred times as long for, or YAML."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return yaml.load(text, Loader=_JsonValues)

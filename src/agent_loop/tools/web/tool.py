@@ -1,0 +1,46 @@
+"""A tool whose calls are requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.web.client import WebClient
+from agent_loop.tools.web.operation import Operation
+
+
+class RequestTool(BaseTool):
+    """Sends one request per call and answers with what comes back.
+
+    A request that only reads may be run twice and is retried; for any other `on_replay` is `once`, until its entry in
+    the registry says otherwise.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        tool_schema: Mapping[str, Any],
+        *,
+        operation: Operation,
+        client: WebClient,
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self.on_replay, self.retries = operation.on_replay, operation.retries
+        self._operation = operation
+        self._client = client
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        """Sends the request.
+
+        Raises:
+            ToolUnavailable: As `Operation.send`.
+            ToolError: As `Operation.send`.
+        """
+        text = await self._operation.send(parameters, client=self._client, instance_id=instance_id)
+        return ToolResponse(text=text), None, {}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await self._client.leave(instance_id)
