@@ -9,6 +9,7 @@ from typing import Any
 from agent_loop.tools.function import function_tool
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
+from examples.common.sums import drawn_rows, tool_turns
 
 SYSTEM = "Use the calculator."
 QUESTION = "What is {} * {}?"
@@ -28,12 +29,12 @@ def multiply(a: int, b: int) -> int:
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
     """Rows about pairs of factors that are not held out."""
-    return _rows(random.Random(seed), count=count, held_out=False)
+    return drawn_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
     """Rows about held-out pairs: no training row asks for any of them."""
-    return _rows(random.Random(seed), count=count, held_out=True)
+    return drawn_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
@@ -43,28 +44,12 @@ def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
     """The turns that earn the reward."""
-    call = ToolCall("multiply", {"a": row["a"], "b": row["b"]}).as_message()
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": str(row["product"])},
-        {"role": "assistant", "content": ANSWER.format(row["product"])},
-    ]
+    call = ToolCall("multiply", {"a": row["a"], "b": row["b"]})
+    return tool_turns([(call, row["product"])], answer=ANSWER.format(row["product"]))
 
 
-def _rows(rng: random.Random, *, count: int, held_out: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    while len(rows) < count:
-        a, b = rng.randrange(100, 1000), rng.randrange(10, 100)
-        if _is_held_out(a, b) == held_out:
-            rows.append(_row(a, b))
-    return rows
-
-
-def _is_held_out(a: int, b: int) -> bool:
-    return (a + b) % 7 == 0
-
-
-def _row(a: int, b: int) -> dict[str, Any]:
+def _row(rng: random.Random) -> dict[str, Any]:
+    a, b = rng.randrange(100, 1000), rng.randrange(10, 100)
     return {
         "prompt": [
             {"role": "system", "content": SYSTEM},

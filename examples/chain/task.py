@@ -9,6 +9,7 @@ from typing import Any
 from agent_loop.tools.function import function_tool
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
+from examples.common.sums import drawn_rows, tool_turns
 
 SYSTEM = "Use the calculator."
 QUESTION = "What is {} * {} + {}?"
@@ -39,12 +40,12 @@ def add(a: int, b: int) -> int:
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
     """Rows about triples of numbers that are not held out."""
-    return _rows(random.Random(seed), count=count, held_out=False)
+    return drawn_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
     """Rows about held-out triples: no training row asks about any of them."""
-    return _rows(random.Random(seed), count=count, held_out=True)
+    return drawn_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
@@ -54,31 +55,14 @@ def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
     """The turns that earn the reward."""
-    first = ToolCall("multiply", {"a": row["a"], "b": row["b"]}).as_message()
-    second = ToolCall("add", {"a": row["product"], "b": row["c"]}).as_message()
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [first]},
-        {"role": "tool", "content": str(row["product"])},
-        {"role": "assistant", "content": "", "tool_calls": [second]},
-        {"role": "tool", "content": str(row["result"])},
-        {"role": "assistant", "content": ANSWER.format(row["result"])},
-    ]
+    first = ToolCall("multiply", {"a": row["a"], "b": row["b"]})
+    second = ToolCall("add", {"a": row["product"], "b": row["c"]})
+    calls = [(first, row["product"]), (second, row["result"])]
+    return tool_turns(calls, answer=ANSWER.format(row["result"]))
 
 
-def _rows(rng: random.Random, *, count: int, held_out: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    while len(rows) < count:
-        a, b, c = (rng.randrange(10, 100) for _ in range(3))
-        if _is_held_out(a, b, c) == held_out:
-            rows.append(_row(a, b, c))
-    return rows
-
-
-def _is_held_out(a: int, b: int, c: int) -> bool:
-    return (a + b + c) % 7 == 0
-
-
-def _row(a: int, b: int, c: int) -> dict[str, Any]:
+def _row(rng: random.Random) -> dict[str, Any]:
+    a, b, c = (rng.randrange(10, 100) for _ in range(3))
     return {
         "prompt": [
             {"role": "system", "content": SYSTEM},

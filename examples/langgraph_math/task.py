@@ -10,6 +10,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall
+from examples.common.sums import drawn_rows, tool_turns
 from examples.langgraph_math.agent import OPERATIONS, calculate
 
 SYSTEM = "Use the calculator."
@@ -24,12 +25,12 @@ def tool_schemas() -> list[dict[str, Any]]:
 
 def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
     """Rows about triples of numbers that are not held out."""
-    return _rows(random.Random(seed), count=count, held_out=False)
+    return drawn_rows(_row, seed=seed, count=count, held_out=False)
 
 
 def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
     """Rows about held-out triples: no training row asks about any of them."""
-    return _rows(random.Random(seed), count=count, held_out=True)
+    return drawn_rows(_row, seed=seed, count=count, held_out=True)
 
 
 def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
@@ -39,32 +40,15 @@ def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
 
 def solution(row: Mapping[str, Any]) -> list[Message]:
     """The turns that earn the reward."""
-    first = ToolCall("calculate", {"a": row["a"], "b": row["b"], "operand": row["first"]}).as_message()
-    second = ToolCall("calculate", {"a": row["middle"], "b": row["c"], "operand": row["second"]}).as_message()
-    return [
-        {"role": "assistant", "content": "", "tool_calls": [first]},
-        {"role": "tool", "content": str(row["middle"])},
-        {"role": "assistant", "content": "", "tool_calls": [second]},
-        {"role": "tool", "content": str(row["result"])},
-        {"role": "assistant", "content": ANSWER.format(row["result"])},
-    ]
+    first = ToolCall("calculate", {"a": row["a"], "b": row["b"], "operand": row["first"]})
+    second = ToolCall("calculate", {"a": row["middle"], "b": row["c"], "operand": row["second"]})
+    calls = [(first, row["middle"]), (second, row["result"])]
+    return tool_turns(calls, answer=ANSWER.format(row["result"]))
 
 
-def _rows(rng: random.Random, *, count: int, held_out: bool) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    while len(rows) < count:
-        a, b, c = (rng.randrange(10, 100) for _ in range(3))
-        first, second = rng.choices(list(OPERATIONS), k=2)
-        if _is_held_out(a, b, c) == held_out:
-            rows.append(_row(a, first, b, second, c))
-    return rows
-
-
-def _is_held_out(a: int, b: int, c: int) -> bool:
-    return (a + b + c) % 7 == 0
-
-
-def _row(a: int, first: str, b: int, second: str, c: int) -> dict[str, Any]:
+def _row(rng: random.Random) -> dict[str, Any]:
+    a, b, c = (rng.randrange(10, 100) for _ in range(3))
+    first, second = rng.choices(list(OPERATIONS), k=2)
     middle = OPERATIONS[first](a, b)
     return {
         "prompt": [

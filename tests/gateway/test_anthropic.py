@@ -91,6 +91,21 @@ def test_streamed_events_are_the_message() -> None:
     assert origins(streamed.output) == ["prompt", "model", "tool", "model"]
 
 
+def test_thoughts_in_the_middle_of_a_text_do_not_break_the_conversation() -> None:
+    async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
+        messages = client_of(anthropic_base_url, api_key, http_client).messages
+        asked: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "thinking": {"type": "adaptive"}}
+        async with messages.stream(messages=user("?"), **asked) as stream:
+            first = await stream.get_final_message()
+        assert [block.type for block in first.content] == ["text", "thinking", "text"]
+        history = [*user("?"), {"role": "assistant", "content": first.content}, *user("more")]
+        await messages.create(messages=history, **asked)
+
+    text = "First.<think>\nHm.\n</think>\n\nThen."
+    [trajectory] = Stage(in_order(says(text), says("Done."))).run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+
+
 def test_a_stop_sequence_is_named() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         reply = await client_of(anthropic_base_url, api_key, http_client).messages.create(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -12,13 +14,10 @@ import pytest
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
-from agent_loop.types import StopReason
+from agent_loop.types import StopReason, TokenChunk, TokenOutput
 from tests.gateway.harness import ADD, MODEL, Stage, echo, in_order, job, origins
 from tests.gateway.test_conversations import client_of
 from tests.helpers import calls, encoded, says, user
-
-FIRST_TRY = {"x-stainless-retry-count": "0"}
-RETRY = {"x-stainless-retry-count": "1"}
 
 
 async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
@@ -151,55 +150,6 @@ def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
     run_virtual(scenario())
 
 
-def test_a_retry_of_an_answered_request_gets_the_same_answer() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
-        first = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=FIRST_TRY)
-        again = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=RETRY)
-        assert again == first
-        keyed = [
-            await create(model=MODEL, messages=user("?"), extra_headers={"idempotency-key": "k"})
-            for _ in range(2)
-        ]
-        assert keyed[0] == keyed[1]
-
-    stage = Stage(in_order(calls("add", a=1, b=2)))
-    assert len(stage.run_virtual(program)) == 2
-    assert len(stage.server.requests) == 2
-
-
-def test_a_retry_in_flight_is_answered_with_the_first_one() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
-        first = asyncio.ensure_future(create(model=MODEL, messages=user("?")))
-        await asyncio.sleep(1)
-        retry = asyncio.ensure_future(create(model=MODEL, messages=user("?"), extra_headers=RETRY))
-        await asyncio.sleep(1)
-        first.cancel()
-        assert (await retry).choices[0].message.content == "slow"
-
-    stage = Stage(in_order(says("slow", latency_s=5)))
-    [trajectory] = stage.run_virtual(program)
-    assert len(stage.server.requests) == 1
-    assert trajectory.output.answer == "slow"
-
-
-def test_a_client_that_gives_up_aborts_the_completion_and_may_ask_again() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                await create(model=MODEL, messages=user("?"))
-        await create(model=MODEL, messages=user("?"), extra_headers=RETRY)
-
-    slow = says("one two three four five", latency_s=10)
-    stage = Stage(in_order(slow, says("quick")))
-    cut, good = stage.run_virtual(program)
-    assert cut.output.stop_reason is StopReason.CANCELLED
-    assert 0 < len(cut.output.response_ids) < len(slow.token_ids)
-    assert (good.output.stop_reason, good.output.answer) == (StopReason.ANSWERED, "quick")
-
-
 def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
     kept: list[asyncio.Future[Any]] = []
 
@@ -218,25 +168,6 @@ def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
         assert trajectory.output.stop_reason is StopReason.CANCELLED
 
     run_virtual(scenario())
-
-
-def test_a_server_that_fails_is_a_typed_error_and_the_retry_goes_on_in_the_same_conversation() -> None:
-    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-        create = client_of(base_url, api_key, http_client).chat.completions.create
-        first = (await create(model=MODEL, messages=user("?"))).choices[0].message
-        history = [*user("?"), first, *user("more")]
-        with pytest.raises(openai.InternalServerError) as caught:
-            await create(model=MODEL, messages=history)
-        assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
-        await create(model=MODEL, messages=history, extra_headers=RETRY)
-
-    stage = Stage(in_order(says("x"), says("", error="out of memory"), says("y")))
-    [trajectory] = stage.run_virtual(program)
-    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
-    assert trajectory.output.answer == "y"
-    [incident] = trajectory.output.incidents
-    assert incident.kind is IncidentKind.FAILED_REQUEST
-    assert "out of memory" in incident.detail
 
 
 def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
@@ -269,6 +200,49 @@ def test_a_program_may_not_lead_conversations_without_end() -> None:
     [incident] = trajectories[0].output.incidents
     assert "max_branches" in incident.detail
     assert all(t.output.failure is None for t in trajectories)
+
+
+class WithoutLogProbs(ScriptedServer):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        return replace(await super().generate(*args, **kwargs), log_probs=None)
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenChunk]:
+        async for chunk in super().stream(*args, **kwargs):
+            yield replace(chunk, log_probs=None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_that_the_server_does_not_give_are_refused_by_name(stream: bool) -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        with pytest.raises(openai.BadRequestError, match="this server gives none"):
+            await create(model=MODEL, messages=user("?"), logprobs=True, stream=stream)
+
+    server = WithoutLogProbs(in_order(says("x")), streams=True)
+    [trajectory] = Stage([server]).run_virtual(program)
+    assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.FAILED_REQUEST]
+
+
+def test_programs_that_are_cancelled_together_end_with_their_tokens() -> None:
+    async def scenario() -> None:
+        stage = Stage(in_order(says("quick"), says("one two three four", latency_s=100)))
+        asyncio.get_running_loop().call_later(50, stage.worker.cancel_all)
+        trajectories = await stage.run(never_ends, never_ends)
+        assert [t.output.stop_reason for t in trajectories] == [StopReason.CANCELLED] * 2
+        assert [t.output.failure for t in trajectories] == [None] * 2
+        assert all(len(t.output.response_ids) for t in trajectories)
+
+    run_virtual(scenario())
+
+
+def test_a_program_may_take_the_whole_address() -> None:
+    async def program(row: Any, **address: Any) -> None:
+        assert sorted(address) == ["anthropic_base_url", "api_key", "base_url", "http_client"]
+        del address["anthropic_base_url"]
+        await client_of(**address).chat.completions.create(model=MODEL, messages=user("?"))
+
+    [trajectory] = Stage(in_order(says("x"))).run_virtual(program)
+    assert trajectory.output.failure is None
 
 
 def test_a_stream_is_what_the_same_answer_in_one_piece_is() -> None:

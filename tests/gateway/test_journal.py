@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.rollout.journal.record import Kind
+from agent_loop.recording.record import Kind
+from agent_loop.recording.values import unpack
+from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.trajectory import IncidentKind
 from tests.helpers import user
 from tests.rollout.harness import Stage
@@ -31,6 +33,17 @@ def test_a_journal_brings_every_conversation_back(tmp_path: Path) -> None:
     first = run_journaled(tmp_path / "j", stage(1), ROWS)
     assert [t.trajectory_id[-8:] for t in first] == ["branch=0", "branch=1", "branch=2"] * 2
     again = run_journaled(tmp_path / "j", stage(2), ROWS, resume=True)
+    assert [facts(t) for t in again] == [facts(t) for t in first]
+
+
+def test_nothing_is_sampled_again_not_even_on_a_branch_from_a_place_that_was_left(tmp_path: Path) -> None:
+    first = run_journaled(tmp_path / "j", stage(1), ROWS)
+    payloads = scan((tmp_path / "j").read_bytes()).payloads
+    kept = [p for p in payloads if unpack(p)["is"] not in (Kind.END, Kind.COMPLETE)]
+    (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
+    talker = Talker(seed=2, per_turn=2)
+    again = run_journaled(tmp_path / "j", Stage(talker, agent="agent_program"), ROWS, resume=True)
+    assert talker.num_requests == 0
     assert [facts(t) for t in again] == [facts(t) for t in first]
 
 

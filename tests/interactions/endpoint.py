@@ -19,6 +19,8 @@ class Says:
     status: int = 200
     hangs: bool = False
     is_cut: bool = False
+    body: str | None = None
+    """Instead of a completion."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Endpoint:
         says = self.answers[len(self.requests) - 1]
         if says.hangs:
             await asyncio.Event().wait()
+        if says.body is not None:
+            return web.Response(text=says.body, content_type="application/json")
         if says.status != 200:
             error = {"error": {"message": "out of order"}}
             return web.json_response(error, status=says.status, headers={"retry-after-ms": "1"})

@@ -6,12 +6,10 @@ import time
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 from gymnasium import spaces
 
 from agent_loop.errors import ConfigError
-from agent_loop.interactions.actions import ActionReader, NoAction
 from agent_loop.interactions.gymnasium import GymnasiumInteraction
 from agent_loop.types import StopReason
 from tests.helpers import says
@@ -127,10 +125,13 @@ def test_the_rows_seed_and_arguments_reach_the_environment() -> None:
 
 
 def test_what_is_no_action_is_answered_and_not_stepped() -> None:
-    game = counting(invalid_score=-0.25)
+    game = counting(invalid_score=-0.25, invalid_reply="That is no valid action: {reason}. Write {json}.")
     trajectory = converse(game, ["7", "one", "3"])
     output = trajectory.output
-    assert output.messages[2]["content"] == "That is no valid action: 7 (int) is not in Discrete(4)."
+    assert (
+        output.messages[2]["content"]
+        == "That is no valid action: 7 (int) is not in Discrete(4). Write {json}."
+    )
     assert "'one' is no value of Discrete(4) in JSON" in output.messages[4]["content"]
     assert output.turn_scores == (-0.25, -0.25, 0.5)
     assert len(Countdown.made[0].threads) == 3
@@ -197,40 +198,3 @@ def test_a_step_that_blocks_holds_up_nobody_else() -> None:
 def test_a_faulty_setting_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         counting(**settings)
-
-
-@pytest.mark.parametrize(
-    ("text", "space", "action"),
-    [
-        ("2", spaces.Discrete(3), 2),
-        ("go", spaces.Text(5), "go"),
-        ("[1, 2]", spaces.MultiDiscrete([2, 3]), np.array([1, 2])),
-        ("[0.5, -1]", spaces.Box(-1, 1, (2,)), np.array([0.5, -1], np.float32)),
-    ],
-)
-def test_an_action_is_read_as_its_space_has_it(text: str, space: Any, action: Any) -> None:
-    assert np.array_equal(ActionReader(words={}, pattern=None).read(text, space), action)
-
-
-@pytest.mark.parametrize(
-    ("text", "space"),
-    [
-        ("5", spaces.Discrete(3)),
-        ("left", spaces.Discrete(3)),
-        ("[3, 3]", spaces.MultiDiscrete([2, 3])),
-        ('["a", "b"]', spaces.Box(-1, 1, (2,))),
-        ("[[1], 2]", spaces.Box(-1, 1, (2,))),
-    ],
-)
-def test_what_the_space_does_not_hold_is_no_action(text: str, space: Any) -> None:
-    with pytest.raises(NoAction):
-        ActionReader(words={}, pattern=None).read(text, space)
-
-
-def test_the_last_match_of_the_pattern_counts() -> None:
-    reader = ActionReader(words={"left": 0, "right": 2}, pattern=r"<go>(.*?)</go>")
-    assert reader.read("<go>left</go> or rather <go> Right </go>", spaces.Discrete(4)) == 2
-    with pytest.raises(NoAction, match="'up' is none of the actions left, right"):
-        reader.read("<go>up</go>", spaces.Discrete(4))
-    with pytest.raises(NoAction, match="nothing in the answer has the form"):
-        reader.read("left", spaces.Discrete(4))

@@ -112,6 +112,10 @@ def test_an_endpoint_that_is_busy_is_asked_again() -> None:
         (Says(status=404), {"max_retries": 3}, "NotFoundError: Error code: 404"),
         (Says(hangs=True), {"timeout_s": 0.2}, "APITimeoutError"),
         (Says(None), {}, "answered without a text"),
+        (Says(" \n"), {}, "answered without a text"),
+        (Says(body='"a page"'), {}, "answered without a text: 'a page'"),
+        (Says(body='{"choices": [{"message": null}]}'), {}, "answered without a text"),
+        (Says(body="<html>"), {}, "gave no answer (without retries): JSONDecodeError"),
     ],
 )
 def test_an_endpoint_that_gives_no_answer_fails_the_trajectory_by_name(

@@ -26,10 +26,15 @@ class Reading:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def __add__(self, other: Reading) -> Reading:
-        return Reading(
-            self.content + other.content,
-            self.reasoning + other.reasoning,
-            self.tool_calls + other.tool_calls,
+        return Reading.joined([self, other])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Reading]) -> Reading:
+        """What several parts add together."""
+        return cls(
+            "".join(part.content for part in parts),
+            "".join(part.reasoning for part in parts),
+            tuple(call for part in parts for call in part.tool_calls),
         )
 
 

@@ -182,8 +182,8 @@ class CompletionRequest(SamplingRequest):
 
 def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[Body]) -> RequestError:
     """The first fault that pydantic found, in our words: what, got, do."""
-    fault = faults[0]
-    path = [part for part in fault["loc"] if part != "body"]
+    fault = _telling(faults)
+    path = _path(fault)
     name = _dotted(path)
     if fault["type"] == "extra_forbidden":
         where = known.model_fields if len(path) == 1 else ()
@@ -194,14 +194,26 @@ def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[Body]) -> 
     return RequestError(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
 
 
+def _telling(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The first fault. A value that may be of several types has one for each: that of the type which fits best."""
+    place = _path(faults[0])
+    there = [fault for fault in faults if _path(fault)[: len(place)] == place]
+    return max(there, key=lambda fault: (len(_path(fault)), not str(fault["type"]).endswith("_type")))
+
+
+def _path(fault: Mapping[str, Any]) -> list[Any]:
+    """Where it is; the names of a union's branches are no part of that."""
+    path: list[Any] = [part for part in fault["loc"] if part != "body"]
+    is_unknown = fault["type"] == "extra_forbidden"
+    above, last = (path[:-1], path[-1:]) if is_unknown else (path, [])  # (an unknown name may be anything)
+    return [p for p in above if isinstance(p, int) or (str(p).isidentifier() and p not in _BRANCHES)] + last
+
+
 def _dotted(path: Sequence[Any]) -> str:
-    """`messages[0].content`; the names of a union's branches are no part of it."""
+    """`messages[0].content`"""
     text = ""
     for part in path:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif str(part).isidentifier() and part not in _BRANCHES:
-            text += f".{part}" if text else str(part)
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 

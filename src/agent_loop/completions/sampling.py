@@ -125,11 +125,16 @@ async def sample_parts(
     async with aclosing(_chunks(wanted, sampler=sampler, as_it_comes=as_it_comes)) as chunks:
         async for chunk in chunks:
             if wanted.needs_log_probs and chunk.log_probs is None:
-                raise RequestError("logprobs: this server gives none; leave it out", param="logprobs")
+                raise no_log_probs()
             for part in reader.feed(chunk):
                 yield part
                 if part.finish_reason is not None:
                     return
+
+
+def no_log_probs() -> RequestError:
+    """The answer to a request for log-probs that the server does not give."""
+    return RequestError("logprobs: this server gives none; leave it out", param="logprobs")
 
 
 class PartReader:

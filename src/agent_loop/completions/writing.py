@@ -76,7 +76,7 @@ class ChatWriter:
 
     def choice(self, index: int, steps: Sequence[Step]) -> ChatChoice:
         """One of the completions in one piece."""
-        reading = sum((step.reading for step in steps), Reading())
+        reading = Reading.joined([step.reading for step in steps])
         token_ids = [token for step in steps for token in step.part.token_ids]
         log_probs = [p for step in steps for p in step.part.log_probs or ()]
         calls = [ToolCallReply(id=i, function=f) for i, f in self._written(reading.tool_calls)]

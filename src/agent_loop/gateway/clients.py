@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.errors import ConfigError
@@ -38,8 +39,8 @@ def openai_client(endpoint: Endpoint, **options: Any) -> openai.AsyncOpenAI:
     Raises:
         ConfigError: It is not installed.
     """
-    given = {"base_url": endpoint.base_url, "api_key": endpoint.api_key} | options
-    return _needed("openai", by="openai").AsyncOpenAI(http_client=http_client(endpoint.app), **given)
+    make = _needed("openai", by="openai").AsyncOpenAI
+    return _client_of(endpoint, make, base_url=endpoint.base_url, options=options)
 
 
 def anthropic_client(endpoint: Endpoint, **options: Any) -> anthropic.AsyncAnthropic:
@@ -51,8 +52,15 @@ def anthropic_client(endpoint: Endpoint, **options: Any) -> anthropic.AsyncAnthr
     Raises:
         ConfigError: It is not installed.
     """
-    given = {"base_url": endpoint.anthropic_base_url, "api_key": endpoint.api_key} | options
-    return _needed("anthropic", by="anthropic").AsyncAnthropic(http_client=http_client(endpoint.app), **given)
+    make = _needed("anthropic", by="anthropic").AsyncAnthropic
+    return _client_of(endpoint, make, base_url=endpoint.anthropic_base_url, options=options)
+
+
+def _client_of(
+    endpoint: Endpoint, make: Callable[..., Any], *, base_url: str, options: Mapping[str, Any]
+) -> Any:
+    given = {"base_url": base_url, "api_key": endpoint.api_key, **options}
+    return make(http_client=http_client(endpoint.app), **given)
 
 
 def _needed(module: str, *, by: str) -> Any:

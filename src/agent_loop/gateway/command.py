@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from agent_loop.concurrency import run_shielded
@@ -18,6 +18,7 @@ TERMINATE_GRACE_S = 5.0
 """Between SIGTERM and SIGKILL."""
 DRAIN_S = 2.0
 """How long outputs are read after the end of the process, which others may hold open."""
+STDIN, STDOUT, STDERR = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,65 +44,68 @@ async def run_command(command: Sequence[str], *, env: Mapping[str, str], stdin: 
     Raises:
         ConfigError: There is no such program.
     """
-    pipe = asyncio.subprocess.PIPE
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **env}, start_new_session=True
+        process, watch = await asyncio.get_running_loop().subprocess_exec(
+            _Watch, *command, env={**os.environ, **env}, start_new_session=True
         )
     except OSError as error:
         raise ConfigError(f"command {list(command)!r} cannot be started: {error}") from error
-    stdout, stderr = _Tail(process.stdout), _Tail(process.stderr)
-    try:
-        async with asyncio.TaskGroup() as group:
-            calls = (stdout.read(), stderr.read(), _feed(process, stdin))
-            piping = [group.create_task(call) for call in calls]
-            await process.wait()
-            _signal_group(process, signal.SIGKILL)
-            await asyncio.wait(piping, timeout=DRAIN_S)
-            for task in piping:
-                task.cancel()
-    finally:
-        if process.returncode is None:
-            await run_shielded(lambda: _end(process), timeout_s=2 * TERMINATE_GRACE_S)
-    return Finished(process.returncode or 0, stdout.text, stderr.text)
+    with closing(process):
+        try:
+            _feed(process, stdin)
+            await watch.exited.wait()
+        finally:
+            await run_shielded(lambda: _end(process, watch), timeout_s=2 * TERMINATE_GRACE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await watch.drained.wait()
+    return Finished(process.get_returncode() or 0, watch.text(STDOUT), watch.text(STDERR))
 
 
-async def _feed(process: asyncio.subprocess.Process, data: bytes) -> None:
+def _feed(process: asyncio.SubprocessTransport, data: bytes) -> None:
     """A program need not read what it is given."""
-    assert process.stdin is not None
-    with suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(data)
-        await process.stdin.drain()
-        process.stdin.close()
-        await process.stdin.wait_closed()
+    pipe = process.get_pipe_transport(STDIN)
+    assert isinstance(pipe, asyncio.WriteTransport)
+    pipe.write(data)
+    pipe.write_eof()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    _signal_group(process, signal.SIGTERM)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(TERMINATE_GRACE_S):
-            await process.wait()
+async def _end(process: asyncio.SubprocessTransport, watch: _Watch) -> None:
+    if not watch.exited.is_set():
+        _signal_group(process, signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TERMINATE_GRACE_S):
+                await watch.exited.wait()
     _signal_group(process, signal.SIGKILL)
-    await process.wait()
+    await watch.exited.wait()
 
 
-def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _signal_group(process: asyncio.SubprocessTransport, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
+        os.killpg(process.get_pid(), number)
 
 
-class _Tail:
-    """The end of an output, however long it is."""
+class _Watch(asyncio.SubprocessProtocol):
+    """Keeps the end of each output, however long it is. A process has exited when it has, whoever holds its outputs
+    open."""
 
-    def __init__(self, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
-        self._stream = stream
-        self._kept = b""
+    def __init__(self) -> None:
+        self.exited = asyncio.Event()
+        self.drained = asyncio.Event()
+        self._kept = {STDOUT: b"", STDERR: b""}
+        self._open = {STDOUT, STDERR}
 
-    async def read(self) -> None:
-        while part := await self._stream.read(MAX_KEPT_BYTES):
-            self._kept = (self._kept + part)[-MAX_KEPT_BYTES:]
+    def text(self, fd: int) -> str:
+        """The end of an output."""
+        return self._kept[fd].decode(errors="replace")
 
-    @property
-    def text(self) -> str:
-        return self._kept.decode(errors="replace")
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        self._kept[fd] = (self._kept[fd] + data)[-MAX_KEPT_BYTES:]
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open:
+            self.drained.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()

@@ -25,3 +25,11 @@ def limit_reached(reason: StopReason) -> LimitReached:
         param="messages",
         code=TOO_LONG if is_length else str(reason),
     )
+
+
+def too_many_branches(max_branches: int) -> LimitReached:
+    """The answer to a request that would begin one more conversation."""
+    return LimitReached(
+        f"this program has led {max_branches} conversations; raise max_branches if it needs more",
+        code="too_many_branches",
+    )

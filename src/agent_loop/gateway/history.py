@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from agent_loop.types import Message
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 EXACT_FLOAT = 2**53
 """Up to here each whole number is a float of its own, so that 2 and 2.0 are the same to any client."""
 
@@ -61,7 +62,15 @@ def links(messages: Sequence[Message]) -> list[Link]:
 
 def digest(*parts: Any) -> str:
     """A short name of JSON values; what differs has another."""
-    text = json.dumps([_plain(part) for part in parts], sort_keys=True, separators=(",", ":"))
+    return _short(_ENCODER.encode([_plain(part) for part in parts]))
+
+
+def chained(history: str, key: str) -> str:
+    """A short name of a history that goes on with one more message, from the short names of both."""
+    return _short(history + key)
+
+
+def _short(text: str) -> str:
     return blake2b(text.encode(), digest_size=20).hexdigest()
 
 
@@ -71,10 +80,11 @@ def _assistant_link(message: Message) -> Link:
     content = message.get("content") or ""
     key = digest("assistant", content.strip() if isinstance(content, str) else content, said)
     reasoning = str(message.get("reasoning_content") or "").strip()
+    is_bare = not reasoning and message.get("name") is None
     return Link(
         role="assistant",
         key=key,
-        exact_key=digest(key, reasoning, message.get("name")),
+        exact_key=key if is_bare else digest(key, reasoning, message.get("name")),
         reasoning=reasoning,
         call_ids=tuple(str(call.get("id") or "") for call in calls),
     )
@@ -91,11 +101,13 @@ def _other_link(message: Message, positions: Mapping[str, int]) -> Link:
         answered = positions.get(str(call_id), call_id)
         name = None if isinstance(answered, int) else name
     key = digest(role, name, answered, text)
-    return Link(role=role, key=key, exact_key=digest(key, content))
+    return Link(role=role, key=key, exact_key=key if text == content else digest(key, content))
 
 
 def _plain(value: Any) -> Any:
     """JSON in which whole numbers have one form."""
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from agent_loop.episode import Episode, EpisodeMark
+from agent_loop.gateway.errors import too_many_branches
 from agent_loop.loops.base import LoopContext
+from agent_loop.trajectory import IncidentKind
 from agent_loop.types import Message, StopReason
 
 
@@ -37,21 +39,29 @@ class Lane:
 class Lanes:
     """Opens the episodes of a session and ends them with it.
 
-    Their time limit is the session's, so they have none of their own.
+    An episode's time limits are bound to the task that opens it, and each request has a task of its own: the time of
+    the trajectory is the session's affair, that of a completion the request's.
+
+    Args:
+        context: Of the session.
+        max_lanes: No more are opened.
     """
 
-    def __init__(self, context: LoopContext) -> None:
+    def __init__(self, context: LoopContext, *, max_lanes: int) -> None:
         self._context = context
-        self._limits = replace(context.limits, deadline_s=None)
+        self._limits = replace(context.limits, deadline_s=None, turn_timeout_s=None, generate_timeout_s=None)
+        self._max_lanes = max_lanes
         self._stack = AsyncExitStack()
         self._lanes: list[Lane] = []
         self._num_begun = 0
 
-    def __len__(self) -> int:
-        return len(self._lanes)
-
     def new(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Lane:
-        """A lane that begins with these messages."""
+        """A lane that begins with these messages.
+
+        Raises:
+            LimitReached: There are too many.
+        """
+        self._refuse_if_full()
         new_log = self._context.new_log
         episode = Episode(
             messages,
@@ -64,7 +74,12 @@ class Lanes:
         return self._added(episode)
 
     def branch(self, lane: Lane, *, at: EpisodeMark) -> Lane:
-        """A lane that goes on from where another one stood."""
+        """A lane that goes on from where another one stood.
+
+        Raises:
+            LimitReached: There are too many.
+        """
+        self._refuse_if_full()
         return self._added(lane.episode.branch(at=at))
 
     async def open(self, lane: Lane) -> None:
@@ -88,11 +103,23 @@ class Lanes:
             lane.episode.stop(reason)
         await self._stack.aclose()
 
+    def note_failure(self, error: Exception, *, lane: Lane | None = None) -> None:
+        """Names a failed request on its lane, or where the model did not speak there, on the first that is of
+        record."""
+        if lane is None or not lane.has_spoken:
+            lane = next(iter(self.of_record), lane)
+        if lane is not None:
+            lane.episode.note(IncidentKind.FAILED_REQUEST, str(error))
+
     @property
     def of_record(self) -> Sequence[Lane]:
         """Those in which the model spoke; if it did in none, the first one that is open."""
         spoken = [lane for lane in self._lanes if lane.has_spoken]
         return spoken or [lane for lane in self._lanes if lane.is_open][:1]
+
+    def _refuse_if_full(self) -> None:
+        if len(self._lanes) >= self._max_lanes:
+            raise too_many_branches(self._max_lanes)
 
     def _added(self, episode: Episode) -> Lane:
         lane = Lane(episode, number=self._num_begun)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-import json
+import asyncio
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from agent_loop.boundary import call_function, describe_error, describe_value, one_line, run_bounded
-from agent_loop.errors import ConfigError, DataError, EpisodeError
-from agent_loop.gateway.clients import http_client
-from agent_loop.gateway.command import Finished, run_command
+from agent_loop.boundary import describe_error, run_bounded
+from agent_loop.concurrency import run_while
+from agent_loop.errors import ConfigError
+from agent_loop.gateway.calls import (
+    CommandFailed,
+    call_command,
+    call_program,
+    checked_command,
+    checked_env,
+)
 from agent_loop.gateway.listener import Endpoint, reachable
 from agent_loop.gateway.session import MAX_BRANCHES, Session
 from agent_loop.loading import load_object
@@ -53,7 +57,7 @@ class AgentProgramLoop(AgentLoopBase):
         super().__init__(context)
         self._program = program
         self._command = command
-        self._env = dict(env or {})
+        self._env = checked_env(env or {})
         self._max_branches = max_branches
         self._session: Session | None = None
 
@@ -64,13 +68,7 @@ class AgentProgramLoop(AgentLoopBase):
         session = Session(self.context, sampling_params=sampling_params, max_branches=self._max_branches)
         async with session:
             self._session = session
-            try:
-                async with reachable(session) as endpoint, session.deadline:
-                    end = await _outcome_of(partial(call, row, endpoint))
-            except TimeoutError:
-                if not session.deadline.expired():
-                    raise
-                end = _End(reason=StopReason.DEADLINE)
+            end = await _end_of(partial(call, row), session, cancellation=self.context.cancellation)
             await session.close(end.reason)
         if session.fault is not None:
             raise session.fault
@@ -96,7 +94,7 @@ class AgentProgramLoop(AgentLoopBase):
         """What runs the program.
 
         Raises:
-            ConfigError: There is none, or there are two.
+            ConfigError: There is none, there are two, or the command is no list.
         """
         program, command = self._program, self._command
         if program is None and command is None:
@@ -107,9 +105,9 @@ class AgentProgramLoop(AgentLoopBase):
                 "rollout.agent.agent_loop_config_path, or in the row's column of that name"
             )
         if command is not None:
-            return partial(_run_command, list(command), self._env)
+            return partial(call_command, checked_command(command), self._env)
         function: Any = load_object(program, key="program") if isinstance(program, str) else program
-        return partial(_run_function, function)
+        return partial(call_program, function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,87 +134,36 @@ class _End:
         return cls(score.reward, score.extra)
 
 
+async def _end_of(
+    call: Callable[[Endpoint], Any], session: Session, *, cancellation: asyncio.Event | None
+) -> _End:
+    """Runs a program with its session in reach; at the deadline it has ended so, whatever it made of that."""
+    end: _End | None = None
+    cancelled = cancellation or asyncio.Event()
+    try:
+        async with reachable(session) as endpoint, session.deadline:
+            end = await run_while(_outcome_of(partial(call, endpoint)), condition=_is_set(cancelled))
+    except TimeoutError:
+        if not session.deadline.expired():
+            raise
+    if session.deadline.expired():
+        return _End(reason=StopReason.DEADLINE)
+    return end or _End(reason=StopReason.CANCELLED)
+
+
+async def _is_set(event: asyncio.Event) -> None:
+    await event.wait()
+
+
 async def _outcome_of(call: Callable[[], Any]) -> _End:
     """The program's edge: what it raises is data."""
     try:
         return _End.returning(await run_bounded(call, timeout_s=None))
-    except _ProgramFailed as failed:
+    except CommandFailed as failed:
         return _End(failure=failed.failure)
     except Exception as error:  # noqa: BLE001  (a broken program is data, with its traceback)
         text = "".join(traceback.format_exception(error))
         return _End(failure=Failure(error=describe_error(error), traceback=text))
-
-
-async def _run_function(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> Any:
-    async with AsyncExitStack() as stack:
-        offered: dict[str, Callable[[], Any]] = {
-            "base_url": lambda: endpoint.base_url,
-            "api_key": lambda: endpoint.api_key,
-            "anthropic_base_url": lambda: endpoint.anthropic_base_url,
-            "http_client": lambda: http_client(endpoint.app),
-        }
-        arguments = {name: offered[name]() for name in _taken(function, offered)}
-        if "http_client" in arguments:
-            await stack.enter_async_context(arguments["http_client"])
-        return await call_function(function, dict(row), **arguments)
-
-
-def _taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
-    """The names that a function takes, and those alone."""
-    parameters = inspect.signature(function).parameters
-    return [name for name in offered if name in parameters]
-
-
-async def _run_command(command: list[str], env: Mapping[str, str], row: Row, endpoint: Endpoint) -> Any:
-    finished = await run_command(
-        command, env={**_address(endpoint), **env}, stdin=json.dumps(row, default=_as_json).encode()
-    )
-    if finished.exit_code:
-        raise _ProgramFailed(finished)
-    lines = finished.stdout.strip().splitlines()
-    try:
-        said: Any = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
-    return cast(Any, said) if isinstance(said, int | float | dict) else None
-
-
-def _address(endpoint: Endpoint) -> dict[str, str]:
-    """The variables in which clients look for a server; no proxy stands between."""
-    return {
-        "OPENAI_BASE_URL": endpoint.base_url,
-        "OPENAI_API_BASE": endpoint.base_url,
-        "OPENAI_API_KEY": endpoint.api_key,
-        "ANTHROPIC_BASE_URL": endpoint.anthropic_base_url,
-        "ANTHROPIC_API_KEY": endpoint.api_key,
-        "NO_PROXY": "127.0.0.1,localhost",
-        "no_proxy": "127.0.0.1,localhost",
-    }
-
-
-class _ProgramFailed(EpisodeError):
-    """A command ended with an error."""
-
-    def __init__(self, finished: Finished) -> None:
-        code = finished.exit_code
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
-        last = finished.stderr.strip().splitlines()[-1:]
-        error = ": ".join([f"the program {how}", *(one_line(line, max_length=200) for line in last)])
-        super().__init__(error)
-        self.failure = Failure(error=error, traceback=finished.stderr)
-
-
-def _as_json(value: Any) -> Any:
-    """Arrays and scalars of numpy and torch as JSON.
-
-    Raises:
-        DataError: The value is something else.
-    """
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise DataError(
-        f"the row holds {describe_value(value)}, which is no JSON; a command is given the row as JSON"
-    )
 
 
 def _one_or_more(

@@ -21,24 +21,34 @@ class Attempt:
 
 
 class KnownAnswers:
-    """The answers of a session, by what was asked: the last one to each request, and one to each key."""
+    """The answers of a session, by what was asked."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, Answer] = {}
+        self._by_request: dict[str, list[Answer]] = {}
+        self._by_key: dict[str, Answer] = {}
 
     def find(self, fingerprint: str, attempt: Attempt) -> Answer | None:
-        """The answer that a retry gets; None if the request is none, or its answer failed."""
+        """The answer that a retry gets; None if the request is none, or its answer failed.
+
+        Of several that asked the same, one whose answer failed is taken to be the one that is sent again.
+        """
         if attempt.idempotency_key is not None:
-            answer = self._answers.get(digest(fingerprint, attempt.idempotency_key))
-        else:
-            answer = self._answers.get(fingerprint) if attempt.num_retries else None
-        return answer if answer is not None and answer.is_good else None
+            answer = self._by_key.get(digest(fingerprint, attempt.idempotency_key))
+            return answer if answer is not None and answer.is_good else None
+        answers = self._by_request.get(fingerprint)
+        if not attempt.num_retries or not answers:
+            return None
+        failed = next((answer for answer in answers if not answer.is_good), None)
+        if failed is None:
+            return answers[-1]
+        answers.remove(failed)
+        return None
 
     def add(self, fingerprint: str, attempt: Attempt, answer: Answer) -> None:
         """Takes the answer to a request that is none."""
-        self._answers[fingerprint] = answer
+        self._by_request.setdefault(fingerprint, []).append(answer)
         if attempt.idempotency_key is not None:
-            self._answers[digest(fingerprint, attempt.idempotency_key)] = answer
+            self._by_key[digest(fingerprint, attempt.idempotency_key)] = answer
 
 
 def fingerprint_of(request: ChatCompletionRequest, forms: Sequence[Link]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.episode import EpisodeMark
-from agent_loop.gateway.history import Link, digest, tools_key
+from agent_loop.gateway.history import Link, chained, digest, tools_key
 from agent_loop.gateway.lanes import Lane
 from agent_loop.types import Message, ToolCall
 
@@ -68,9 +68,9 @@ class TurnTree:
         for position, link in enumerate(forms, start=1):
             key, exact_key = link.key, link.exact_key
             if link.role == "assistant":
-                parent, start = self._turn_that_said(digest(history, key), link, exact=exact), position
+                parent, start = self._turn_that_said(chained(history, key), link, exact=exact), position
                 key = exact_key = link.exact_key if parent is None else link.key
-            history, exact = digest(history, key), digest(exact, exact_key)
+            history, exact = chained(history, key), chained(exact, exact_key)
         if parent is None or start == len(messages):
             parent, start = None, 0
         new = [link.exact_key for link in forms[start:]]
@@ -88,7 +88,7 @@ class TurnTree:
     def complete(self, turn: Turn, said: Link) -> None:
         """Takes what was said in a turn."""
         turn.said = said
-        self._said.setdefault(digest(turn.place.history, said.key), []).append(turn)
+        self._said.setdefault(chained(turn.place.history, said.key), []).append(turn)
 
     def _turn_that_said(self, history: str, link: Link, *, exact: str) -> Turn | None:
         """Of turns that said the same after the same, the one that is most alike, to the letter; of those the last."""

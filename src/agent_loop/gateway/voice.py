@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import completion_reader
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.sampling import PartReader
+from agent_loop.completions.sampling import PartReader, no_log_probs
 from agent_loop.completions.writing import ChatWriter, Step
 from agent_loop.episode import Completion
 from agent_loop.gateway.answer import Answer
 from agent_loop.types import IntArray, Message, TokenChunk, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One completion, as the client is told it."""
+
+    message: Message
+    calls: Mapping[str, ToolCall]
+    """The calls in it by the ids that the client is told."""
 
 
 class Voice:
@@ -35,6 +45,7 @@ class Voice:
         prompt_ids: IntArray,
         turn_name: str,
     ) -> None:
+        self._needs_log_probs = bool(request.logprobs)
         self._answer = answer
         self._writer = ChatWriter(request, template, prompt_ids, new_call_id=partial(_call_id, turn_name))
         answer.writer = self._writer
@@ -45,9 +56,15 @@ class Voice:
         self._steps: list[Step] = []
 
     def hear(self, chunk: TokenChunk) -> bool:
-        """Reads what a chunk adds; tells whether the model may go on."""
+        """Reads what a chunk adds; tells whether the model may go on.
+
+        Raises:
+            RequestError: Log-probs are asked for and the server gives none.
+        """
         if chunk.stop_reason == "aborted":
             return True
+        if self._needs_log_probs and chunk.log_probs is None:
+            raise no_log_probs()
         for part in self._parts.feed(chunk):
             reading = self._reader.feed(part.text)
             if part.finish_reason is not None:
@@ -59,29 +76,25 @@ class Voice:
                 return chunk.stop_reason is not None
         return True
 
-    def finish(self, completion: Completion) -> None:
-        """Reads a completion that came in one piece."""
+    def finish(self, completion: Completion) -> Said:
+        """Reads what came in one piece; returns what was said, as the client is told it.
+
+        Raises:
+            RequestError: Log-probs are asked for and the server gives none.
+        """
         if not self._steps:
             for chunk in TokenChunk.whole(completion.sampled):
                 self.hear(chunk)
-
-    @property
-    def message(self) -> Message:
-        """What was said, as the client was told it."""
         told = self._writer.choice(0, self._steps).message
-        return {
+        read = [call for step in self._steps for call in step.reading.tool_calls]
+        calls = {reply.id: call for reply, call in zip(told.tool_calls or [], read, strict=True)}
+        message: Message = {
             "role": "assistant",
             "content": told.content or "",
             "reasoning_content": told.reasoning_content or "",
-            "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in self.calls.items()],
+            "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls.items()],
         }
-
-    @property
-    def calls(self) -> Mapping[str, ToolCall]:
-        """The calls by the ids that the client was told."""
-        told = self._writer.choice(0, self._steps).message.tool_calls or []
-        read = [call for step in self._steps for call in step.reading.tool_calls]
-        return {reply.id: call for reply, call in zip(told, read, strict=True)}
+        return Said(message, calls)
 
 
 def _call_id(turn_name: str, position: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class ActionReader:
         """
         said = self._matched(text)
         action = self._value_of(said, space)
-        if not space.contains(action):
+        if isinstance(action, bool) or not space.contains(action):  # (`true` is no number)
             raise NoAction(f"{describe_value(action)} is not in {space}")
         return action
 
@@ -70,13 +70,36 @@ class ActionReader:
         else:
             try:
                 value = json.loads(said)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise NoAction(f"{one_line(said, max_length=80)!r} is no value of {space} in JSON") from error
-        return _as_array(value, space) if isinstance(value, list) else value
+        return _member(value, space)
 
 
-def _as_array(value: Any, space: Any) -> Any:
+def _member(value: Any, space: Any) -> Any:
+    """A value as it came from JSON or YAML, in the types of its space."""
+    kind = type(space).__name__
+    if kind == "Dict" and isinstance(value, dict):
+        values = cast(dict[str, Any], value)
+        return {
+            key: _member(inner, space[key]) if key in space.spaces else inner for key, inner in values.items()
+        }
+    if isinstance(value, list):
+        items = cast(list[Any], value)
+        if kind == "Tuple" and len(items) == len(space):
+            return tuple(map(_member, items, space))
+        if kind == "Sequence":
+            return tuple(_member(item, space.feature_space) for item in items)
+    return _array(value, space) if kind == "Box" or isinstance(value, list) else value
+
+
+def _array(value: Any, space: Any) -> Any:
+    """Numbers as an array, none of them rounded."""
     try:
-        return np.asarray(value, dtype=space.dtype)
-    except (TypeError, ValueError) as error:
+        exact = np.asarray(value)
+        array = np.asarray(value, dtype=space.dtype)
+    except (TypeError, ValueError, OverflowError) as error:
         raise NoAction(f"{describe_value(value)} is not in {space}: {describe_error(error)}") from error
+    is_rounded = array.dtype.kind in "iu" and not np.array_equal(array, exact)
+    if exact.dtype.kind not in "biuf" or is_rounded:
+        raise NoAction(f"{describe_value(value)} is not in {space}")
+    return array

@@ -19,8 +19,8 @@ class BaseInteraction(ABC):
     """
 
     on_replay: OnReplay | str = OnReplay.RESTART
-    """What becomes of recorded replies when a trajectory is run again after a crash: say it of your interaction, or
-    such trajectories begin anew."""
+    """What becomes of recorded replies when a trajectory is run again after a crash or a cancellation: say it of your
+    interaction, or such trajectories begin anew."""
     opens_conversation: bool = False
     """It speaks before the model does: it is started with the trajectory, and what `start_interaction` returns is added
     to the prompt. Otherwise it is started when the model has said something that no tool answers."""

@@ -15,6 +15,7 @@ from agent_loop.config import Section
 from agent_loop.errors import InteractionBug
 from agent_loop.interactions.actions import ActionReader, NoAction
 from agent_loop.interactions.base import BaseInteraction
+from agent_loop.interactions.flipping import text_of
 from agent_loop.interactions.settings import read_settings
 from agent_loop.loading import import_extra, load_object
 from agent_loop.types import Message
@@ -90,9 +91,8 @@ class GymnasiumInteraction(BaseInteraction):
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         game = self._games[instance_id]
-        said = str(messages[-1].get("content") or "")
         try:
-            action = self._actions.read(said, game.env.action_space)
+            action = self._actions.read(text_of(messages[-1]), game.env.action_space)
         except NoAction as reason:
             return self._refuse(game, str(reason))
         text, score, terminated, truncated = await game.thread.run(self._step, game, action)
@@ -126,7 +126,7 @@ class GymnasiumInteraction(BaseInteraction):
         extra = {"terminated": False, "truncated": False, "invalid_action": reason}
         return (
             is_over,
-            self._settings.invalid_reply.format(reason=reason),
+            self._settings.invalid_reply.replace("{reason}", reason),
             self._settings.invalid_score,
             extra,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import Field
 
-from agent_loop.boundary import OnReplay, describe_error
+from agent_loop.boundary import OnReplay, describe_error, describe_value
 from agent_loop.config import Section
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
@@ -110,18 +110,15 @@ class SimulatedUser(BaseInteraction):
         settings = self._settings
         persona: Message = {"role": "system", "content": self._personas[instance_id]}
         completion = await self._complete([persona, *flipped(messages, greeting=settings.greeting)])
-        choice = completion.choices[0] if completion.choices else None
-        if choice is None or not choice.message.content:
-            raise InteractionUnavailable(
-                f"{self._who} answered without a text: {completion.to_json(indent=None)}"
-            )
-        said = choice.message.content
+        said = _text_in(completion)
+        if not said:
+            raise InteractionUnavailable(f"{self._who} answered without a text: {describe_value(completion)}")
         ends = [place for phrase in settings.stop_phrases if (place := said.find(phrase)) >= 0]
         usage = completion.usage
         extra: dict[str, Any] = {
             "user_prompt_tokens": usage.prompt_tokens if usage else None,
             "user_completion_tokens": usage.completion_tokens if usage else None,
-            "is_cut": choice.finish_reason == "length",
+            "is_cut": completion.choices[0].finish_reason == "length",
         }
         return bool(ends), said[: min(ends, default=len(said))].strip(), 0.0, extra
 
@@ -137,7 +134,7 @@ class SimulatedUser(BaseInteraction):
                 extra_body=settings.extra_body or None,
                 **asked,
             )
-        except self._openai.APIError as error:
+        except (self._openai.APIError, ValueError) as error:  # (the latter of an answer that is no JSON)
             tried = f"after {settings.max_retries} retries" if settings.max_retries else "without retries"
             raise InteractionUnavailable(
                 f"{self._who} gave no answer ({tried}): {describe_error(error)}; see that it serves this model"
@@ -159,6 +156,15 @@ class SimulatedUser(BaseInteraction):
         return f"interaction {self.name!r}: model {self._settings.model!r} at {where}"
 
 
+def _text_in(completion: Any) -> str | None:
+    """What the model said; None if the endpoint answered with something else, which the client passes on as it is."""
+    try:
+        text: Any = completion.choices[0].message.content
+    except (AttributeError, IndexError, TypeError):
+        return None
+    return text.strip() if isinstance(text, str) else None
+
+
 def _key(variable: str | None) -> str:
     if variable is None:
         return NO_KEY
@@ -171,7 +177,7 @@ def _key(variable: str | None) -> str:
 def _filled(persona: str, fields: Mapping[str, Any]) -> str:
     try:
         return persona.format(**fields)
-    except (KeyError, IndexError, ValueError) as error:
+    except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
             f"the persona cannot be filled from interaction_kwargs with the fields {sorted(fields)}: "
             f"{describe_error(error)}"

@@ -104,7 +104,7 @@ def _messages(message: InputMessage, *, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, Any]:
-    texts: list[dict[str, Any]] = []
+    texts: list[str] = []
     calls: list[dict[str, Any]] = []
     thoughts: list[str] = []
     for index, block in enumerate(blocks):
@@ -115,10 +115,10 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"type": "function", "id": block.get("id"), "function": function})
         elif kind != "redacted_thinking":
-            texts.append(_part(block, where=f"{where}.content[{index}]"))
+            texts.append(_text(block, where=f"{where}.content[{index}]"))
     message = {
         "role": "assistant",
-        "content": texts,
+        "content": "".join(texts),  # thoughts part a text into blocks
         "tool_calls": calls,
         "reasoning_content": "\n".join(thoughts),
     }
@@ -138,6 +138,13 @@ def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[s
                 inner = cast(Sequence[Mapping[str, Any]], content)
                 content = [_part(part, where=f"{where}.content[{index}]") for part in inner]
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
+
+
+def _text(block: Mapping[str, Any], *, where: str) -> str:
+    part = _part(block, where=where)
+    if part["type"] != "text":
+        raise RequestError(f"{where}: an assistant says text alone", param=where)
+    return part["text"]
 
 
 def _part(block: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from agent_loop.checks import CheckReport, CheckResult, run_check
+from agent_loop.checks import CheckReport, CheckResult, run_checks
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.check.contract import CHECKS
@@ -45,10 +45,6 @@ async def check_interaction(
         raise ConfigError("check_interaction needs at least one answer of the model")
     kwargs = {key: value for key, value in (interaction_kwargs or {}).items() if key != "name"}
     subject = Subject(interaction, kwargs, prompt, answers, _numbers=count())
-    results: list[CheckResult] = []
-    for name, check in CHECKS.items():
-        result = await run_check(name, partial(check, subject), timeout_s=timeout_s)
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
+    checks = {name: partial(check, subject) for name, check in CHECKS.items()}
+    results = await run_checks(checks, timeout_s=timeout_s, on_result=on_result)
     return CheckReport(f"interaction {interaction.name!r}", results)

@@ -1,0 +1,49 @@
+"""Requests that are refused name what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest
+from agent_loop.errors import RequestError
+
+HELLO = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message", "param"),
+    [
+        ({"stop": ["a"] * 17}, "at most 16 items", "stop"),
+        ({"stop": ["a", ""]}, "at least 1 character", "stop[1]"),
+        ({"stop": 3}, "valid string", "stop"),
+        (
+            {"messages": [HELLO, {"role": "user", "content": [3]}]},
+            "valid dictionary",
+            "messages[1].content[0]",
+        ),
+        (
+            {"messages": [{"role": "me"}, {"role": "user", "content": [3]}]},
+            "input should be",
+            "messages[0].role",
+        ),
+        ({"stop": 3, "stop_token_ids": [-1]}, "valid string", "stop"),
+        ({"max-tokens": 3}, "unknown parameter 'max-tokens'; did you mean 'max_tokens'", "max-tokens"),
+        ({"messages": [{**HELLO, "x-id": 1}]}, "unknown parameter 'messages[0].x-id'", "messages[0].x-id"),
+    ],
+)
+def test_a_chat_request_names_its_fault(fields: dict[str, Any], message: str, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatCompletionRequest.read({"model": "m", "messages": [HELLO], **fields})
+    assert message in str(caught.value)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"), [([1, -1], "prompt[1]"), ([], "prompt"), ([[1], []], "prompt[1]"), (3, "prompt")]
+)
+def test_a_prompt_of_several_forms_is_judged_by_the_one_that_fits_best(prompt: Any, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        CompletionRequest.read({"model": "m", "prompt": prompt})
+    assert caught.value.param == param

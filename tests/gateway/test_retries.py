@@ -1,0 +1,103 @@
+"""Requests that are sent again: which are answered once, and which are another sample."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from agent_loop.trajectory import IncidentKind
+from agent_loop.types import StopReason
+from tests.gateway.harness import ADD, MODEL, Stage, in_order, origins
+from tests.gateway.test_conversations import client_of
+from tests.helpers import calls, says, user
+
+FIRST_TRY = {"x-stainless-retry-count": "0"}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def test_a_retry_of_an_answered_request_gets_the_same_answer() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=FIRST_TRY)
+        again = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=RETRY)
+        assert again == first
+        keyed = [
+            await create(model=MODEL, messages=user("?"), extra_headers={"idempotency-key": "k"})
+            for _ in range(2)
+        ]
+        assert keyed[0] == keyed[1]
+
+    stage = Stage(in_order(calls("add", a=1, b=2)))
+    assert len(stage.run_virtual(program)) == 2
+    assert len(stage.server.requests) == 2
+
+
+def test_a_retry_in_flight_is_answered_with_the_first_one() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = asyncio.ensure_future(create(model=MODEL, messages=user("?")))
+        await asyncio.sleep(1)
+        retry = asyncio.ensure_future(create(model=MODEL, messages=user("?"), extra_headers=RETRY))
+        await asyncio.sleep(1)
+        first.cancel()
+        assert (await retry).choices[0].message.content == "slow"
+
+    stage = Stage(in_order(says("slow", latency_s=5)))
+    [trajectory] = stage.run_virtual(program)
+    assert len(stage.server.requests) == 1
+    assert trajectory.output.answer == "slow"
+
+
+def test_a_retry_of_one_of_several_samples_is_a_sample_of_its_own() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        client = client_of(base_url, api_key, http_client, max_retries=1)
+
+        async def sample() -> str:
+            reply = await client.chat.completions.create(model=MODEL, messages=user("?"))
+            return str(reply.choices[0].message.content)
+
+        async with asyncio.TaskGroup() as group:
+            samples = [group.create_task(sample()) for _ in range(3)]
+        assert sorted(sample.result() for sample in samples) == ["b", "c", "d"]
+
+    stage = Stage(in_order(says("", error="out of memory"), says("b"), says("c"), says("d")))
+    trajectories = stage.run_virtual(program)
+    assert sorted(t.output.answer for t in trajectories) == ["b", "c", "d"]
+
+
+def test_a_client_that_gives_up_aborts_the_completion_and_may_ask_again() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await create(model=MODEL, messages=user("?"))
+        await create(model=MODEL, messages=user("?"), extra_headers=RETRY)
+
+    slow = says("one two three four five", latency_s=10)
+    stage = Stage(in_order(slow, says("quick")))
+    cut, good = stage.run_virtual(program)
+    assert cut.output.stop_reason is StopReason.CANCELLED
+    assert 0 < len(cut.output.response_ids) < len(slow.token_ids)
+    assert (good.output.stop_reason, good.output.answer) == (StopReason.ANSWERED, "quick")
+
+
+def test_a_server_that_fails_is_a_typed_error_and_the_retry_goes_on_in_the_same_conversation() -> None:
+    async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
+        create = client_of(base_url, api_key, http_client).chat.completions.create
+        first = (await create(model=MODEL, messages=user("?"))).choices[0].message
+        history = [*user("?"), first, *user("more")]
+        with pytest.raises(openai.InternalServerError) as caught:
+            await create(model=MODEL, messages=history)
+        assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
+        await create(model=MODEL, messages=history, extra_headers=RETRY)
+
+    stage = Stage(in_order(says("x"), says("", error="out of memory"), says("y")))
+    [trajectory] = stage.run_virtual(program)
+    assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
+    assert trajectory.output.answer == "y"
+    [incident] = trajectory.output.incidents
+    assert incident.kind is IncidentKind.FAILED_REQUEST
+    assert "out of memory" in incident.detail
