@@ -13,6 +13,7 @@ PUBLIC_NAMES = {
     "AgentLoopWorker",
     "AgentState",
     "AsyncLLMServerManager",
+    "AsyncPartialToolAgentLoop",
     "AsyncServerBase",
     "BaseInteraction",
     "BaseTool",

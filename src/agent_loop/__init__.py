@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from agent_loop.episode import Episode
     from agent_loop.interactions.base import BaseInteraction
     from agent_loop.loops.base import AgentLoopBase
+    from agent_loop.loops.partial import AsyncPartialToolAgentLoop
     from agent_loop.loops.registry import register
     from agent_loop.loops.single_turn import SingleTurnAgentLoop
     from agent_loop.loops.tool_agent import ToolAgentLoop
@@ -37,6 +38,7 @@ __all__ = [
     "AgentLoopWorker",
     "AgentState",
     "AsyncLLMServerManager",
+    "AsyncPartialToolAgentLoop",
     "AsyncServerBase",
     "BaseInteraction",
     "BaseTool",
@@ -61,6 +63,7 @@ _MODULE_OF = {
     "AgentLoopWorker": "rollout.worker",
     "AgentState": "types",
     "AsyncLLMServerManager": "servers.manager",
+    "AsyncPartialToolAgentLoop": "loops.partial",
     "AsyncServerBase": "servers.base",
     "BaseInteraction": "interactions.base",
     "BaseTool": "tools.base",

@@ -6,6 +6,8 @@ import asyncio
 from enum import StrEnum
 from types import TracebackType
 
+from agent_loop.trajectory import IncidentKind
+
 
 class TimeLimit(StrEnum):
     """What has to end in time; the value is the configuration's key."""
@@ -13,6 +15,12 @@ class TimeLimit(StrEnum):
     GENERATE = "rollout.generate_timeout_s"
     TURN = "rollout.multi_turn.turn_timeout_s"
     TRAJECTORY = "rollout.trajectory_timeout_s"
+
+
+_CUT_OFF = {
+    TimeLimit.GENERATE: (IncidentKind.GENERATE_TIMEOUT, "its completion"),
+    TimeLimit.TURN: (IncidentKind.TURN_TIMEOUT, "the completion and the reply to it"),
+}
 
 
 class Deadlines:
@@ -24,6 +32,7 @@ class Deadlines:
     def __init__(self) -> None:
         self._scope = asyncio.Timeout(None)
         self._ends: dict[TimeLimit, float] = {}
+        self._seconds: dict[TimeLimit, float] = {}
         self._is_open = False
 
     async def __aenter__(self) -> None:
@@ -39,6 +48,7 @@ class Deadlines:
     def begin(self, limit: TimeLimit, *, seconds: float | None) -> None:
         """Counts from here; None sets no limit."""
         if seconds is not None:
+            self._seconds[limit] = seconds
             self._ends[limit] = asyncio.get_running_loop().time() + seconds
             self._move()
 
@@ -48,6 +58,15 @@ class Deadlines:
             for limit in limits:
                 self._ends.pop(limit, None)
             self._move()
+
+    @property
+    def incident(self) -> tuple[IncidentKind, str] | None:
+        """What the limit that passed cut off, once one has; None if that was the trajectory."""
+        if self.passed is TimeLimit.TRAJECTORY:
+            return None
+        kind, what = _CUT_OFF[self.passed]
+        seconds = self._seconds[self.passed]
+        return kind, f"the turn was cut: {what} took longer than {seconds:g} s ({self.passed})"
 
     @property
     def passed(self) -> TimeLimit:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import Any
 
+from agent_loop.cancellation import Cancellation, Cut
 from agent_loop.concurrency import run_together
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
-from agent_loop.tools.session import ToolResult, ToolSession
+from agent_loop.tools.results import ToolResult
+from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import Feedback, Incident
 from agent_loop.turn_log import TurnLog
 from agent_loop.types import Message, Origin, ToolCall
@@ -23,10 +27,16 @@ class Surroundings:
         tools: None for an episode without tools.
         interaction: None for one without an interaction.
         log: Answers what is on record.
+        cancellation: Cuts what is in flight. A cut call or reply raises `Cut`, once those beside it have ended.
     """
 
     def __init__(
-        self, *, tools: ToolSession | None, interaction: InteractionSession | None, log: TurnLog
+        self,
+        *,
+        tools: ToolSession | None,
+        interaction: InteractionSession | None,
+        log: TurnLog,
+        cancellation: Cancellation,
     ) -> None:
         self.feedback: list[Feedback] = []
         """Of each call and each reply of the interaction, in order."""
@@ -35,6 +45,7 @@ class Surroundings:
         self._tools = tools
         self._interaction = interaction
         self._log = log
+        self._cancellation = cancellation
 
     def fresh(self, log: TurnLog, *, num_feedback: int) -> Surroundings:
         """The same, with instances of their own, and the first so many pieces of what was brought so far."""
@@ -42,6 +53,7 @@ class Surroundings:
             tools=None if self._tools is None else self._tools.fresh(),
             interaction=None if self._interaction is None else self._interaction.fresh(),
             log=log,
+            cancellation=self._cancellation,
         )
         fresh.feedback = self.feedback[:num_feedback]
         return fresh
@@ -64,13 +76,7 @@ class Surroundings:
         """
         if self._interaction is None or not self._interaction.opens_conversation:
             return list(messages)
-        with waiting_for(WaitKind.INTERACTION):
-            reply = await self._log.interaction_reply(
-                num_messages=len(messages),
-                on_replay=self._interaction.on_replay,
-                respond=self._interaction.greet,
-                prepare=self._interaction.open,
-            )
+        reply = await self._reply_of(self._interaction, self._interaction.greet, num_messages=len(messages))
         return with_words(messages, f"\n\n{reply.content}") if reply.content else list(messages)
 
     async def call_tools(
@@ -89,19 +95,15 @@ class Surroundings:
             raise EpisodeError("this episode has no tools; pass tools= to AgentLoopBase.episode")
         tools, places, turn = self._tools, asyncio.Semaphore(max_parallel), self._log.next_turn()
 
-        async def run(number: int, call: ToolCall) -> ToolResult:
+        async def run(number: int, call: ToolCall) -> ToolResult | None:
             async with places:
-                with waiting_for(WaitKind.TOOL, repr(call.name)):
-                    return await self._log.tool_result(
-                        call,
-                        turn=turn,
-                        number=number,
-                        on_replay=tools.on_replay(call.name),
-                        execute=partial(tools.execute, call),
-                        prepare=partial(tools.open, call.name),
-                    )
+                with waiting_for(WaitKind.TOOL, repr(call.name)), suppress(Cut):
+                    return await self._result_of(call, tools, turn=turn, number=number)
 
-        results = await run_together(run(number, call) for number, call in enumerate(calls))
+        ran = await run_together(run(number, call) for number, call in enumerate(calls))
+        results = [result for result in ran if result is not None]
+        if len(results) < len(calls):
+            raise Cut
         self.feedback += [
             Feedback(
                 Origin.TOOL,
@@ -128,13 +130,8 @@ class Surroundings:
         """
         if self._interaction is None:
             raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
-        with waiting_for(WaitKind.INTERACTION):
-            reply = await self._log.interaction_reply(
-                num_messages=len(messages),
-                on_replay=self._interaction.on_replay,
-                respond=partial(self._interaction.respond, messages),
-                prepare=self._interaction.open,
-            )
+        respond = partial(self._interaction.respond, messages)
+        reply = await self._reply_of(self._interaction, respond, num_messages=len(messages))
         self.feedback.append(Feedback(Origin.INTERACTION, place=place, reward=reply.score, extra=reply.extra))
         return reply
 
@@ -162,6 +159,33 @@ class Surroundings:
                 with waiting_for(WaitKind.CLOSING, "its tools" if part is self._tools else "its interaction"):
                     incidents += await part.close()
         return incidents
+
+    async def _result_of(self, call: ToolCall, tools: ToolSession, *, turn: int, number: int) -> ToolResult:
+        on_replay = tools.on_replay(call.name)
+        return await self._log.tool_result(
+            call,
+            turn=turn,
+            number=number,
+            on_replay=on_replay,
+            execute=partial(self._cancellation.call, partial(tools.execute, call), on_replay=on_replay),
+            prepare=partial(tools.open, call.name),
+        )
+
+    async def _reply_of(
+        self,
+        interaction: InteractionSession,
+        respond: Callable[[], Coroutine[Any, Any, InteractionReply]],
+        *,
+        num_messages: int,
+    ) -> InteractionReply:
+        on_replay = interaction.on_replay
+        with waiting_for(WaitKind.INTERACTION):
+            return await self._log.interaction_reply(
+                num_messages=num_messages,
+                on_replay=on_replay,
+                respond=partial(self._cancellation.call, respond, on_replay=on_replay),
+                prepare=interaction.open,
+            )
 
 
 def with_words(messages: Sequence[Message], words: str) -> list[Message]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent_loop.boundary import OnReplay
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.errors import AgentLoopError
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.tools.session import ToolResult
+from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Segment
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
@@ -22,11 +22,16 @@ class TurnLog(Protocol):
     """The record of one episode, in the order of its verbs.
 
     Each method is asked what the episode is about to do, and either returns what is on record or does it, keeps what
-    came of it and returns that. Asked for anything else than the record has at this place, it raises `ReplayMismatch`.
+    came of it and returns that. Asked for anything else than the record has at this place, it raises `ReplayMismatch`;
+    where the episode was cancelled and nothing is on record, it may raise `Cut`.
     """
 
-    def branch(self) -> TurnLog:
-        """The record of an episode that goes on from here in another way."""
+    def position(self) -> Any:
+        """How far the episode has come, for `branch`."""
+        ...
+
+    def branch(self, *, at: Any) -> TurnLog:
+        """The record of an episode that goes on in another way from where this one was at a position."""
         ...
 
     def next_turn(self) -> int:
@@ -40,9 +45,14 @@ class TurnLog(Protocol):
         ...
 
     async def completion(
-        self, params: SamplingParams, *, num_context: int, sample: Callable[[], Awaitable[TokenOutput]]
+        self,
+        params: SamplingParams,
+        *,
+        num_context: int,
+        sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
-        """What the model says to `num_context` tokens."""
+        """What the model says to `num_context` tokens. `sample` is given what there is of a completion that was cut
+        before, and returns the rest."""
         ...
 
     async def tool_result(
@@ -77,7 +87,10 @@ class TurnLog(Protocol):
 class Unlogged:
     """Keeps nothing: every turn is live."""
 
-    def branch(self) -> Unlogged:
+    def position(self) -> None:
+        pass
+
+    def branch(self, *, at: Any) -> Unlogged:
         return self
 
     def next_turn(self) -> int:
@@ -89,9 +102,13 @@ class Unlogged:
         return await encode()
 
     async def completion(
-        self, params: SamplingParams, *, num_context: int, sample: Callable[[], Awaitable[TokenOutput]]
+        self,
+        params: SamplingParams,
+        *,
+        num_context: int,
+        sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
-        return await sample()
+        return await sample(None)
 
     async def tool_result(
         self,

@@ -139,6 +139,10 @@ class TokenOutput:
         if self.version_spans and sum(s.num_tokens for s in self.version_spans) != len(self.token_ids):
             raise ValueError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
 
+    def then(self, rest: TokenOutput) -> TokenOutput:
+        """The completion that this one is the beginning of, and `rest` what came of it later."""
+        return TokenOutput.from_chunks([*TokenChunk.whole(self), *TokenChunk.whole(rest)])
+
     @classmethod
     def from_chunks(cls, chunks: Sequence[TokenChunk]) -> TokenOutput:
         """Joins a streamed completion. One whose last chunk has no stop reason was broken off: it is `aborted`."""

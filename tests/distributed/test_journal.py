@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.rollout.journal.record import Kind, Place
+from agent_loop.recording.record import Kind, Place
 from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
 from tests.cli.test_crash import (
     calls_per_rollout,
     killed_when,
@@ -44,6 +45,29 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
 
 def key_of(work: list[dict[str, Any]]) -> StepKey:
     return StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
+
+
+def test_rows_that_were_cancelled_go_on_from_what_came_back(stage: Stage) -> None:
+    """The model never says the same twice."""
+    set_latency(stage.folder, 0.8)
+    work = [{**row, "agent_name": "partial_tool_agent"} for row in rows(16)]
+
+    async def cancel_when_one_has_ended() -> None:
+        stage.manager.cancel_all()
+
+    async def main() -> tuple[list[Trajectory], list[Trajectory]]:
+        first = await stage.run(work, breaks=cancel_when_one_has_ended)
+        return first, await stage.run(work, earlier=first)
+
+    first, second = stage.runner.run(main())
+    cancelled = [t for t in first if t.output.stop_reason is StopReason.CANCELLED]
+    assert len(cancelled) > 4
+    assert all(t.output.extra_fields["is_cancel"] for t in cancelled)
+    assert {t.output.stop_reason for t in second} == {StopReason.ANSWERED}
+    for before, after in zip(first, second, strict=True):
+        num_tokens = len(before.output.response_ids)
+        assert before.output.response_ids.tolist() == after.output.response_ids[:num_tokens].tolist()
+    assert not any(stage.runner.run(stage.held()).values())
 
 
 def test_rows_of_a_killed_worker_go_on_from_their_last_turn(stage: Stage, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import scan
 from agent_loop.rollout.journal.step import StepKey, open_journal
-from agent_loop.rollout.journal.values import unpack
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory

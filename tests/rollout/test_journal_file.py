@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent_loop.errors import JournalError
+from agent_loop.recording.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.rollout.journal.step import StepKey, open_journal
-from agent_loop.rollout.journal.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.testing import run_virtual
 from tests.helpers import user
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> 
 
 
 def test_a_later_format_is_named() -> None:
-    with pytest.raises(JournalError, match="has format 9, and this version reads 2"):
+    with pytest.raises(JournalError, match="has format 9, and this version reads 3"):
         scan(HEADER[:28] + b"\x09\0\0\0")
 
 

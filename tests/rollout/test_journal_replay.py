@@ -19,9 +19,9 @@ from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
+from agent_loop.recording.record import Kind
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.frames import scan
-from agent_loop.rollout.journal.record import Kind
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Origin, StopReason

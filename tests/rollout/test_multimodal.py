@@ -260,7 +260,9 @@ def test_an_update_reaches_the_vision_tower() -> None:
     trajectories, model = asyncio.run(rollout_on_an_engine())
     batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
     before = model.model.visual.patch_embed.proj.weight.clone()
-    Actor(model, config=ActorConfig(lr=1e-3)).update(batch, advantages_B=torch.tensor([1.0, -1.0, 1.0]))
+    Actor(model, config=ActorConfig(lr=1e-3)).update(
+        batch, advantages_BR=torch.tensor([[1.0], [-1.0], [1.0]])
+    )
     assert not torch.equal(model.model.visual.patch_embed.proj.weight, before)
 
 

@@ -66,7 +66,7 @@ class Relay:
 
 @dataclass(frozen=True, slots=True)
 class RowRelay:
-    """A relay, for the log of one row. Implements `agent_loop.rollout.journal.writer.Sink`."""
+    """A relay, for the log of one row. Implements `agent_loop.recording.sink.Sink`."""
 
     relay: Relay
     trajectory_id: str

@@ -82,6 +82,9 @@ class RemoteWorker:
     def cancel(self, trajectory_id: str) -> None:
         self._actor.cancel.remote(trajectory_id)
 
+    def cancel_all(self) -> None:
+        self._actor.cancel_all.remote()
+
     async def set_weight_version(self, weight_version: int) -> None:
         with suppress(ActorLost):
             await answer_of(self._actor.set_weight_version.remote(weight_version))
@@ -164,6 +167,10 @@ class RemoteWorkers:
         for worker in workers:
             worker.cancel(trajectory_id)
         return bool(workers)
+
+    def cancel_all(self) -> None:
+        for worker in self._alive:
+            worker.cancel_all()
 
     async def set_weight_version(self, weight_version: int) -> None:
         self._weight_version = weight_version

@@ -18,7 +18,7 @@ from agent_loop.distributed.weights import PublishedWeights, fetch_weights
 from agent_loop.distributed.wire import Answer, Ask, Cancelled, Refusal, Resend, ServerFacts
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
-from agent_loop.servers.factory import server_class_of
+from agent_loop.servers.factory import create_server, server_class_of
 from agent_loop.types import TokenChunk, TokenOutput
 
 ResultT = TypeVar("ResultT")
@@ -73,7 +73,7 @@ class ServerActor:
             server = self._server
             if server is None:
                 enter_folder(self._folder)
-                server = server_class_of(self._rollout).create(self._spec)
+                server = create_server(server_class_of(self._rollout), self._spec)
                 await server.start()
             health = await server.health()
             if weights is not None and health.weight_version != weights.weight_version:

@@ -15,8 +15,8 @@ from agent_loop.distributed.ray_module import enter_folder
 from agent_loop.distributed.relay import Relay
 from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.distributed.wire import News, ServerFacts, pack_trajectories
-from agent_loop.rollout.journal.record import RowRecord
-from agent_loop.rollout.journal.row_log import RowLog
+from agent_loop.recording.record import RowRecord
+from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.parts import (
     load_context,
     load_loops,
@@ -150,6 +150,10 @@ class WorkerActor:
     async def cancel(self, trajectory_id: str) -> None:
         if self._worker is not None:
             self._worker.cancel(trajectory_id)
+
+    async def cancel_all(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel_all()
 
     async def set_weight_version(self, weight_version: int) -> None:
         self._pool.weight_version = weight_version

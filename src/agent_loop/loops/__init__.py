@@ -1,7 +1,8 @@
 """Agent loops. Importing this package registers the ones that ship."""
 
 from agent_loop.loops.environment import EnvironmentAgentLoop
+from agent_loop.loops.partial import AsyncPartialToolAgentLoop
 from agent_loop.loops.single_turn import SingleTurnAgentLoop
 from agent_loop.loops.tool_agent import ToolAgentLoop
 
-__all__ = ["EnvironmentAgentLoop", "SingleTurnAgentLoop", "ToolAgentLoop"]
+__all__ = ["AsyncPartialToolAgentLoop", "EnvironmentAgentLoop", "SingleTurnAgentLoop", "ToolAgentLoop"]

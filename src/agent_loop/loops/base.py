@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class LoopContext:
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict[str, EnvironmentFactory])
     new_log: Callable[[], TurnLog] | None = None
     """Gives the record of the next episode; None where no journal is kept."""
+    cancellation: asyncio.Event | None = None
+    """Shared by trajectories that are cancelled together: once it is set, their episodes end with `cancelled`."""
 
 
 class AgentLoopBase(ABC):
@@ -106,6 +109,7 @@ class AgentLoopBase(ABC):
             tool_schemas=[tool.tool_schema for tool in tools.values()],
             interaction=self._interaction_session(interaction_kwargs),
             log=None if self.context.new_log is None else self.context.new_log(),
+            cancellation=self.context.cancellation,
         )
         return self.last_episode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agent_loop.episode import Completion, Episode
+from agent_loop.episode import Completion, Episode, EpisodeStopped
 from agent_loop.errors import ToolBug
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
@@ -53,7 +53,10 @@ class ToolAgentLoop(AgentLoopBase):
         """On the last turn that the limits allow, the model is stopped as soon as it opens a call: nobody could run
         it."""
         stop_token_ids = self.template.call_start_ids() if episode.is_last_turn and episode.has_tools else ()
-        return await episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
+        completion = await episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
+        if episode.stop_reason is StopReason.CANCELLED:
+            raise EpisodeStopped(episode.stop_reason)
+        return completion
 
     def _after(self, completion: Completion, episode: Episode) -> AgentState:
         if completion.calls:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 from agent_loop.waits import Board
 
@@ -40,7 +41,8 @@ class LagMonitor:
     """Measures while `measuring` is open, and warns of what holds the loop up for more than `WARN_S`.
 
     Of a block it warns while it lasts, from a thread, with the line of code that it is at; of the first, and after
-    that of each that lasts twice as long as the one before.
+    that of each that lasts twice as long as the one before. A machine that is too busy to let this process run holds
+    its loop up too; that is measured, but nothing that a user's code could mend, and not warned of.
     """
 
     def __init__(self, board: Board, *, warn_s: float = WARN_S) -> None:
@@ -54,6 +56,8 @@ class LagMonitor:
         self._sum_s = self._max_s = self._late_s = 0.0
         self._beat_at = 0.0
         """When the loop last was alive, by the machine's clock."""
+        self._cpu_at = 0.0
+        """What this process had computed by then, in seconds."""
 
     @property
     def lag(self) -> LoopLag:
@@ -79,7 +83,7 @@ class LagMonitor:
 
     def _begin(self) -> None:
         loop = asyncio.get_running_loop()
-        self._started, self._beat_at = loop.time(), time.monotonic()
+        self._started, self._beat_at, self._cpu_at = loop.time(), time.monotonic(), time.process_time()
         self._num_ticks, self._limit_s = 0, self._warn_s
         self._sum_s = self._max_s = self._late_s = 0.0
         self._timer = loop.call_later(TICK_S, self._tick, loop, loop.time() + TICK_S)
@@ -91,12 +95,15 @@ class LagMonitor:
     def _tick(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
         now = loop.time()
         lag_s = max(now - due, 0.0)
-        self._beat_at = time.monotonic()
+        passed_s, computed_s = time.monotonic() - self._beat_at, time.process_time() - self._cpu_at
+        self._beat_at, self._cpu_at = time.monotonic(), time.process_time()
         self._num_ticks += 1
         self._sum_s += lag_s
         self._max_s = max(self._max_s, lag_s)
         self._late_s += lag_s if lag_s > LATE_S else 0.0
-        if lag_s > self._limit_s:  # the thread did not see it: it had no chance to run, or time is virtual
+        was_starved = computed_s < passed_s / 2
+        if lag_s > self._limit_s and not (was_starved and passed_s > lag_s / 2):
+            # The thread did not see it: it had no chance to run, or time is virtual.
             self._warn(lag_s, f"the last event before was: {self._board.last_event}")
         self._timer = loop.call_later(TICK_S, self._tick, loop, now + TICK_S)
 
@@ -106,10 +113,11 @@ class LagMonitor:
             time.sleep(self._warn_s / 4)
             blocked_s = time.monotonic() - self._beat_at - TICK_S
             if blocked_s > self._limit_s and loop.is_running():
-                self._warn(blocked_s, self._culprit(loop, thread_id))
+                frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]  (documented)
+                if frame is None or frame.f_globals.get("__name__") != "selectors":
+                    self._warn(blocked_s, self._culprit(loop, frame))
 
-    def _culprit(self, loop: asyncio.AbstractEventLoop, thread_id: int) -> str:
-        frame = sys._current_frames().get(thread_id)  # pyright: ignore[reportPrivateUsage]  (documented)
+    def _culprit(self, loop: asyncio.AbstractEventLoop, frame: FrameType | None) -> str:
         whose = self._board.activity_of(asyncio.current_task(loop))
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "unknown\n"
         return f"{f'by {whose}, ' if whose else ''}at\n{stack.rstrip()}"

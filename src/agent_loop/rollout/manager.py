@@ -13,6 +13,7 @@ from agent_loop.concurrency import run_shielded, run_until, running_beside
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.earlier import divide
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.first_groups import FirstGroups
 from agent_loop.rollout.journal.step import StepJournal
@@ -70,6 +71,8 @@ class AgentLoopManager:
         self._context = load_context(config, server_manager=self.server_manager, template=template)
         self._loops = load_loops(config)
         self._workers = workers or LocalWorkers(self._make_local_workers(reward))
+        self._waking = asyncio.Lock()
+        self._num_awake = 0
 
     @classmethod
     def from_config(cls, config: Config) -> Self:
@@ -127,10 +130,14 @@ class AgentLoopManager:
         num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
         journal: StepJournal | None = None,
+        label: str = "",
+        greedy: bool = False,
+        earlier: Iterable[Trajectory] = (),
     ) -> list[Trajectory]:
         """Runs `n` trajectories per row, ordered by row, then sample.
 
-        Cancelling it cancels every trajectory; when it returns or raises nothing runs any more.
+        Cancelling it cancels every trajectory; when it returns or raises nothing of it runs any more. Several may run
+        at once, each with a label of its own.
 
         Args:
             num_groups: Return as soon as all trajectories of so many rows have ended, with those rows' alone; what
@@ -138,19 +145,25 @@ class AgentLoopManager:
             on_trajectory: Told of each trajectory as it ends.
             journal: Keeps the turns, and has those of a run that was killed: what ended there is not run again, what
                 did not goes on from its last turn.
+            label: Becomes the beginning of the trajectories' names, which `cancel` takes and the log says.
+            greedy: Sample the most probable token each time, whatever the settings say.
+            earlier: What an earlier run of the same rows returned: those of its trajectories that were not cancelled
+                are returned as they are; of the others, those of `AsyncPartialToolAgentLoop` go on where they were.
 
         Raises:
             DataError: A row names a loop, tool or interaction that does not exist; nothing was run.
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
             JournalError: The journal cannot be written.
         """
-        jobs = self._jobs(rows, n=n, validate=validate)
+        jobs = self._jobs(rows, n=n, validate=validate, label=label, greedy=greedy)
         outcome = None if journal is None else journal.outcome()
         if outcome is not None:
             _tell(outcome, on_trajectory)
             return outcome
         if num_groups is None or num_groups >= len(rows):
-            trajectories = await self._run_jobs(jobs, on_trajectory=on_trajectory, journal=journal)
+            trajectories = await self._run_jobs(
+                jobs, on_trajectory=on_trajectory, journal=journal, earlier=earlier
+            )
         else:
             trajectories = await self._run_first(
                 jobs,
@@ -158,6 +171,7 @@ class AgentLoopManager:
                 size=len(jobs) // len(rows),
                 on_trajectory=on_trajectory,
                 journal=journal,
+                earlier=earlier,
             )
         if journal is not None:
             await journal.complete(trajectories)
@@ -171,6 +185,7 @@ class AgentLoopManager:
         size: int,
         on_trajectory: Callable[[Trajectory], None] | None,
         journal: StepJournal | None,
+        earlier: Iterable[Trajectory],
     ) -> list[Trajectory]:
         """Runs until so many groups are complete."""
         first = FirstGroups(num_groups, size=size)
@@ -179,7 +194,8 @@ class AgentLoopManager:
             if first.add(trajectory) and on_trajectory is not None:
                 on_trajectory(trajectory)
 
-        await run_until(self._run_jobs(jobs, on_trajectory=note, journal=journal), first.are_complete)
+        running = self._run_jobs(jobs, on_trajectory=note, journal=journal, earlier=earlier)
+        await run_until(running, first.are_complete)
         return first.trajectories
 
     async def stream(
@@ -208,6 +224,27 @@ class AgentLoopManager:
     def cancel(self, trajectory_id: str) -> bool:
         """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
         return self._workers.cancel(trajectory_id)
+
+    def cancel_all(self) -> None:
+        """Ends every trajectory of the present runs with `cancelled`, its tokens kept; `run(earlier=...)` goes on with
+        those of `AsyncPartialToolAgentLoop`. Loops that work on token ids instead of episodes do not notice."""
+        self._workers.cancel_all()
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncGenerator[None]:
+        """Servers that `rollout.free_cache_engine` puts to sleep are ready meanwhile. They wake up when the first of
+        those who need them comes, and sleep when the last has gone."""
+        if not self.config.free_cache_engine:
+            yield
+            return
+        async with self._waking:
+            if not self._num_awake:
+                await self.wake_up()
+            self._num_awake += 1
+        try:
+            yield
+        finally:
+            await run_shielded(self._no_longer_needed, timeout_s=CLOSE_TIMEOUT_S)
 
     async def wake_up(self) -> None:
         """Makes the servers ready: weights on the device, KV cache allocated."""
@@ -255,6 +292,12 @@ class AgentLoopManager:
     async def __aexit__(self, *_: object) -> None:
         await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
 
+    async def _no_longer_needed(self) -> None:
+        async with self._waking:
+            self._num_awake -= 1
+            if not self._num_awake:
+                await self.sleep()
+
     def _make_local_workers(self, reward: RewardFunction | None) -> list[AgentLoopWorker]:
         """Workers in this process; where the servers bound what is in flight, they bound it for all together."""
         is_shared = self.config.max_concurrent == "auto"
@@ -264,23 +307,18 @@ class AgentLoopManager:
             for _ in range(self.config.agent.num_workers)
         ]
 
-    @asynccontextmanager
-    async def _awake(self) -> AsyncGenerator[None]:
-        if not self.config.free_cache_engine:
-            yield
-            return
-        await self.wake_up()
-        try:
-            yield
-        finally:
-            await run_shielded(self.sleep, timeout_s=CLOSE_TIMEOUT_S)
-
-    def _jobs(self, rows: Sequence[Row], *, n: int | None, validate: bool) -> list[Job]:
+    def _jobs(
+        self, rows: Sequence[Row], *, n: int | None, validate: bool, label: str = "", greedy: bool = False
+    ) -> list[Job]:
         for number, row in enumerate(rows):
             self._check_row(row, number=number)
         n = n or (self.config.val.n if validate else self.config.n)
-        params = self._sampling_params(validate=validate)
-        return [Job(row, group, rollout, params) for group, row in enumerate(rows) for rollout in range(n)]
+        params = {**self._sampling_params(validate=validate), **({"temperature": 0.0} if greedy else {})}
+        return [
+            Job(row, group, rollout, params, label=label)
+            for group, row in enumerate(rows)
+            for rollout in range(n)
+        ]
 
     async def _run_jobs(
         self,
@@ -288,17 +326,20 @@ class AgentLoopManager:
         *,
         on_trajectory: Callable[[Trajectory], None] | None,
         journal: StepJournal | None = None,
+        earlier: Iterable[Trajectory] = (),
     ) -> list[Trajectory]:
         budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
         ended: list[Trajectory] = []
         if journal is not None:
             ended, jobs = journal.divide(jobs)
-            _tell(ended, on_trajectory)
+        over, jobs = divide(jobs, earlier)
+        ended += over
+        _tell(ended, on_trajectory)
         if not jobs:
-            return ended
-        async with self._awake(), self.server_manager.watching():
+            return _in_order(ended)
+        async with self.awake(), self.server_manager.watching():
             ran = await self._workers.run(jobs, budget=budget, on_trajectory=on_trajectory)
-        return sorted([*ended, *ran], key=lambda t: (t.group, t.rollout, t.branch or 0)) if ended else ran
+        return _in_order([*ended, *ran]) if ended else ran
 
     def _check_row(self, row: Row, *, number: int) -> None:
         if "raw_prompt" not in row:
@@ -315,7 +356,13 @@ class AgentLoopManager:
 
     def _sampling_params(self, *, validate: bool) -> Mapping[str, Any]:
         source = self.config.val if validate else self.config
-        return {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+        params = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+        max_tokens = self.config.val.max_turn_tokens if validate else None
+        return params if max_tokens is None else params | {"max_tokens": max_tokens}
+
+
+def _in_order(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    return sorted(trajectories, key=lambda t: (t.group, t.rollout, t.branch or 0))
 
 
 def _tell(trajectories: Iterable[Trajectory], on_trajectory: Callable[[Trajectory], None] | None) -> None:

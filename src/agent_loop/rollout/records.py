@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,22 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
 
 def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Writes one line per trajectory. Values that JSON does not know are written as text."""
+    with writing_records(path) as write:
+        for trajectory in trajectories:
+            write(trajectory)
+
+
+@contextmanager
+def writing_records(path: Path) -> Generator[Callable[[Trajectory], None]]:
+    """Begins a file anew, and yields what adds a trajectory's line to it, which others can read from then on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # (half a surrogate in a tool's reply is written as JSON's escape for it)
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for trajectory in trajectories:
+    with path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+
+        def write(trajectory: Trajectory) -> None:
             file.write(json.dumps(to_record(trajectory), ensure_ascii=False, default=str) + "\n")
+
+        yield write
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

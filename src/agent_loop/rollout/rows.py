@@ -16,6 +16,9 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.loading import load_object
 from agent_loop.types import Message, Row
 
+_OTHERS = 1
+"""Keeps the random order of replacements apart from that of an epoch."""
+
 
 def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]]:
     """Reads all sources, one after the other. Each row gets `raw_prompt`, a list of messages.
@@ -41,6 +44,20 @@ def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]
     return rows
 
 
+def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]]:
+    """Rows that are in memory already. Each gets `raw_prompt`, as those that `load_rows` reads.
+
+    Raises:
+        DataError: A row has no prompt or one that is not messages, or there are no rows.
+    """
+    prepared = [
+        _with_prompt(row, where=where, prompt_key=prompt_key) for where, row in _numbered("the data set", rows)
+    ]
+    if not prepared:
+        raise DataError("there are no rows; give at least one")
+    return prepared
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampler:
     """Which rows a step takes: a pure function of the step, so that a resumed run needs nothing else.
@@ -63,10 +80,19 @@ class RowSampler:
 
     def batch(self, step: int) -> list[Row]:
         """The rows of a step; the first step is 1."""
+        return [self.rows[place] for place in self._places(step)]
+
+    def others(self, step: int, *, skip: int, count: int) -> list[Row]:
+        """Rows that are not in the batch of a step, in an order of that step's own: at most `count`, after so many."""
+        taken = set(self._places(step))
+        order: list[int] = np.random.default_rng([self.seed, step, _OTHERS]).permutation(len(self.rows)).tolist()
+        return [self.rows[place] for place in order if place not in taken][skip : skip + count]
+
+    def _places(self, step: int) -> list[int]:
         start = (step - 1) * self.batch_size
         places = [divmod(place, len(self.rows)) for place in range(start, start + self.batch_size)]
         orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
-        return [self.rows[orders[epoch][place]] for epoch, place in places]
+        return [orders[epoch][place] for epoch, place in places]
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:

@@ -15,10 +15,10 @@ from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.rollout.journal.row_log import RowLog
 from agent_loop.rollout.oversight import Oversight
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
@@ -38,10 +38,28 @@ class Job:
     sampling_params: Mapping[str, Any]
     log: RowLog | None = None
     """Where its turns are kept."""
+    label: str = ""
+    """Of its rollout; it tells those apart that run at the same time."""
+    partial_output: AgentLoopOutput | None = None
+    """What there is of it from before; its loop's `run` gets it."""
+    cancellation: asyncio.Event | None = None
+    """That of the worker which runs it."""
+
+    @property
+    def place(self) -> str:
+        """In its rollout."""
+        return f"group={self.group}/rollout={self.rollout}"
+
+    @property
+    def columns(self) -> Row:
+        """What its loop's `run` is given."""
+        return (
+            self.row if self.partial_output is None else {**self.row, "partial_output": self.partial_output}
+        )
 
     @property
     def trajectory_id(self) -> str:
-        return f"group={self.group}/rollout={self.rollout}"
+        return f"{self.label}/{self.place}" if self.label else self.place
 
 
 class AgentLoopWorker:
@@ -76,6 +94,7 @@ class AgentLoopWorker:
         self._oversight = oversight
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._cancelled: set[str] = set()
+        self._cancellation = asyncio.Event()
 
     @property
     def running(self) -> Sequence[str]:
@@ -101,6 +120,7 @@ class AgentLoopWorker:
         """
 
         async def run_one(job: Job) -> list[Trajectory]:
+            job = replace(job, cancellation=self._cancellation)
             async with self._gate.admitted():
                 trajectories = await self._run_watched(job)
             for trajectory in trajectories:
@@ -122,6 +142,15 @@ class AgentLoopWorker:
             return False
         self._cancelled.add(trajectory_id)
         return task.cancel()
+
+    def cancel_all(self) -> None:
+        """Ends every trajectory of the present runs with `cancelled`, its tokens kept, also those that have not begun.
+
+        Loops that work with episodes end as soon as what is in flight is cut, and `AsyncPartialToolAgentLoop` leaves
+        what it takes to go on; loops on token ids do not notice.
+        """
+        self._cancellation.set()
+        self._cancellation = asyncio.Event()
 
     async def _run_watched(self, job: Job) -> list[Trajectory]:
         if self._oversight is None:
@@ -178,9 +207,14 @@ class AgentLoopWorker:
         try:
             async with self._context.server_manager.scope() as server_manager, backstop:
                 new_log = None if job.log is None else job.log.new_lane
-                context = replace(self._context, server_manager=server_manager, new_log=new_log)
+                context = replace(
+                    self._context,
+                    server_manager=server_manager,
+                    new_log=new_log,
+                    cancellation=job.cancellation,
+                )
                 loop = self._make_loop(job, context)
-                output = cast(Any, await loop.run(dict(job.sampling_params), **job.row))
+                output = cast(Any, await loop.run(dict(job.sampling_params), **job.columns))
             return _checked(output, loop)
         except EpisodeStopped as stopped:
             return _record(loop, stopped.reason)

@@ -33,6 +33,10 @@ class Workers(Protocol):
         """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
         ...
 
+    def cancel_all(self) -> None:
+        """Ends every trajectory of the present runs, as `AgentLoopWorker.cancel_all` does."""
+        ...
+
     async def set_weight_version(self, weight_version: int) -> None:
         """Tells which weights the servers have from here on."""
         ...
@@ -66,6 +70,10 @@ class LocalWorkers:
 
     def cancel(self, trajectory_id: str) -> bool:
         return any(worker.cancel(trajectory_id) for worker in self._workers)
+
+    def cancel_all(self) -> None:
+        for worker in self._workers:
+            worker.cancel_all()
 
     async def set_weight_version(self, weight_version: int) -> None:
         pass

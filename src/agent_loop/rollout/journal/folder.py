@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+
+_NAME = re.compile(r"step-(\d{6,})(?:\.refill-\d+)?\.journal")
 
 
 class JournalFolder:
@@ -16,16 +19,14 @@ class JournalFolder:
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / "journal"
 
-    def file(self, step: int) -> Path:
-        """Where the journal of a step is or will be."""
-        return self.path / f"step-{step:06d}.journal"
+    def file(self, step: int, *, refill: int = 0) -> Path:
+        """Where the journal of a step is or will be; one that is refilled has another for each time."""
+        suffix = f".refill-{refill}" if refill else ""
+        return self.path / f"step-{step:06d}{suffix}.journal"
 
     def steps(self) -> list[int]:
         """The steps that have one, in order."""
-        if not self.path.is_dir():
-            return []
-        names = (re.fullmatch(r"step-(\d{6,})\.journal", path.name) for path in self.path.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        return sorted({step for step, _ in self._files()})
 
     def has(self, step: int) -> bool:
         """Whether a step has one."""
@@ -33,12 +34,20 @@ class JournalFolder:
 
     def drop_through(self, step: int) -> None:
         """Removes those up to a step, which a checkpoint holds."""
-        self._drop([each for each in self.steps() if each <= step])
+        self._drop(lambda each: each <= step)
 
     def drop_after(self, step: int) -> None:
         """Removes those behind a step: they are of weights that will not come again."""
-        self._drop([each for each in self.steps() if each > step])
+        self._drop(lambda each: each > step)
 
-    def _drop(self, steps: list[int]) -> None:
-        for step in steps:
-            self.file(step).unlink(missing_ok=True)
+    def _drop(self, is_old: Callable[[int], bool]) -> None:
+        for step, path in self._files():
+            if is_old(step):
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> list[tuple[int, Path]]:
+        """Each with its step."""
+        if not self.path.is_dir():
+            return []
+        named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())
+        return [(int(name[1]), path) for name, path in named if name]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agent_loop.errors import JournalError
 
-FORMAT = 2
+FORMAT = 3
 HEADER = b"agent-loop journal ".ljust(28, b".") + struct.pack("<I", FORMAT)
 
 _FRAME = struct.Struct("<II")

@@ -13,11 +13,12 @@ from agent_loop.boundary import describe_error
 from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import JournalError
+from agent_loop.recording.record import Kind, RowRecord
+from agent_loop.recording.row_log import RowLog
+from agent_loop.recording.sink import Sink
+from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.frames import Scan, scan
-from agent_loop.rollout.journal.record import Kind, RowRecord
-from agent_loop.rollout.journal.row_log import RowLog
-from agent_loop.rollout.journal.values import digest, pack, unpack
-from agent_loop.rollout.journal.writer import JournalWriter, Sink
+from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.rollout.worker import Job
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
@@ -28,7 +29,7 @@ FREE_KEYS = frozenset(
     {
         "num_servers", "server_urls", "start_timeout_s", "request_timeout_s", "weight_transfer", "free_cache_engine",
         "max_concurrent", "max_failed_share", "journal", "num_workers", "trust_remote_code", "device", "watchdog_s",
-        "longest_first",
+        "longest_first", "on_weight_update",
     }
 )  # fmt: skip
 """Settings of the rollout that may change between a crash and the resume: no token depends on them."""
@@ -130,7 +131,7 @@ class StepJournal:
             if record.has_succeeded:
                 ended += record.trajectories(job.row, group=job.group, rollout=job.rollout)
             else:
-                rest.append(replace(job, log=RowLog(job.trajectory_id, sink=self._sink, record=record)))
+                rest.append(replace(job, log=RowLog(job.place, sink=self._sink, record=record)))
         return ended, rest
 
     async def complete(self, trajectories: Sequence[Trajectory]) -> None:

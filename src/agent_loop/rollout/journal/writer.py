@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from agent_loop.boundary import describe_error
 from agent_loop.concurrency import run_shielded
@@ -18,27 +18,6 @@ from agent_loop.errors import JournalError
 from agent_loop.rollout.journal.frames import HEADER, framed
 
 CLOSE_TIMEOUT_S = 60.0
-
-
-class Sink(Protocol):
-    """Where the records of a rollout go."""
-
-    def append(self, payload: bytes) -> None:
-        """Queues a record behind all others.
-
-        Raises:
-            JournalError: An earlier record could not be written.
-        """
-        ...
-
-    async def flushed(self) -> None:
-        """Waits until the operating system has every record that was appended: a process that is killed then loses
-        none of them.
-
-        Raises:
-            JournalError: One could not be written.
-        """
-        ...
 
 
 class JournalWriter:

@@ -11,7 +11,7 @@ from agent_loop.attachments import Attachment
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.tools.base import ToolResponse
-from agent_loop.tools.session import ToolResult
+from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import (
     AgentLoopMetrics,
     AgentLoopOutput,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay, describe_error
+from agent_loop.cancellation import Cut
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.rollout.journal import forms
-from agent_loop.rollout.journal.record import Entry, Kind, Place, RowRecord
-from agent_loop.rollout.journal.values import Unstorable, digest, pack, unpack
-from agent_loop.rollout.journal.writer import Sink
+from agent_loop.recording import forms
+from agent_loop.recording.record import Entry, Kind, Place, RowRecord
+from agent_loop.recording.sink import Sink
+from agent_loop.recording.values import Unstorable, digest, pack
 from agent_loop.tools.base import ToolResponse
-from agent_loop.tools.session import ToolResult
+from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
 from agent_loop.turn_log import ReplayMismatch, TurnLog
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
@@ -26,7 +28,11 @@ NOT_RUN = frozenset({IncidentKind.UNKNOWN_TOOL, IncidentKind.INVALID_ARGUMENTS})
 """Calls that were answered without the tool."""
 
 
-BEGINNINGS = {Kind.CALL_BEGAN: Kind.CALL_ENDED, Kind.REPLY_BEGAN: Kind.REPLY}
+BEGINNINGS = {
+    Kind.COMPLETION_BEGAN: Kind.COMPLETION,
+    Kind.CALL_BEGAN: Kind.CALL_ENDED,
+    Kind.REPLY_BEGAN: Kind.REPLY,
+}
 """What each beginning is followed by, if it gets that far."""
 
 
@@ -36,21 +42,32 @@ class RowLog:
     Args:
         trajectory_id: `group=.../rollout=...`.
         sink: Takes what happens.
-        record: What happened before a crash.
+        record: What happened before, up to a crash or a cancellation.
+        cancellation: Once it is set, no completion, call or reply begins that is not on record: it raises `Cut`.
     """
 
-    def __init__(self, trajectory_id: str, *, sink: Sink, record: RowRecord | None = None) -> None:
+    def __init__(
+        self,
+        trajectory_id: str,
+        *,
+        sink: Sink,
+        record: RowRecord | None = None,
+        cancellation: asyncio.Event | None = None,
+    ) -> None:
         self.mismatch: str | None = None
         """Why the record cannot be followed, if it cannot; the row then has to begin anew."""
         self.only_once: str | None = None
         """A tool or interaction on record that may not be asked twice, which is why the row may not begin anew."""
+        self.is_cut = False
+        """Something on record was not brought back to where it was, since the row was cancelled meanwhile."""
         self._row = trajectory_id
         self._sink = sink
+        self._cancellation = cancellation
         self.record = record or RowRecord()
         """What it answers from."""
         self._answers: Mapping[Place, Entry] = self.record.answers()
         for entry in self.record.entries:
-            if entry.kind in BEGINNINGS and entry.got is not None:
+            if entry.kind in (Kind.CALL_BEGAN, Kind.REPLY_BEGAN) and entry.got is not None:
                 self.only_once = str(entry.got["what"])
         self._num_lanes = 0
         self._held: dict[int, tuple[Sequence[Segment], int]] = {}
@@ -58,8 +75,7 @@ class RowLog:
     def extended(self, payloads: Iterable[bytes]) -> RowLog:
         """The log of the row's next attempt, which answers from what the attempt before appended elsewhere too."""
         record = RowRecord(list(self.record.entries), self.record.end)
-        for payload in payloads:
-            record.add(unpack(payload))
+        record.extend(payloads)
         return RowLog(self._row, sink=self._sink, record=record)
 
     def new_lane(self) -> LaneLog:
@@ -93,18 +109,21 @@ class RowLog:
 
         Raises:
             ReplayMismatch: Something else was asked there.
+            Cut: Nothing is, and the row is cancelled.
         """
         if self.mismatch is not None:
             raise ReplayMismatch(self.mismatch)
         entry = self._answers.get(place)
         if entry is None:
+            if self._is_cancelled and kind in BEGINNINGS.values():
+                raise Cut
             return None
         if BEGINNINGS.get(entry.kind, entry.kind) is not kind or entry.asked != asked:
             raise self.mismatched(
                 f"turn {place.turn} of episode {place.lane} asks for another {kind.replace('_', ' ')} than the first "
                 f"time ({entry.kind.replace('_', ' ')}); the loop is not deterministic, or was changed"
             )
-        if entry.got is None and entry.kind not in BEGINNINGS:
+        if entry.got is None and entry.kind not in (Kind.CALL_BEGAN, Kind.REPLY_BEGAN):
             raise self.mismatched(f"the answer at turn {place.turn} could not be kept")
         return entry
 
@@ -134,6 +153,10 @@ class RowLog:
         """Takes note that these are the tokens on record of a lane."""
         self._held[id(segments)] = (segments, lane)
 
+    @property
+    def _is_cancelled(self) -> bool:
+        return self.is_cut or (self._cancellation is not None and self._cancellation.is_set())
+
     def _lane_of(self, segments: Sequence[Segment]) -> int | None:
         held = self._held.get(id(segments))
         return None if held is None else held[1]
@@ -151,13 +174,16 @@ class LaneLog:
         self._num_turns = 0
         self._num_tokens = num_tokens
 
-    def branch(self) -> TurnLog:
+    def position(self) -> int:
+        return self._num_tokens
+
+    def branch(self, *, at: int) -> TurnLog:
         lane = self._row.new_lane()
-        parent = {"parent": self._number, "turn": self._num_turns}
+        parent = {"parent": self._number, "num_tokens": at}
         place, asked = lane._place(lane.next_turn()), digest(parent)
         if self._row.recorded(Kind.BRANCH, place, asked) is None:
             self._row.keep(Kind.BRANCH, place, asked=asked, got=parent)
-        lane._num_tokens = self._num_tokens
+        lane._num_tokens = at
         return lane
 
     def next_turn(self) -> int:
@@ -179,17 +205,23 @@ class LaneLog:
         return encoded
 
     async def completion(
-        self, params: SamplingParams, *, num_context: int, sample: Callable[[], Awaitable[TokenOutput]]
+        self,
+        params: SamplingParams,
+        *,
+        num_context: int,
+        sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
         place, asked = self._place(self.next_turn()), digest(f"{num_context} {params}")
         entry = self._row.recorded(Kind.COMPLETION, place, asked)
-        if entry is not None:
-            output = forms.read_completion(_got(entry))
-        else:
-            output = await sample()
-            if output.stop_reason == "aborted":  # no whole turn: it is sampled again
+        output = None if entry is None else forms.read_completion(_got(entry))
+        if output is None or output.stop_reason == "aborted":
+            rest = await sample(output)
+            output = rest if output is None else output.then(rest)
+            is_cut = output.stop_reason == "aborted"
+            kind = Kind.COMPLETION_BEGAN if is_cut else Kind.COMPLETION
+            self._row.keep(kind, place, asked=asked, got=forms.completion_form(output))
+            if is_cut:
                 return output
-            self._row.keep(Kind.COMPLETION, place, asked=asked, got=forms.completion_form(output))
         self._num_tokens += len(output.token_ids)
         return output
 
@@ -282,6 +314,8 @@ class LaneLog:
         self._refuse_if_lost(what, on_replay)
         try:
             await (again() if on_replay is OnReplay.RERUN else prepare())
+        except Cut:
+            self._row.is_cut = True
         except Exception as error:
             raise self._row.mismatched(f"{what} could not be replayed: {describe_error(error)}") from error
 

@@ -1,87 +1,40 @@
-"""The live state of one trajectory."""
+"""The one writer of a trajectory."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
-from agent_loop.chat.multimodal import Encoded
+from agent_loop.cancellation import Cancellation, Cut
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.concurrency import run_abortable
 from agent_loop.deadlines import Deadlines, TimeLimit
-from agent_loop.errors import AgentLoopError, EpisodeError
+from agent_loop.episode.sampling import Question, TurnSampler
+from agent_loop.episode.stopwatch import Stopwatch
+from agent_loop.episode.transcript import Transcript
+from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
+from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.ledger import TokenLedger
 from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.surroundings import Surroundings
 from agent_loop.tools.session import ToolResult, ToolSession
-from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Failure, Incident, IncidentKind
+from agent_loop.trajectory import AgentLoopOutput, Failure, IncidentKind
 from agent_loop.turn_log import TurnLog, Unlogged
 from agent_loop.types import (
     IntArray,
-    MalformedCall,
     Message,
-    Origin,
-    ParsedCompletion,
     SamplingParams,
     StopReason,
     TokenChunk,
     TokenOutput,
     ToolCall,
 )
-from agent_loop.waits import WaitKind, waiting_for
-
-ABORT_GRACE_S = 5.0
-"""How long a server may take to hand over the tokens of an aborted request."""
-
-
-class EpisodeStopped(AgentLoopError):
-    """Raised by an episode that is over, to leave the loop's body; the trajectory's record is complete."""
-
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"the episode is over: {reason}")
-        self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One assistant turn, as it was sampled and as it reads."""
-
-    sampled: TokenOutput
-    parsed: ParsedCompletion
-    is_cut: bool
-    """It ended by a limit, not by the model's own stop token."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        return self.sampled.token_ids
-
-    @property
-    def content(self) -> str:
-        return self.parsed.content
-
-    @property
-    def calls(self) -> tuple[ToolCall | MalformedCall, ...]:
-        return self.parsed.calls
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeMark:
-    """A place in an episode, between its verbs, from which it may branch later."""
-
-    num_tokens: int
-    num_messages: int
-    assistant_turns: int
-    user_turns: int
-    last_calls: Sequence[ToolCall]
-    num_feedback: int
 
 
 class Episode:
@@ -104,32 +57,29 @@ class Episode:
         interaction: InteractionSession | None = None,
         request_id: str | None = None,
         log: TurnLog | None = None,
+        cancellation: asyncio.Event | None = None,
     ) -> None:
         self.request_id = request_id or uuid4().hex
         self.limits = limits
         self.stop_reason: StopReason | None = None
-        self.assistant_turns = 0
-        self.user_turns = 0
-        self._messages: list[Message] = list(messages)
+        self._transcript = Transcript(messages, template=template, tool_schemas=tool_schemas)
         self._template = template
         self._server_manager = server_manager
+        self._cancelled = cancellation
         self._log = log or Unlogged()
-        self._surroundings = Surroundings(tools=tools, interaction=interaction, log=self._log)
-        self._tool_schemas = tool_schemas
-        self._ledger = TokenLedger()
-        self._last_calls: Sequence[ToolCall] = ()
-        self._incidents: list[Incident] = []
-        self._metrics = AgentLoopMetrics()
-        self._clock: _Clock | None = None
+        cancelling = Cancellation(cancellation)
+        self._sampler = TurnSampler(server_manager, request_id=self.request_id, cancellation=cancelling)
+        self._surroundings = Surroundings(
+            tools=tools, interaction=interaction, log=self._log, cancellation=cancelling
+        )
+        self._stopwatch = Stopwatch()
         self._deadlines = Deadlines()
         self._is_closed = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        if self._clock is not None:
-            raise EpisodeError("an episode is used once; make a new one")
-        self._clock = _Clock(asyncio.get_running_loop())
+        self._stopwatch.start()
         await self._deadlines.__aenter__()
         self._deadlines.begin(TimeLimit.TRAJECTORY, seconds=self.limits.deadline_s)
         try:
@@ -145,7 +95,8 @@ class Episode:
         try:
             await self._deadlines.__aexit__(kind, error, traceback)
         except TimeoutError:
-            self._note_deadline()
+            if self._deadlines.incident is not None:
+                self.note(*self._deadlines.incident)
             await self.finish(StopReason.DEADLINE)
             raise EpisodeStopped(StopReason.DEADLINE) from None
         if error is None or isinstance(error, EpisodeStopped):
@@ -156,7 +107,8 @@ class Episode:
             await self._close(StopReason.FAILED)
 
     async def finish(self, reason: StopReason = StopReason.ANSWERED) -> None:
-        """Ends the episode: tools and interaction give their verdicts and are closed.
+        """Ends the episode: tools and interaction give their verdicts and are closed; without verdicts, if it was
+        cancelled.
 
         A reason that already stands remains. Finishing twice is the same as once.
 
@@ -169,7 +121,8 @@ class Episode:
         self.stop(reason)
         self._deadlines.end(TimeLimit.TURN)
         try:
-            await self._surroundings.judge()
+            if self.stop_reason is not StopReason.CANCELLED:
+                await self._surroundings.judge()
         finally:
             await self._close(reason)
 
@@ -205,16 +158,18 @@ class Episode:
         params = self.limits.applied(
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
-        started = self._now
+        question = Question(self._ledger.context, params, self._ledger.attachments, hear)
         self._deadlines.begin(TimeLimit.TURN, seconds=self.limits.turn_timeout_s)
         self._deadlines.begin(TimeLimit.GENERATE, seconds=self.limits.generate_timeout_s)
         try:
-            sampled = await self._log.completion(
-                params, num_context=len(self._ledger), sample=partial(self._sample, params, hear)
-            )
+            with self._stopwatch.timing("generate_sequences"), self._stopped_if_cut():
+                sampled = await self._log.completion(
+                    params,
+                    num_context=len(self._ledger),
+                    sample=partial(self._sampler.sample, question, keep_partial=self._record_turn),
+                )
         finally:
             self._deadlines.end(TimeLimit.GENERATE)
-            self._add_metrics(generate_sequences=self._now - started)
         completion = self._record_turn(sampled)
         if sampled.stop_reason == "aborted":
             self.stop(StopReason.CANCELLED)
@@ -236,22 +191,14 @@ class Episode:
         self._refuse_if_over()
         if not self.may_go_on():
             raise EpisodeStopped(self.stop_reason or StopReason.FAILED)
-        ids, attachments = await self._log.tokens(messages, encode=partial(self._encode_reply, messages))
-        self._messages += messages
+        encoded = await self._log.tokens(messages, encode=partial(self._transcript.encoded_reply, messages))
         left = self.num_tokens_left
-        if len(ids) >= left:
+        was_added = self._transcript.add_reply(messages, encoded, max_tokens=left)
+        if len(encoded.token_ids) >= left:
             self.stop(StopReason.RESPONSE_LENGTH)
-        if len(ids) > left:
-            self.note(
-                IncidentKind.DROPPED_OBSERVATION, f"the reply has {len(ids)} tokens where {left} are left"
-            )
-            return False
-        is_tool_reply = any(message["role"] == "tool" for message in messages)
-        origin = Origin.TOOL if is_tool_reply else Origin.INTERACTION
-        self._ledger.append(ids, origin=origin, attachments=attachments)
-        self._deadlines.end(TimeLimit.TURN)
-        self.user_turns += 1
-        return True
+        if was_added:
+            self._deadlines.end(TimeLimit.TURN)
+        return was_added
 
     async def call_tools(self, calls: Sequence[ToolCall], *, max_parallel: int = 1) -> list[ToolResult]:
         """Runs calls on the trajectory's own tool instances and records what they earned.
@@ -263,15 +210,14 @@ class Episode:
             One result per call, in order.
 
         Raises:
+            EpisodeStopped: The episode was cancelled before all calls had ended.
             ToolBug: A tool raised something else than `ToolError`; the calls beside it are cancelled.
         """
-        started = self._now
-        try:
+        self._stopwatch.count(num_tool_calls=len(calls))
+        with self._stopwatch.timing("tool_calls"), self._stopped_if_cut():
             results = await self._surroundings.call_tools(
                 calls, max_parallel=max_parallel, place=self._ledger.last_sampled
             )
-        finally:
-            self._add_metrics(tool_calls=self._now - started, num_tool_calls=len(calls))
         for result in results:
             if result.incident is not None:
                 self.note(result.incident.kind, result.incident.detail)
@@ -281,13 +227,13 @@ class Episode:
         """Asks the interaction for its reply to the conversation and records the turn's score.
 
         Raises:
+            EpisodeStopped: The episode was cancelled before there was one.
             InteractionBug: It raised or took too long.
         """
-        started = self._now
-        try:
-            return await self._surroundings.interact(list(self._messages), place=self._ledger.last_sampled)
-        finally:
-            self._add_metrics(tool_calls=self._now - started)
+        with self._stopwatch.timing("tool_calls"), self._stopped_if_cut():
+            return await self._surroundings.interact(
+                list(self._transcript.messages), place=self._ledger.last_sampled
+            )
 
     def stop(self, reason: StopReason) -> None:
         """Says why the episode ends; no further turn is possible. The first reason stands."""
@@ -296,11 +242,11 @@ class Episode:
 
     def note(self, kind: IncidentKind, detail: str) -> None:
         """Records a named loss."""
-        self._incidents.append(Incident(kind, detail, self.assistant_turns))
+        self._transcript.note(kind, detail)
 
     def record_message(self, message: Message) -> None:
         """Keeps a message that the model does not see, for the conversation's record."""
-        self._messages.append(message)
+        self._transcript.messages.append(message)
 
     def output(
         self,
@@ -333,24 +279,19 @@ class Episode:
             segments=segments,
             stop_reason=stop_reason,
             reward_score=reward_score,
-            messages=self._messages,
-            tool_schemas=self._tool_schemas,
-            metrics=replace(self._metrics, total=self._now),
+            messages=self._transcript.messages,
+            tool_schemas=self._transcript.tool_schemas,
+            metrics=self._stopwatch.metrics,
             feedback=self._surroundings.feedback,
-            incidents=self._incidents,
+            incidents=self._transcript.incidents,
             failure=failure,
             extra_fields=extra_fields,
         )
 
     def mark(self) -> EpisodeMark:
         """Where the episode stands, for `branch(at=...)` once it has gone on."""
-        return EpisodeMark(
-            num_tokens=len(self._ledger),
-            num_messages=len(self._messages),
-            assistant_turns=self.assistant_turns,
-            user_turns=self.user_turns,
-            last_calls=self._last_calls,
-            num_feedback=len(self._surroundings.feedback),
+        return self._transcript.mark(
+            num_feedback=len(self._surroundings.feedback), log_position=self._log.position()
         )
 
     def branch(self, *, at: EpisodeMark | None = None) -> Episode:
@@ -360,37 +301,44 @@ class Episode:
         interaction instances of its own, made at first use. In a batch, what the two have in common is trained once.
 
         Args:
-            at: Where this episode stood, which may be over meanwhile; None is where it stands. A journal does not keep
-                the turns of a branch from a place that was left.
+            at: Where this episode stood, which may be over meanwhile; None is where it stands.
 
         Raises:
             EpisodeStopped: This episode is over.
         """
-        here = self.mark()
         if at is None:
             self._refuse_if_over()
-            at = here
+            at = self.mark()
+        transcript = self._transcript.fork(at)
         branch = Episode(
-            self._messages[: at.num_messages],
+            transcript.messages,
             template=self._template,
             server_manager=self._server_manager,
             limits=self.limits,
-            tool_schemas=self._tool_schemas,
-            log=self._log.branch() if at == here else Unlogged(),
+            tool_schemas=transcript.tool_schemas,
+            log=self._log.branch(at=at.log_position),
+            cancellation=self._cancelled,
         )
         self._deadlines.end(TimeLimit.TURN)
         branch._surroundings = self._surroundings.fresh(branch._log, num_feedback=at.num_feedback)
-        branch._ledger = self._ledger.fork(at.num_tokens)
-        branch._last_calls = at.last_calls
-        branch.assistant_turns, branch.user_turns = at.assistant_turns, at.user_turns
+        branch._transcript = transcript
         return branch
 
     # -- what loops may ask ----------------------------------------------------------------------------------------
 
     @property
+    def assistant_turns(self) -> int:
+        return self._transcript.assistant_turns
+
+    @property
+    def user_turns(self) -> int:
+        """Replies that the model was given."""
+        return self._transcript.user_turns
+
+    @property
     def messages(self) -> Sequence[Message]:
         """The conversation so far."""
-        return tuple(self._messages)
+        return tuple(self._transcript.messages)
 
     @property
     def context(self) -> IntArray:
@@ -400,7 +348,7 @@ class Episode:
     @property
     def has_tools(self) -> bool:
         """Whether the model was shown any."""
-        return bool(self._tool_schemas)
+        return bool(self._transcript.tool_schemas)
 
     @property
     def has_interaction(self) -> bool:
@@ -429,75 +377,23 @@ class Episode:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _ledger(self) -> TokenLedger:
+        return self._transcript.ledger
+
     async def _open(self) -> None:
         if len(self._ledger):  # a branch has its prompt already
             return
-        self._messages = await self._surroundings.opened(self._messages)
-        encoded = await self._log.tokens(self._messages, encode=self._encode_prompt)
-        ids = encoded.token_ids
-        limit, side = self.limits.prompt_length, self.limits.truncate_prompt
-        if len(ids) > limit:
-            detail = f"the prompt has {len(ids)} tokens, over prompt_length {limit}"
-            if side == "no":
-                self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; no token of it was used")
-                self.stop(StopReason.PROMPT_LENGTH)
-                return
-            self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; cut on the {side}")
-            encoded = encoded.last(limit) if side == "left" else encoded.first(limit)
-        self._ledger.append(encoded.token_ids, origin=Origin.PROMPT, attachments=encoded.attachments)
-
-    async def _encode_prompt(self) -> Encoded:
-        with waiting_for(WaitKind.ENCODING):
-            read = await self._template.read(self._messages)
-        return self._template.open_encoded(self._messages, tools=self._tool_schemas, read=read)
-
-    async def _encode_reply(self, messages: Sequence[Message]) -> Encoded:
-        with waiting_for(WaitKind.ENCODING):
-            read = await self._template.read(messages)
-        return self._template.bridge_encoded(
-            messages, last_token_id=self._ledger.last_token_id, calls=self._last_calls, read=read
-        )
-
-    async def _sample(self, params: SamplingParams, hear: Callable[[TokenChunk], bool] | None) -> TokenOutput:
-        asked: dict[str, Any] = {
-            "prompt_ids": self._ledger.context,
-            "sampling_params": params,
-            "attachments": self._ledger.attachments,
-        }
-        generate = self._server_manager.generate if hear is None else partial(self._heard, hear)
-        return await run_abortable(
-            generate(self.request_id, **asked),
-            abort=lambda: self._server_manager.abort(self.request_id),
-            keep_partial=self._record_turn,
-            grace_s=ABORT_GRACE_S,
-        )
-
-    async def _heard(self, hear: Callable[[TokenChunk], bool], request_id: str, **asked: Any) -> TokenOutput:
-        """Samples token by token, as long as it may go on."""
-        chunks: list[TokenChunk] = []
-        async with aclosing(self._server_manager.stream(request_id, **asked)) as stream:
-            async for chunk in stream:
-                for piece in chunk.single_tokens():
-                    if hear(piece):
-                        chunks.append(piece)
-                    else:
-                        return TokenOutput.from_chunks([*chunks, replace(piece, stop_reason="stop")])
-        return TokenOutput.from_chunks(chunks)
-
-    def _note_deadline(self) -> None:
-        """Names the time limit that passed, unless the stop reason does."""
-        passed = self._deadlines.passed
-        kinds = {
-            TimeLimit.GENERATE: (IncidentKind.GENERATE_TIMEOUT, self.limits.generate_timeout_s),
-            TimeLimit.TURN: (IncidentKind.TURN_TIMEOUT, self.limits.turn_timeout_s),
-        }
-        if passed in kinds:
-            kind, seconds = kinds[passed]
-            what = "its completion" if passed is TimeLimit.GENERATE else "the completion and the reply to it"
-            self.note(kind, f"the turn was cut: {what} took longer than {seconds:g} s ({passed})")
+        with self._stopped_if_cut():
+            self._transcript.messages = await self._surroundings.opened(self._transcript.messages)
+        encoded = await self._log.tokens(self._transcript.messages, encode=self._transcript.encoded_prompt)
+        if not self._transcript.add_prompt(
+            encoded, max_tokens=self.limits.prompt_length, truncate=self.limits.truncate_prompt
+        ):
+            self.stop(StopReason.PROMPT_LENGTH)
 
     def _refuse_if_over(self) -> None:
-        if self._clock is None:
+        if not self._stopwatch.is_started:
             raise EpisodeError("the episode is not open; use it with `async with`")
         if self.stop_reason is not None:
             raise EpisodeStopped(self.stop_reason)
@@ -506,43 +402,20 @@ class Episode:
         self.stop(reason)
         return EpisodeStopped(reason)
 
+    @contextmanager
+    def _stopped_if_cut(self) -> Generator[None]:
+        try:
+            yield
+        except Cut:
+            raise self._stopped(StopReason.CANCELLED) from None
+
     def _record_turn(self, sampled: TokenOutput) -> Completion:
-        context = self._ledger.context
-        self._ledger.append_completion(sampled)
-        self._add_metrics(num_preempted=sampled.num_preempted)
-        parsed = self._template.parse(sampled.token_ids, tools=self._tool_schemas, context=context)
-        is_cut = sampled.stop_reason != "stop"
-        self.assistant_turns += 1
-        self._messages.append(parsed.as_message())
-        self._last_calls = parsed.tool_calls
-        if is_cut:
-            self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
-        return Completion(sampled, parsed, is_cut)
+        self._stopwatch.count(num_preempted=sampled.num_preempted)
+        return self._transcript.add_turn(sampled)
 
     async def _close(self, reason: StopReason) -> None:
         self.stop(reason)
         if self._is_closed:
             return
         self._is_closed = True
-        self._incidents += await self._surroundings.close()
-
-    @property
-    def _now(self) -> float:
-        return 0.0 if self._clock is None else self._clock.seconds
-
-    def _add_metrics(self, **amounts: Any) -> None:
-        self._metrics = replace(
-            self._metrics, **{name: getattr(self._metrics, name) + amount for name, amount in amounts.items()}
-        )
-
-
-class _Clock:
-    """Seconds since the episode was opened, in the event loop's time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._started = loop.time()
-
-    @property
-    def seconds(self) -> float:
-        return self._loop.time() - self._started
+        self._transcript.incidents += await self._surroundings.close()

@@ -1,14 +1,15 @@
-"""What the journal holds of one rollout of one row."""
+"""What is on record of one rollout of one row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from agent_loop.ledger import TokenLedger
-from agent_loop.rollout.journal.forms import read_completion, read_tokens, read_trajectories
+from agent_loop.recording.forms import read_completion, read_tokens, read_trajectories
+from agent_loop.recording.values import unpack
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.types import Origin, Row, StopReason
 
@@ -22,13 +23,15 @@ class Kind(StrEnum):
     OBSERVATION = "observation"
     INTERACTION = "interaction"
     """Tokens that the interaction, not a tool, added."""
+    COMPLETION_BEGAN = "completion_began"
+    """So much of it was sampled when it was cut."""
     COMPLETION = "completion"
     CALL_BEGAN = "call_began"
     CALL_ENDED = "call_ended"
     REPLY_BEGAN = "reply_began"
     REPLY = "reply"
     BRANCH = "branch"
-    """An episode began where another one stood."""
+    """An episode began where another one stood, or had stood."""
     RESTART = "restart"
     """The row begins anew; what was recorded of it before counts no more."""
     END = "end"
@@ -56,7 +59,8 @@ class Entry(NamedTuple):
     asked: str
     """A digest of the question."""
     got: Mapping[str, Any] | None
-    """The answer; None if it has no form in the journal. Of a beginning: `what` may be asked only once, if so."""
+    """The answer; None if it has no recorded form. Of the beginning of a call or a reply: `what` may be asked only
+    once, if so."""
 
 
 @dataclass(slots=True)
@@ -66,6 +70,22 @@ class RowRecord:
     entries: list[Entry] = field(default_factory=list[Entry])
     end: Mapping[str, Any] | None = None
     """Its trajectories, if it ended."""
+
+    @classmethod
+    def of(cls, payloads: Iterable[bytes]) -> RowRecord:
+        """Reads packed records.
+
+        Raises:
+            ValueError: They are none.
+        """
+        record = cls()
+        record.extend(payloads)
+        return record
+
+    def extend(self, payloads: Iterable[bytes]) -> None:
+        """Takes the row's next records, packed."""
+        for payload in payloads:
+            self.add(unpack(payload))
 
     def add(self, payload: Mapping[str, Any]) -> None:
         """Takes the row's next record, as it was unpacked."""
@@ -101,7 +121,7 @@ class RowRecord:
             if got is None:
                 continue
             if kind is Kind.BRANCH:
-                ledgers[lane] = ledgers[got["parent"]].fork()
+                ledgers[lane] = ledgers[got["parent"]].fork(got["num_tokens"])
             elif kind is Kind.COMPLETION:
                 ledgers[lane].append_completion(read_completion(got))
             elif kind in _ORIGINS:

@@ -1,0 +1,122 @@
+"""What was said in an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.episode.turns import Completion, EpisodeMark
+from agent_loop.ledger import TokenLedger
+from agent_loop.trajectory import Incident, IncidentKind
+from agent_loop.types import Message, Origin, TokenOutput, ToolCall
+from agent_loop.waits import WaitKind, waiting_for
+
+
+class Transcript:
+    """The messages of one episode, their tokens, and how many turns they make. Written by the episode alone.
+
+    Args:
+        messages: The prompt.
+        template: Writes and reads tokens.
+        tool_schemas: The tools that the model is shown.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        *,
+        template: ChatTemplate,
+        tool_schemas: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.messages: list[Message] = list(messages)
+        self.ledger = TokenLedger()
+        self.tool_schemas = tool_schemas
+        self.assistant_turns = 0
+        self.user_turns = 0
+        self.incidents: list[Incident] = []
+        self._template = template
+        self._last_calls: Sequence[ToolCall] = ()
+
+    def mark(self, *, num_feedback: int, log_position: Any) -> EpisodeMark:
+        """Where it stands."""
+        return EpisodeMark(
+            num_tokens=len(self.ledger),
+            num_messages=len(self.messages),
+            assistant_turns=self.assistant_turns,
+            user_turns=self.user_turns,
+            last_calls=self._last_calls,
+            num_feedback=num_feedback,
+            log_position=log_position,
+        )
+
+    def fork(self, at: EpisodeMark) -> Transcript:
+        """Another one, that goes on from where this one stood."""
+        fork = Transcript(
+            self.messages[: at.num_messages], template=self._template, tool_schemas=self.tool_schemas
+        )
+        fork.ledger = self.ledger.fork(at.num_tokens)
+        fork.assistant_turns, fork.user_turns = at.assistant_turns, at.user_turns
+        fork._last_calls = at.last_calls
+        return fork
+
+    def note(self, kind: IncidentKind, detail: str) -> None:
+        """Records a named loss."""
+        self.incidents.append(Incident(kind, detail, self.assistant_turns))
+
+    async def encoded_prompt(self) -> Encoded:
+        """The tokens of the messages, as the first prompt."""
+        with waiting_for(WaitKind.ENCODING):
+            read = await self._template.read(self.messages)
+        return self._template.open_encoded(self.messages, tools=self.tool_schemas, read=read)
+
+    async def encoded_reply(self, messages: Sequence[Message]) -> Encoded:
+        """The tokens that these messages add behind the last turn."""
+        with waiting_for(WaitKind.ENCODING):
+            read = await self._template.read(messages)
+        return self._template.bridge_encoded(
+            messages, last_token_id=self.ledger.last_token_id, calls=self._last_calls, read=read
+        )
+
+    def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
+        """Keeps the first prompt; tells whether it fits, perhaps cut on the side that `truncate` names."""
+        num_tokens = len(encoded.token_ids)
+        if num_tokens > max_tokens:
+            detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
+            if truncate == "no":
+                self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; no token of it was used")
+                return False
+            self.note(IncidentKind.TRUNCATED_PROMPT, f"{detail}; cut on the {truncate}")
+            encoded = encoded.last(max_tokens) if truncate == "left" else encoded.first(max_tokens)
+        self.ledger.append(encoded.token_ids, origin=Origin.PROMPT, attachments=encoded.attachments)
+        return True
+
+    def add_turn(self, sampled: TokenOutput) -> Completion:
+        """Keeps what the model said, and reads it."""
+        context = self.ledger.context
+        self.ledger.append_completion(sampled)
+        parsed = self._template.parse(sampled.token_ids, tools=self.tool_schemas, context=context)
+        is_cut = sampled.stop_reason != "stop"
+        self.assistant_turns += 1
+        self.messages.append(parsed.as_message())
+        self._last_calls = parsed.tool_calls
+        if is_cut:
+            self.note(IncidentKind.CUT_TURN, f"{sampled.stop_reason} after {len(sampled.token_ids)} tokens")
+        return Completion(sampled, parsed, is_cut)
+
+    def add_reply(self, messages: Sequence[Message], encoded: Encoded, *, max_tokens: int) -> bool:
+        """Keeps what was said to the model; tells whether it fits, without which the model does not see it."""
+        self.messages += messages
+        num_tokens = len(encoded.token_ids)
+        if num_tokens > max_tokens:
+            self.note(
+                IncidentKind.DROPPED_OBSERVATION,
+                f"the reply has {num_tokens} tokens where {max_tokens} are left",
+            )
+            return False
+        is_tool_reply = any(message["role"] == "tool" for message in messages)
+        origin = Origin.TOOL if is_tool_reply else Origin.INTERACTION
+        self.ledger.append(encoded.token_ids, origin=origin, attachments=encoded.attachments)
+        self.user_turns += 1
+        return True

@@ -1,0 +1,41 @@
+"""Where the records of trajectories go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Sink(Protocol):
+    """Takes records, in order."""
+
+    def append(self, payload: bytes) -> None:
+        """Queues a record behind all others.
+
+        Raises:
+            JournalError: An earlier record could not be written.
+        """
+        ...
+
+    async def flushed(self) -> None:
+        """Waits until the operating system has every record that was appended: a process that is killed then loses
+        none of them.
+
+        Raises:
+            JournalError: One could not be written.
+        """
+        ...
+
+
+class Memory:
+    """Keeps records in this process. Implements `Sink`."""
+
+    def __init__(self, payloads: Iterable[bytes] = ()) -> None:
+        self.payloads = list(payloads)
+        """All of them."""
+
+    def append(self, payload: bytes) -> None:
+        self.payloads.append(payload)
+
+    async def flushed(self) -> None:
+        pass

@@ -1,0 +1,18 @@
+"""The record of a trajectory: segments, and everything that is derived from them."""
+
+from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
+from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory
+from agent_loop.trajectory.segments import Segment, count_turns, placed_attachments
+
+__all__ = [
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "Failure",
+    "Feedback",
+    "Incident",
+    "IncidentKind",
+    "Segment",
+    "Trajectory",
+    "count_turns",
+    "placed_attachments",
+]

@@ -1,0 +1,123 @@
+"""Runs of tokens, and what is derived from several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_loop.attachments import Attachment
+from agent_loop.errors import EpisodeError
+from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_token_ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A run of tokens with one origin; for the model's, also with one weight version."""
+
+    token_ids: IntArray
+    """Shape [num_tokens]."""
+    origin: Origin
+    log_probs: FloatArray | None = None
+    """Shape [num_tokens]; model segments only, None where the server gives none."""
+    weight_version: int | None = None
+    """Model segments only."""
+    attachments: tuple[Attachment, ...] = ()
+    """In the order of their tokens, which do not overlap; never the model's."""
+
+    def __post_init__(self) -> None:
+        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
+            raise EpisodeError(f"{len(self.token_ids)} token ids but {len(self.log_probs)} log-probs")
+        if (self.weight_version is not None) != (self.origin is Origin.MODEL):
+            raise EpisodeError(
+                f"{self.origin} segment with weight version {self.weight_version}: "
+                "model segments, and only those, carry one"
+            )
+        if self.attachments:
+            _check_attachments(self)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def count_turns(segments: Iterable[Segment]) -> int:
+    """Prompt, assistant turns and replies; a completion that spans a weight swap is one turn."""
+    return sum(
+        1 for _ in groupby(segments, key=lambda s: (s.origin is Origin.PROMPT, s.origin is Origin.MODEL))
+    )
+
+
+def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:
+    """The attachments of all segments, counted from the first token of the first."""
+    segments = tuple(segments)
+    starts = accumulate(map(len, segments), initial=0)
+    return tuple(a.moved(start) for start, s in zip(starts, segments, strict=False) for a in s.attachments)
+
+
+def concatenated(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """One array, read-only; an empty one of that type for none."""
+    joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+    joined.flags.writeable = False
+    return joined
+
+
+def segments_of_mask(
+    *,
+    prompt_ids: TokenIds | None,
+    response_ids: TokenIds | None,
+    response_mask: TokenIds | None,
+    response_logprobs: Sequence[float] | FloatArray | None,
+    weight_version: int,
+) -> list[Segment]:
+    """The segments of token lists: a run of the mask each.
+
+    Raises:
+        EpisodeError: The lists do not agree in length, or the mask holds something else than 0 and 1.
+    """
+    if prompt_ids is None or response_ids is None or response_mask is None:
+        raise EpisodeError("AgentLoopOutput needs segments, or prompt_ids, response_ids and response_mask")
+    ids, mask = as_token_ids(response_ids), np.asarray(response_mask)
+    if len(ids) != len(mask):
+        raise EpisodeError(
+            f"response_ids has {len(ids)} tokens but response_mask has {len(mask)}; they go together, one by one"
+        )
+    if not np.isin(mask, (0, 1)).all():
+        raise EpisodeError("response_mask holds something else than 0 and 1")
+    log_probs = None if response_logprobs is None else np.asarray(response_logprobs, dtype=np.float32)
+    if log_probs is not None and len(log_probs) != len(ids):
+        raise EpisodeError(f"response_ids has {len(ids)} tokens but response_logprobs has {len(log_probs)}")
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)] if len(ids) else [0]
+    segments = [Segment(as_token_ids(prompt_ids), Origin.PROMPT)]
+    for start, end in pairwise(cuts):
+        if mask[start]:
+            run_log_probs = None if log_probs is None else log_probs[start:end]
+            segments.append(Segment(ids[start:end], Origin.MODEL, run_log_probs, weight_version))
+        else:
+            segments.append(Segment(ids[start:end], Origin.TOOL))
+    return segments
+
+
+def _check_attachments(segment: Segment) -> None:
+    """Raises: EpisodeError: A run is not where the tokens are."""
+    end = 0
+    for attachment in segment.attachments:
+        kind, run = attachment.kind, segment.token_ids[attachment.start : attachment.end]
+        if segment.origin is Origin.MODEL:
+            raise EpisodeError(
+                f"a model segment with an {kind}: models write tokens; attach it to a prompt or a reply"
+            )
+        if attachment.start < end or attachment.end > len(segment):
+            raise EpisodeError(
+                f"an {kind} at tokens {attachment.start} to {attachment.end} of a segment with {len(segment)} tokens, "
+                f"of which {end} are taken; give attachments in order, each with a run of its own"
+            )
+        if attachment.placeholder_id not in run:
+            raise EpisodeError(
+                f"an {kind} at tokens {attachment.start} to {attachment.end} that hold no placeholder "
+                f"{attachment.placeholder_id}; let the chat template write both"
+            )
+        end = attachment.end

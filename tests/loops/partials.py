@@ -1,0 +1,205 @@
+"""A model whose words depend on its context alone, tools that remember what they did, and runs in parts."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agent_loop.boundary import OnReplay
+from agent_loop.config import MultiTurnConfig
+from agent_loop.interactions.scripted import ScriptedInteraction
+from agent_loop.limits import EpisodeLimits
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.partial import AsyncPartialToolAgentLoop
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import StopReason
+from tests.helpers import call_text, encoded, hermes_template, user
+
+TOKEN_S = 0.1
+OPENING = encoded("<|im_start|>assistant\n")
+
+
+def speak(turns: Sequence[str]) -> Any:
+    """A script that says the next of these turns, or the rest of one that is begun in the context.
+
+    Log-probs tell the place of their tokens in the context.
+    """
+    replies = [encoded(f"{turn}<|im_end|>") for turn in turns]
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        ids = request.prompt_ids.tolist()
+        starts = [place for place in range(len(ids)) if ids[place : place + len(OPENING)] == OPENING]
+        begun = ids[starts[-1] + len(OPENING) :]
+        said = replies[len(starts) - 1]
+        assert said[: len(begun)] == begun
+        rest = said[len(begun) :]
+        log_probs = [log_prob_at(len(ids) + place) for place in range(len(rest))]
+        return ScriptedReply(rest, log_probs=log_probs, latency_s=TOKEN_S * len(rest))
+
+    return script
+
+
+def log_prob_at(place: int) -> float:
+    return -(place % 89 + 1) / 100
+
+
+class World:
+    """What tools did, whichever instance of them it was."""
+
+    def __init__(self) -> None:
+        self.begun: Counter[str] = Counter()
+        self.ended: Counter[str] = Counter()
+
+
+class Doer(BaseTool):
+    """Counts its calls in the world, and those of one trajectory in its answer."""
+
+    def __init__(
+        self, name: str, world: World, *, on_replay: OnReplay, latency_s: float, reward: float | None = None
+    ) -> None:
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        function = {"name": name, "description": "Does.", "parameters": parameters}
+        super().__init__({}, {"type": "function", "function": function})
+        self.on_replay = on_replay
+        self.open: dict[str, int] = {}
+        self._world = world
+        self._latency_s = latency_s
+        self._reward = reward
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.open[instance_id] = 0
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        self._world.begun[self.name] += 1
+        await asyncio.sleep(self._latency_s * (1 + parameters["a"] % 3))
+        self._world.ended[self.name] += 1
+        self.open[instance_id] += 1
+        counts = self.on_replay is OnReplay.RERUN
+        text = f"{parameters['a']} done" + (f", call {self.open[instance_id]}" if counts else "")
+        return ToolResponse(text=text), self._reward, {"a": parameters["a"]}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.open[instance_id]
+
+
+class SlowUser(ScriptedInteraction):
+    async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(1.5)
+        return await super().generate_response(instance_id, messages, **kwargs)
+
+
+class Setting:
+    """One row and all around it; each part of its trajectory gets tools and a loop of its own, as in a new process."""
+
+    def __init__(
+        self,
+        turns: Sequence[str],
+        *,
+        tools: Mapping[str, tuple[OnReplay, float]],
+        replies: Sequence[str] = (),
+        num_servers: int = 1,
+        max_parallel_calls: int = 2,
+        **limits: Any,
+    ) -> None:
+        self.world = World()
+        self.servers = [
+            ScriptedServer(speak(turns), name=f"scripted-{n}", streams=num_servers > 1)
+            for n in range(num_servers)
+        ]
+        self.server_manager = AsyncLLMServerManager(self.servers)
+        self._tools = tools
+        self._replies = replies
+        self._multi_turn = MultiTurnConfig(max_parallel_calls=max_parallel_calls)
+        self._limits = EpisodeLimits(**{"prompt_length": 4096, "response_length": 4096, **limits})
+
+    async def run(
+        self, *, cancel_after_s: float | None = None, partial_output: AgentLoopOutput | None = None
+    ) -> AgentLoopOutput:
+        """One part: to the end, or until it is cancelled; with a round trip through bytes."""
+        tools = {
+            name: Doer(name, self.world, on_replay=on_replay, latency_s=latency_s, reward=0.25)
+            for name, (on_replay, latency_s) in self._tools.items()
+        }
+        interaction = SlowUser(self._replies)
+        event = asyncio.Event()
+        async with self.server_manager.scope() as server_manager:
+            context = LoopContext(
+                server_manager=server_manager,
+                template=hermes_template(),
+                limits=self._limits,
+                multi_turn=self._multi_turn,
+                tools=tools,
+                interactions={"scripted": interaction},
+            )
+            timer = None
+            if cancel_after_s is not None:
+                timer = asyncio.get_running_loop().call_later(cancel_after_s, event.set)
+            row: dict[str, Any] = {"raw_prompt": user("What is to be done?")}
+            if self._replies:
+                row["interaction_kwargs"] = {"name": "scripted"}
+            output = await AsyncPartialToolAgentLoop(context).run(
+                {}, cancellation_event=event, partial_output=partial_output, **row
+            )
+            if timer is not None:
+                timer.cancel()
+        assert not any(tool.open for tool in tools.values())
+        assert not interaction.num_open
+        assert not any(server.num_running or server.num_sessions for server in self.servers)
+        return pickle.loads(pickle.dumps(output))
+
+    async def run_in_parts(self, cuts_s: Sequence[float]) -> tuple[AgentLoopOutput, list[AgentLoopOutput]]:
+        """The whole, and what there was at each cut: so many seconds into each part."""
+        parts: list[AgentLoopOutput] = []
+        output: AgentLoopOutput | None = None
+        for cut_s in cuts_s:
+            output = await self.run(cancel_after_s=cut_s, partial_output=output)
+            if output.stop_reason is not StopReason.CANCELLED:
+                return output, parts
+            parts.append(output)
+        return await self.run(partial_output=output), parts
+
+
+def random_turns(of: random.Random, *, many: Sequence[str], one: str) -> list[str]:
+    """Some turns with calls in them, some without, some that cannot be read, and in the end an answer.
+
+    Args:
+        many: Tools that a turn may call more than once.
+        one: A tool that a turn calls at most once, since the order of its calls matters.
+    """
+    turns: list[str] = []
+    for _ in range(of.randint(1, 4)):
+        names = [of.choice(many) for _ in range(of.randint(0, 3))]
+        names += [one] * of.randint(0, 1)
+        of.shuffle(names)
+        calls = [call_text(name, a=of.randrange(100)) for name in names]
+        if of.random() < 0.1:
+            calls.append("<tool_call>\n{oops\n</tool_call>")
+        turns.append(f"I think {of.randrange(1000)}. " + "".join(calls))
+    return [*turns, *["That is the answer."] * 8]
+
+
+def facts(output: AgentLoopOutput) -> dict[str, Any]:
+    """All that must not depend on how often a trajectory was cut."""
+    log_probs = output.response_logprobs
+    return {
+        "prompt": output.prompt_ids.tolist(),
+        "response": output.response_ids.tolist(),
+        "mask": output.response_mask.tolist(),
+        "log_probs": None if log_probs is None else log_probs.tolist(),
+        "stop_reason": output.stop_reason,
+        "messages": output.messages,
+        "feedback": output.feedback,
+        "incidents": output.incidents,
+        "num_turns": output.num_turns,
+        "num_tool_calls": output.metrics.num_tool_calls,
+        "extra_fields": output.extra_fields,
+    }
