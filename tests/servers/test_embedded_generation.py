@@ -57,7 +57,7 @@ def one_completion(model: Any, params: SamplingParams, *, prompt: IntArray, **se
 
 
 def test_greedy_output_is_that_of_transformers_at_every_concurrency(model: Any) -> None:
-    lengths = np.random.default_rng(1).integers(1, 60, 50)
+    lengths = np.random.default_rng(1).integers(1, 60, 36)
     prompts = [random_prompt(int(length), seed=i) for i, length in enumerate(lengths)]
     expected = [plain_greedy(model, prompt) for prompt in prompts]
 

@@ -14,7 +14,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.config import ModelConfig, WeightTransfer
+from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -62,6 +62,8 @@ class ServerSpec:
     """How long the engine may take to come up."""
     weight_transfer: WeightTransfer = "auto"
     """How new weights reach the engine's own processes."""
+    on_weight_update: OnWeightUpdate = "auto"
+    """What becomes of requests that run then."""
 
 
 def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> None:

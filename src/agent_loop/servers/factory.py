@@ -5,7 +5,8 @@ from __future__ import annotations
 from agent_loop.config import ModelConfig, RolloutConfig
 from agent_loop.errors import ConfigError
 from agent_loop.registries import load_class
-from agent_loop.servers.base import AsyncServerBase, ServerSpec
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerSpec
+from agent_loop.servers.setting_aside import SetsRequestsAside
 
 ENGINES = {
     "embedded": "agent_loop.servers.embedded:EmbeddedServer",
@@ -30,7 +31,20 @@ def create_servers(model: ModelConfig, *, rollout: RolloutConfig) -> list[AsyncS
         ConfigError: The engine is unknown, or refuses its options.
     """
     server_class = server_class_of(rollout)
-    return [server_class.create(spec) for spec in server_specs(model, rollout=rollout)]
+    return [create_server(server_class, spec) for spec in server_specs(model, rollout=rollout)]
+
+
+def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> AsyncServerBase:
+    """One server, whose requests outlast weight updates in the way that the specification asks for.
+
+    Raises:
+        ConfigError: The engine refuses its options.
+    """
+    server = server_class.create(spec)
+    keeps_requests = Ability.UPDATE_IN_FLIGHT in server.abilities
+    if spec.on_weight_update == "keep" or (spec.on_weight_update == "auto" and keeps_requests):
+        return server
+    return SetsRequestsAside(server, always=spec.on_weight_update == "abort")
 
 
 def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:
@@ -46,6 +60,7 @@ def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSp
             url=url,
             start_timeout_s=rollout.start_timeout_s,
             weight_transfer=rollout.weight_transfer,
+            on_weight_update=rollout.on_weight_update,
         )
         for replica, url in enumerate(urls)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,8 @@ from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.place import Place
 from agent_loop.servers.pool import RequestAborted, ServerPool
+from agent_loop.servers.work import Work
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
-from agent_loop.waits import note_progress
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +77,7 @@ class AsyncLLMServerManager:
             ServerError: The server failed, or took longer than the time limit.
             ServerDied: The server died, and no other is left.
         """
-        work = _Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
+        work = Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
         # With another server at hand, tokens are taken as they come, so that none are lost with this one.
         keeps_parts = len(self._pool.servers) > 1
@@ -113,7 +112,7 @@ class AsyncLLMServerManager:
 
         Arguments and errors are those of `generate`. Leaving the iteration aborts the request.
         """
-        work = _Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
+        work = Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
         while True:
             num_before = len(work.chunks)
@@ -235,7 +234,7 @@ class AsyncLLMServerManager:
         for request_id in list(self._sessions):
             await self.end_session(request_id)
 
-    def _place(self, work: _Work) -> AbstractAsyncContextManager[Place]:
+    def _place(self, work: Work) -> AbstractAsyncContextManager[Place]:
         return self._pool.place(
             work.request_id,
             num_prompt_tokens=len(work.prompt_ids) + work.num_tokens,
@@ -251,70 +250,6 @@ class AsyncLLMServerManager:
 
     def _nothing(self) -> TokenChunk:
         return TokenChunk([], [], weight_version=self._pool.weight_version, stop_reason="aborted")
-
-
-class _Work:
-    """One completion, whichever servers it takes."""
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: IntArray,
-        request_id: str,
-        attachments: Sequence[Attachment],
-    ) -> None:
-        self.params = params
-        self.prompt_ids = prompt_ids
-        self.request_id = request_id
-        self.chunks: list[TokenChunk] = []
-        # A server that knows of no attachments need not take the argument.
-        self._more: dict[str, Any] = {"attachments": attachments} if attachments else {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that came."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing is left to be sampled."""
-        return bool(self.chunks) and self.chunks[-1].stop_reason is not None
-
-    async def take_whole(self, server: AsyncServerBase) -> None:
-        """Has a server complete it."""
-        prompt_ids, params = self._rest()
-        output = await server.generate(prompt_ids, params, self.request_id, **self._more)
-        self.chunks += TokenChunk.whole(output)
-
-    async def take_parts(self, server: AsyncServerBase) -> None:
-        """Has a server complete it, and keeps each part as it comes."""
-        async with aclosing(self.stream_on(server)) as chunks:
-            async for chunk in chunks:
-                self.chunks.append(chunk)
-                note_progress()
-
-    def stream_on(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
-        prompt_ids, params = self._rest()
-        return server.stream(prompt_ids, params, self.request_id, **self._more)
-
-    def set_aside(self) -> None:
-        """Its server died: the next one computes the prefix again, unless all that is wanted came before."""
-        if self.is_over:
-            return
-        if self.params.max_tokens is not None and self.num_tokens >= self.params.max_tokens:
-            version = self.chunks[-1].weight_version
-            self.chunks.append(TokenChunk([], [], weight_version=version, stop_reason="length"))
-        else:
-            self.chunks.append(TokenChunk([], [], num_preempted=1))
-
-    def _rest(self) -> tuple[IntArray, SamplingParams]:
-        """What is still to be done."""
-        sampled = [token for chunk in self.chunks for token in chunk.token_ids]
-        if not sampled:
-            return self.prompt_ids, self.params
-        max_tokens = None if self.params.max_tokens is None else self.params.max_tokens - len(sampled)
-        prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])
-        return prompt_ids, replace(self.params, max_tokens=max_tokens)
 
 
 class _PoolSampler:

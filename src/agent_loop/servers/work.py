@@ -1,0 +1,77 @@
+"""One completion, whichever servers it takes and however often it is broken off."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from agent_loop.attachments import Attachment
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, as_token_ids
+from agent_loop.waits import note_progress
+
+
+class Work:
+    """One completion, whichever servers it takes."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: IntArray,
+        request_id: str,
+        attachments: Sequence[Attachment],
+    ) -> None:
+        self.params = params
+        self.prompt_ids = prompt_ids
+        self.request_id = request_id
+        self.chunks: list[TokenChunk] = []
+        # A server that knows of no attachments need not take the argument.
+        self._more: dict[str, Any] = {"attachments": attachments} if attachments else {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing is left to be sampled."""
+        return bool(self.chunks) and self.chunks[-1].stop_reason is not None
+
+    async def take_whole(self, server: AsyncServerBase) -> None:
+        """Has a server complete it."""
+        prompt_ids, params = self._rest()
+        output = await server.generate(prompt_ids, params, self.request_id, **self._more)
+        self.chunks += TokenChunk.whole(output)
+
+    async def take_parts(self, server: AsyncServerBase) -> None:
+        """Has a server complete it, and keeps each part as it comes."""
+        async with aclosing(self.stream_on(server)) as chunks:
+            async for chunk in chunks:
+                self.chunks.append(chunk)
+                note_progress()
+
+    def stream_on(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
+        prompt_ids, params = self._rest()
+        return server.stream(prompt_ids, params, self.request_id, **self._more)
+
+    def set_aside(self) -> None:
+        """Whoever goes on with it computes the prefix again, unless all that is wanted came before."""
+        if self.is_over:
+            return
+        if self.params.max_tokens is not None and self.num_tokens >= self.params.max_tokens:
+            version = self.chunks[-1].weight_version
+            self.chunks.append(TokenChunk([], [], weight_version=version, stop_reason="length"))
+        else:
+            self.chunks.append(TokenChunk([], [], num_preempted=1))
+
+    def _rest(self) -> tuple[IntArray, SamplingParams]:
+        """What is still to be done."""
+        sampled = [token for chunk in self.chunks for token in chunk.token_ids]
+        if not sampled:
+            return self.prompt_ids, self.params
+        max_tokens = None if self.params.max_tokens is None else self.params.max_tokens - len(sampled)
+        prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])
+        return prompt_ids, replace(self.params, max_tokens=max_tokens)

@@ -1,0 +1,142 @@
+"""Engines that cannot keep requests across a weight update: theirs are broken off and go on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agent_loop.config import ModelConfig, RolloutConfig
+from agent_loop.servers.base import Ability
+from agent_loop.servers.check import Reference, check_server
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.factory import create_servers
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.servers.setting_aside import SetsRequestsAside
+from agent_loop.testing import run_virtual
+from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
+from tests.servers.tiny_embedded import tiny_model
+
+PROMPT = as_token_ids([1, 2, 3])
+LAST = 40
+
+
+def counts(request: ScriptedRequest) -> ScriptedReply:
+    """From behind the prompt's last token to 40, a token a second."""
+    token_ids = list(range(int(request.prompt_ids[-1]) + 1, LAST + 1))
+    limit = request.sampling_params.max_tokens
+    token_ids = token_ids if limit is None else token_ids[:limit]
+    return ScriptedReply(
+        token_ids,
+        log_probs=[-token / 100 for token in token_ids],
+        latency_s=float(len(token_ids)),
+        stops=token_ids[-1] == LAST,
+    )
+
+
+class BreaksOff(ScriptedServer):
+    """Refuses weights while it has requests."""
+
+    abilities = ScriptedServer.abilities - {Ability.UPDATE_IN_FLIGHT} | {Ability.WEIGHT_UPDATE}
+
+    async def update_weights(self, weights: object, *, weight_version: int) -> None:
+        assert (await self.health()).num_running == 0
+        await super().update_weights([], weight_version=weight_version)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_requests_go_on_under_the_new_weights_from_the_tokens_they_have(streams: bool) -> None:
+    async def scenario() -> tuple[TokenOutput, TokenOutput]:
+        engine = BreaksOff(counts, streams=streams)
+        server = SetsRequestsAside(engine)
+        assert Ability.UPDATE_IN_FLIGHT in server.abilities
+        async with asyncio.TaskGroup() as group:
+            calls = [
+                group.create_task(server.generate(PROMPT, SamplingParams(max_tokens=limit), name))
+                for name, limit in (("whole", None), ("limited", 20))
+            ]
+            await asyncio.sleep(5.5)
+            await server.update_weights([], weight_version=1)
+            await asyncio.sleep(7.0)
+            await server.update_weights([], weight_version=2)
+        assert (await server.health()).num_running == 0
+        return calls[0].result(), calls[1].result()
+
+    whole, limited = run_virtual(scenario())
+
+    assert whole.token_ids == list(range(4, LAST + 1))
+    assert whole.stop_reason == "stop"
+    assert whole.log_probs == pytest.approx([-token / 100 for token in whole.token_ids])
+    assert [span.weight_version for span in whole.version_spans] == [0, 1, 2]
+    assert limited.token_ids == list(range(4, 24))
+    assert limited.stop_reason == "length"
+    assert limited.num_preempted == 2
+
+
+def test_what_its_caller_aborts_stays_aborted() -> None:
+    async def scenario() -> tuple[TokenOutput, TokenOutput]:
+        class SlowUpdates(BreaksOff):
+            async def update_weights(self, weights: object, *, weight_version: int) -> None:
+                await asyncio.sleep(10.0)
+                await super().update_weights(weights, weight_version=weight_version)
+
+        server = SetsRequestsAside(SlowUpdates(counts, streams=True))
+        async with asyncio.TaskGroup() as group:
+            before = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted before"))
+            meanwhile = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted meanwhile"))
+            await asyncio.sleep(5.5)
+            await server.abort("aborted before")
+            group.create_task(server.update_weights([], weight_version=1))
+            await asyncio.sleep(1.0)
+            await server.abort("aborted meanwhile")
+        return before.result(), meanwhile.result()
+
+    for output in run_virtual(scenario()):
+        assert output.token_ids == [4, 5, 6, 7, 8]
+        assert output.stop_reason == "aborted"
+
+
+def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
+    async def scenario() -> TokenOutput:
+        class Refuses(BreaksOff):
+            async def update_weights(self, weights: object, *, weight_version: int) -> None:
+                raise ValueError("wrong shape")
+
+        server = SetsRequestsAside(Refuses(counts))
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(server.generate(PROMPT, SamplingParams(), "one"))
+            await asyncio.sleep(5.5)
+            with pytest.raises(ValueError, match="wrong shape"):
+                await server.update_weights([], weight_version=1)
+        return call.result()
+
+    output = run_virtual(scenario())
+    assert output.token_ids == list(range(4, LAST + 1))
+    assert output.weight_version == 0
+
+
+def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
+    model = tiny_model(initializer_range=0.06)
+    server = SetsRequestsAside(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)), always=True)
+
+    report = asyncio.run(
+        check_server(server, max_model_len=160, reference=Reference(tiny_model(initializer_range=0.06)))
+    )
+
+    report.raise_if_failed()
+    assert report.named("skipped") == []
+
+
+@pytest.mark.parametrize(
+    ("on_weight_update", "is_set_aside"), [("auto", False), ("keep", False), ("abort", True)]
+)
+def test_the_configuration_decides(on_weight_update: str, is_set_aside: bool) -> None:
+    rollout = RolloutConfig.model_validate(
+        {
+            "engine": "scripted",
+            "engine_kwargs": {"script": f"{__file__}:counts"},
+            "on_weight_update": on_weight_update,
+        }
+    )
+    (server,) = create_servers(ModelConfig(), rollout=rollout)
+    assert isinstance(server, SetsRequestsAside) is is_set_aside
