@@ -20,8 +20,8 @@ ResultT = TypeVar("ResultT")
 
 
 class OnReplay(StrEnum):
-    """What becomes of a call to a tool or an interaction when its trajectory is run again from its record: after a crash,
-    from the journal of the run, or after a cancellation, from what its output holds."""
+    """What becomes of a call to a tool or an interaction when its trajectory is run again from its record: after a
+    crash, from the journal of the run, or after a cancellation, from what its output holds."""
 
     RECORDED = "recorded"
     """The recorded reply is given and nothing is run. For what has no state and no effects. A call that had begun and

@@ -144,8 +144,8 @@ async def run_abortable(
 
 
 async def await_or_leave(call: Coroutine[Any, Any, ResultT], *, patience_s: float) -> ResultT:
-    """Awaits a call. If the caller is cancelled, the call is; one that then goes on for longer than `patience_s` is left
-    behind, as nothing can end it."""
+    """Awaits a call. If the caller is cancelled, the call is; one that then goes on for longer than `patience_s` is
+    left behind, as nothing can end it."""
     task = asyncio.ensure_future(call)
     try:
         await asyncio.wait({task})

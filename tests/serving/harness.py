@@ -20,6 +20,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.serving.app import Served, create_app
 from agent_loop.serving.process import AppServer, base_url, bound_socket
@@ -112,7 +113,7 @@ class Site:
 
 @contextmanager
 def site(
-    servers: Sequence[AsyncServerBase],
+    servers: Sequence[AsyncServerBase] | ServerPool,
     *,
     template: ChatTemplate | None = None,
     request_timeout_s: float | None = None,

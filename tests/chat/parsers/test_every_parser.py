@@ -121,7 +121,7 @@ def test_no_text_makes_a_parser_raise(written: Format, data: st.DataObject) -> N
 
 
 @every_format
-@settings(suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_random_arguments_survive(written: Format, data: st.DataObject) -> None:
     names = st.from_regex(r"\A[a-z_]{1,8}\Z")
