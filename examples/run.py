@@ -67,6 +67,8 @@ RECIPES = {
     "chain": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
     "guess_the_number": Recipe(warm_start_steps=1200, habit=Habit(first_step_share=0.33), least_after=0.75),
     "openai_agent": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
+    "code_interpreter": Recipe(warm_start_steps=800, habit=Habit(first_step_share=0.30), least_after=0.90),
+    "two_hop_search": Recipe(warm_start_steps=900, habit=Habit(first_step_share=0.33), least_after=0.90),
     "langgraph_math": Recipe(warm_start_steps=1800, habit=Habit(first_step_share=0.35), least_after=0.90),
 }
 
@@ -79,6 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="decides everything random (default: 0)")
     parser.add_argument("--out", type=Path, help="folder for model, run and report (default: runs/TASK)")
     parser.add_argument("--steps", type=int, help="GRPO steps (default: as in the example's config.yaml)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="change the example's config.yaml, as in --set trainer.mode=async; may be given several times",
+    )
     parser.add_argument("--skip-report", action="store_true", help="write no curves.png and report.html")
     options = parser.parse_args(arguments)
 
@@ -90,7 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.task,
                 seed=options.seed,
                 out=options.out or Path("runs") / options.task,
-                num_steps=options.steps,
+                settings=[
+                    *options.settings,
+                    *([] if options.steps is None else [f"trainer.total_steps={options.steps}"]),
+                ],
                 writes_report=not options.skip_report,
                 console=console,
             )
@@ -101,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def run_example(
-    name: str, *, seed: int, out: Path, num_steps: int | None, writes_report: bool, console: Console
+    name: str, *, seed: int, out: Path, settings: Sequence[str], writes_report: bool, console: Console
 ) -> int:
     """Runs one example from start to end and returns the exit code."""
     recipe, log = RECIPES[name], StepLog(console)
@@ -109,7 +122,7 @@ async def run_example(
 
     # 1. The data: held-out rows to judge by, and demonstrations of training rows.
     task = cast(Task, importlib.import_module(f"examples.{name}.task"))
-    config = _load_config(name, seed=seed, out=out, model_path=out / "model", num_steps=num_steps)
+    config = _load_config(name, seed=seed, out=out, model_path=out / "model", settings=settings)
     val_rows = load_rows(config.data.val_files, prompt_key=config.data.prompt_key)
     tools = tool_schemas(task, config)
     conversations = demonstrations(task, rng=random.Random(seed), habit=recipe.habit)
@@ -142,7 +155,7 @@ async def run_example(
 
     # 6. And after?
     trained_path = latest_checkpoint(result.run_dir).model_path
-    trained = _load_config(name, seed=seed, out=out, model_path=trained_path, num_steps=num_steps)
+    trained = _load_config(name, seed=seed, out=out, model_path=trained_path, settings=settings)
     after = await _evaluate(trained, val_rows)
     log(6, f"after: success {_success(config, after):.1%}")
 
@@ -192,14 +205,13 @@ class StepLog:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _load_config(name: str, *, seed: int, out: Path, model_path: Path, num_steps: int | None) -> Config:
+def _load_config(name: str, *, seed: int, out: Path, model_path: Path, settings: Sequence[str]) -> Config:
     overrides = [
         f"model.path={model_path}",
         f"trainer.run_dir={out / 'train'}",
         *(f"{section}.seed={seed}" for section in ("data", "rollout", "trainer")),
+        *settings,
     ]
-    if num_steps is not None:
-        overrides.append(f"trainer.total_steps={num_steps}")
     return load_config(f"examples/{name}/config.yaml", overrides=overrides)
 
 

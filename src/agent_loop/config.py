@@ -8,16 +8,24 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.types import StopReason
 
 Positive = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 WeightTransfer: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
+OnWeightUpdate: TypeAlias = Literal["auto", "keep", "abort"]
+AdvantageEstimator: TypeAlias = Literal[
+    "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+]
+AggregationMode: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+Level: TypeAlias = Literal["token", "sequence"]
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
@@ -56,16 +64,24 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Train low-rank adapters of this rank (LoRA) and leave the weights as they are; 0 trains the weights."""
+    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    """What adapters add is multiplied by this and divided by their rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Which modules get adapters: names, a regular expression, or `all-linear` for all but the head."""
 
 
 class ValSamplingConfig(Section):
-    """How completions are sampled in evaluation."""
+    """How completions are sampled in evaluation, by `agent-loop eval` and in training (`trainer.val_every`)."""
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
     n: Positive = 1
     """Trajectories per row; more than one gives pass@k."""
+    max_turn_tokens: Positive | None = None
+    """Tokens of one assistant turn, where that is less than `rollout.multi_turn.max_turn_tokens`."""
 
 
 class CustomServerConfig(Section):
@@ -156,6 +172,9 @@ class RolloutConfig(Section):
     weight_transfer: WeightTransfer = "auto"
     """How new weights reach an engine in another process: `auto` is `cuda_ipc` for weights on a GPU and
     `shared_memory` otherwise, or `disk` for a server that runs already; `broadcast` is torch.distributed."""
+    on_weight_update: OnWeightUpdate = "auto"
+    """What becomes of completions that run when new weights come: `keep` has the engine go on with them, `abort` breaks
+    them off and has it go on from their tokens. `auto` keeps them where the engine can."""
     n: Positive = 1
     """Trajectories per prompt: the size of a group."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -209,36 +228,121 @@ class RewardConfig(Section):
 class AlgorithmConfig(Section):
     """How rewards become advantages."""
 
-    adv_estimator: Literal["grpo"] = "grpo"
+    adv_estimator: AdvantageEstimator = "grpo"
+    """What a trajectory is compared with: `grpo` and `rloo` the others of its group, `remax` a greedy one,
+    `reinforce_plus_plus` the whole batch, `reinforce_plus_plus_baseline` its group and then the batch, `gae` what a
+    critic expected."""
     norm_adv_by_std_in_grpo: bool = True
+    """False, with `actor.loss_agg_mode=seq-mean-token-sum-norm`, is Dr. GRPO."""
     drop_zero_variance_groups: bool = True
-    """Groups in which every trajectory got the same reward carry no signal and are left out."""
+    """Groups in which every trajectory got the same reward carry no signal and are left out, where trajectories are
+    compared with their group."""
+    max_refills: Annotated[int, Field(ge=0)] = 0
+    """Dynamic sampling (DAPO, arXiv 2503.14476): so often, groups in which every trajectory got the same reward are
+    replaced by groups of other rows before a step is trained."""
     turn_reward_weight: Annotated[float, Field(ge=0)] = 0.0
-    """How much the rewards of turns (a tool's `execute`, an interaction's score) count beside that of the trajectory:
-    this times their process advantage (DeepSeekMath, section 4.1.3) is added at each token; 0 leaves them out."""
+    """How much the rewards of turns (a tool's `execute`, an interaction's score) count beside that of the trajectory; 0
+    leaves them out. `grpo`: this times their process advantage (DeepSeekMath, section 4.1.3) is added at each token.
+    `rloo`, `remax`: this times their sum is added to the trajectory's reward. Others: they are rewards of their
+    tokens."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """`reinforce_plus_plus` and `gae`: a reward counts so much less for each token of the model's before it."""
+    lam: Share = 1.0
+    """`gae`: 1 trusts rewards alone, 0 the critic's next value."""
+    whiten_advantages: bool = True
+    """`gae`: give the advantages of all trained tokens mean 0 and variance 1, as `reinforce_plus_plus` always does."""
+    kl_reward_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty to the policy at the start of the run that is taken off each token's reward."""
+    kl_reward_type: KLEstimator = "k1"
+    """How it is estimated."""
+    overlong_buffer: Positive | None = None
+    """Responses that end in the last so many tokens of `rollout.response_length` lose reward, the more the longer they
+    are (DAPO's soft punishment)."""
+    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    """What a response of full length loses."""
+    untrained_stop_reasons: list[StopReason] = []
+    """Trajectories that ended so are not trained, though their rewards count in their groups; `[response_length]` is
+    DAPO's overlong filtering."""
 
 
-class ActorConfig(Section):
-    """How advantages become weights."""
+class OptimConfig(Section):
+    """How a model is trained."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate rises to `lr`."""
     ppo_epochs: Positive = 1
     """Passes over the batch per step."""
     ppo_mini_batches: Positive = 1
     """Optimiser steps per pass."""
     max_tokens_per_micro_batch: Positive = 16384
-    """Padded tokens in one forward and backward pass."""
+    """Tokens in one forward and backward pass, padding included."""
+    use_packing: bool = False
+    """Put several short rows into one line of the input instead of padding each; needs a model whose attention keeps
+    them apart, which is tried at the start."""
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    loss_agg_mode: AggregationMode = "token-mean"
+    """`token-mean`: every token counts the same. `seq-mean-token-mean`: every trajectory does.
+    `seq-mean-token-sum-norm`: a trajectory's sum is divided by `loss_length`, whatever its length (Dr. GRPO)."""
+    loss_length: Positive | None = None
+    """None is `rollout.response_length`."""
+    gradient_checkpointing: bool = False
+
+
+class CorrectionConfig(Section):
+    """What is done about rollout and training giving the same token different log-probs."""
+
+    kind: Literal["none", "truncate", "mask"] = "none"
+    """A token's loss is weighed with the ratio of both probabilities: `truncate` cuts it at `max_ratio` (TIS), `mask`
+    leaves tokens beyond either bound out (MIS)."""
+    level: Level = "token"
+    """Whose ratio: the token's own, or the product over its trajectory."""
+    min_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Of `mask`."""
+    max_ratio: Annotated[float, Field(gt=1)] = 2.0
+
+
+class ActorConfig(OptimConfig):
+    """How advantages become weights of the policy."""
+
+    policy_loss: Literal["ppo", "gspo"] = "ppo"
+    """Whose ratio is clipped: `ppo` each token's, `gspo` the geometric mean over the trajectory; the latter wants
+    bounds around 0.0003 and `loss_agg_mode=seq-mean-token-mean`."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_ratio_high: Annotated[float, Field(gt=0)] = 0.28
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip: where the advantage is negative, a ratio above this teaches nothing; None is no such bound."""
+    old_log_probs: Literal["rollout", "recompute"] = "rollout"
+    """What the ratio is measured against: what the servers gave, or what the trainer finds before its first step.
+    Servers that give none are not asked."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Needs `old_log_probs=recompute`."""
     kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL penalty to the policy at the start of the run; 0 keeps no reference."""
+    kl_loss_type: KLEstimator = "k3"
+    """How it is estimated; the gradient of `k1` is 0 in the mean, so it only serves to compare."""
     entropy_coeff: Annotated[float, Field(ge=0)] = 0.0
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    gradient_checkpointing: bool = False
+
+    @field_validator("correction")
+    @classmethod
+    def _needs_recomputed_log_probs(cls, value: CorrectionConfig, info: ValidationInfo) -> CorrectionConfig:
+        if value.kind != "none" and info.data.get("old_log_probs") != "recompute":
+            raise ValueError("it needs the trainer's own log-probs; set actor.old_log_probs=recompute")
+        return value
+
+
+class CriticConfig(OptimConfig):
+    """How the critic of `algorithm.adv_estimator=gae` learns what to expect."""
+
+    path: str = ""
+    """A folder or hub name that `transformers` loads with a head of one number per token; empty is `model.path`."""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    clip_range_value: Annotated[float, Field(gt=0)] | None = 0.5
+    """How far an update may move a value before the loss stops pulling; None is no bound."""
+    head_start: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the critic learns alone."""
 
 
 class RayConfig(Section):
@@ -275,6 +379,12 @@ class TrainerConfig(Section):
     num_threads: Positive = 1
     """Torch threads for training on a CPU."""
     seed: int = 0
+    mode: Literal["sync", "async"] = "sync"
+    """`sync`: roll out, train, roll out. `async`: the next steps' rollouts run while a step is trained, and take new
+    weights as these come; needs devices of their own for servers and trainer, or a CPU."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """With `mode: async`: the weights that sampled a token are at most so many versions older than those that are
+    trained on it. So many steps are rolled out ahead; 0 is the same as `sync`, 1 is one step off."""
     runtime: Literal["local", "ray"] = "local"
     """Where servers and agent loops run: in this process, or in processes of a Ray cluster."""
     ray: RayConfig = RayConfig()
@@ -290,6 +400,7 @@ class Config(Section):
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
 
 
@@ -303,6 +414,15 @@ LONG_NAMES: Mapping[str, str] = {
     "actor_rollout_ref.actor.optim.weight_decay": "actor.weight_decay",
     "actor_rollout_ref.actor.optim.betas": "actor.betas",
     "actor_rollout_ref.actor.optim.lr_warmup_steps": "actor.warmup_steps",
+    "actor_rollout_ref.actor.loss_scale_factor": "actor.loss_length",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
+    "critic.model.path": "critic.path",
+    "critic.optim.lr": "critic.lr",
+    "critic.optim.weight_decay": "critic.weight_decay",
+    "critic.optim.betas": "critic.betas",
+    "critic.optim.lr_warmup_steps": "critic.warmup_steps",
+    "critic.cliprange_value": "critic.clip_range_value",
+    "trainer.critic_warmup": "critic.head_start",
     "data.max_prompt_length": "rollout.prompt_length",
     "data.max_response_length": "rollout.response_length",
     "trainer.default_local_dir": "trainer.run_dir",

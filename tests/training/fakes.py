@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,8 @@ class FakeRollouts:
         num_groups: int | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
         journal: object = None,
+        label: str = "",
+        greedy: bool = False,
     ) -> list[Trajectory]:
         self.loop = asyncio.get_running_loop()
         if not validate:
@@ -108,6 +111,10 @@ class FakeRollouts:
         for trajectory in trajectories if on_trajectory else ():
             on_trajectory(trajectory)
         return trajectories
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncGenerator[None]:
+        yield
 
     async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None:
         missing, unexpected = self._model.load_state_dict(dict(weights), strict=False)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from agent_loop.config import ActorConfig
-from agent_loop.errors import DataError
+from agent_loop.config import ActorConfig, load_config
+from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
@@ -29,25 +29,26 @@ def make_actor(model: Qwen3ForCausalLM | None = None, *, temperature: float = 1.
 
 
 def make_batch(**options: Any) -> tuple[RolloutBatch, Tensor]:
+    """With advantages [B, 1]."""
     batch = assemble(sample_trajectories(tiny_policy(), **options), pad_token_id=PAD)
-    return batch, grpo_advantages(batch["reward"], groups_B=batch["group"])
+    return batch, grpo_advantages(batch["reward"], groups_B=batch["group"])[:, None]
 
 
 def parameters(actor: Actor) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in actor.weights()}
 
 
-def gradients(actor: Actor, batch: RolloutBatch, advantages_B: Tensor) -> Tensor:
+def gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) -> Tensor:
     """Plain gradients of one update, caught before the optimiser forgets them."""
     caught: list[Tensor] = []
     for parameter in actor.model.parameters():
         parameter.grad = None
-    step = actor._optimizer.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
+    step = actor._optimizer._adamw.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
         lambda *_: caught.extend(
             p.grad.clone().flatten() for p in actor.model.parameters() if p.grad is not None
         )
     )
-    actor.update(batch, advantages_B=advantages_B)
+    actor.update(batch, advantages_BR=advantages_BR)
     step.remove()
     return torch.cat(caught)
 
@@ -71,13 +72,13 @@ def test_greedy_rollouts_are_compared_at_temperature_one() -> None:
 
 
 def test_updates_raise_the_probability_of_rewarded_tokens() -> None:
-    batch, advantages_B = make_batch(num_groups=4, n=12)
+    batch, advantages_BR = make_batch(num_groups=4, n=12)
     actor = make_actor()
     is_rewarded_BR = (batch["responses"] == REWARDED) & batch["response_mask"].bool()
     before = actor.log_probs(batch)[is_rewarded_BR].mean()
 
     for _ in range(5):
-        metrics = actor.update(batch, advantages_B=advantages_B)
+        metrics = actor.update(batch, advantages_BR=advantages_BR)
 
     assert is_rewarded_BR.any()
     assert actor.log_probs(batch)[is_rewarded_BR].mean() > before + 0.1
@@ -85,52 +86,79 @@ def test_updates_raise_the_probability_of_rewarded_tokens() -> None:
     assert metrics[names.ROWS_TRAINED] == 48
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_cutting_into_micro_batches_changes_nothing(mode: str) -> None:
-    batch, advantages_B = make_batch()
-    settings: dict[str, Any] = {
-        "loss_agg_mode": mode,
+LOSSES: dict[str, dict[str, Any]] = {
+    "token-mean": {"kl_loss_coef": 0.1, "entropy_coeff": 0.01},
+    "seq-mean-token-mean": {
+        "loss_agg_mode": "seq-mean-token-mean",
         "kl_loss_coef": 0.1,
-        "entropy_coeff": 0.01,
-        "grad_clip": 1e9,
-    }
+        "kl_loss_type": "k2",
+    },
+    "dr-grpo": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_length": 20, "entropy_coeff": 0.01},
+    "gspo": {"policy_loss": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.01},
+    "dual-clip": {"clip_ratio_c": 1.1, "kl_loss_coef": 0.1, "kl_loss_type": "k1"},
+    "truncate": {"old_log_probs": "recompute", "correction": {"kind": "truncate", "max_ratio": 1.1}},
+    "mask": {
+        "old_log_probs": "recompute",
+        "correction": {"kind": "mask", "level": "sequence", "min_ratio": 0.8, "max_ratio": 1.5},
+    },
+}
 
-    whole, cut = (
+
+def off_policy_batch() -> tuple[RolloutBatch, Tensor]:
+    """Rollout and trainer disagree, so that ratios are not 1; each token has an advantage of its own."""
+    batch, _ = make_batch()
+    generator = torch.Generator().manual_seed(1)
+    batch["rollout_log_probs"] += 0.2 * torch.randn(batch["responses"].shape, generator=generator)
+    return batch, torch.randn(batch["responses"].shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_cutting_and_packing_change_no_gradient(name: str) -> None:
+    batch, advantages_BR = off_policy_batch()
+    cuts: list[dict[str, Any]] = [
+        {"max_tokens_per_micro_batch": 100_000},
+        {"max_tokens_per_micro_batch": 30},
+        {"max_tokens_per_micro_batch": 1},
+        {"max_tokens_per_micro_batch": 40, "use_packing": True},
+    ]
+
+    whole, *others = (
         gradients(
-            make_actor(tiny_policy().double(), max_tokens_per_micro_batch=budget, **settings),
+            make_actor(tiny_policy(seed=2).double(), grad_clip=1e9, **LOSSES[name], **cut),
             batch,
-            advantages_B,
+            advantages_BR,
         )
-        for budget in (100_000, 30)
+        for cut in cuts
     )
 
-    assert float((whole - cut).norm() / whole.norm()) < 1e-6
     assert float(whole.norm()) > 0
+    for other in others:
+        assert float((whole - other).norm() / whole.norm()) < 1e-6
 
 
 def test_padding_to_any_width_changes_nothing() -> None:
     trajectories = sample_trajectories(tiny_policy())
     narrow = assemble(trajectories, pad_token_id=PAD)
     wide = assemble(trajectories, pad_token_id=PAD, prompt_width=20, response_width=30)
-    advantages_B = grpo_advantages(narrow["reward"], groups_B=narrow["group"])
+    advantages_BR = grpo_advantages(narrow["reward"], groups_B=narrow["group"])[:, None]
 
     first, second = make_actor(), make_actor()
-    first.update(narrow, advantages_B=advantages_B)
-    second.update(wide, advantages_B=advantages_B)
+    first.update(narrow, advantages_BR=advantages_BR)
+    second.update(wide, advantages_BR=advantages_BR)
 
     for name, value in first.weights():
         assert torch.equal(value, parameters(second)[name])
 
 
 def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     num_forwards: list[int] = []
 
     def gradients_with(gradient_checkpointing: bool) -> Tensor:
         actor = make_actor(gradient_checkpointing=gradient_checkpointing)
         calls: list[None] = []
         actor.model.model.layers[0].self_attn.register_forward_hook(lambda *_: calls.append(None))
-        caught = gradients(actor, batch, advantages_B)
+        caught = gradients(actor, batch, advantages_BR)
         num_forwards.append(len(calls))
         return caught
 
@@ -139,15 +167,17 @@ def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient() 
 
 
 def test_rows_that_are_not_kept_and_tokens_of_tools_teach_nothing() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     keep_B = batch["group"] != 2
     changed = batch.clone()
     is_tool_BR = (batch["response_mask"] == 0) | ~keep_B[:, None]
     changed["rollout_log_probs"][is_tool_BR] = math.nan
 
     first, second = make_actor(), make_actor()
-    first.update(batch, advantages_B=advantages_B, keep_B=keep_B)
-    metrics = second.update(changed, advantages_B=torch.where(keep_B, advantages_B, math.nan), keep_B=keep_B)
+    first.update(batch, advantages_BR=advantages_BR, keep_B=keep_B)
+    metrics = second.update(
+        changed, advantages_BR=torch.where(keep_B[:, None], advantages_BR, math.nan), keep_B=keep_B
+    )
 
     assert metrics[names.ROWS_TRAINED] == 18
     for name, value in first.weights():
@@ -155,22 +185,24 @@ def test_rows_that_are_not_kept_and_tokens_of_tools_teach_nothing() -> None:
 
 
 def test_without_rows_the_weights_stay_and_the_metrics_say_so() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     actor = make_actor()
     before = parameters(actor)
 
-    metrics = actor.update(batch, advantages_B=advantages_B, keep_B=torch.zeros(len(batch), dtype=torch.bool))
+    metrics = actor.update(
+        batch, advantages_BR=advantages_BR, keep_B=torch.zeros(len(batch), dtype=torch.bool)
+    )
 
     assert metrics == {names.SKIPPED_UPDATE: 1.0, names.ROWS_TRAINED: 0.0}
     assert all(torch.equal(value, before[name]) for name, value in actor.weights())
 
 
 def test_an_infinite_gradient_is_counted_and_changes_no_weight() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     actor = make_actor(ppo_mini_batches=2, ppo_epochs=2)
     before = parameters(actor)
 
-    metrics = actor.update(batch, advantages_B=advantages_B * math.inf)
+    metrics = actor.update(batch, advantages_BR=advantages_BR * math.inf)
 
     assert metrics[names.NONFINITE_UPDATES] == 4
     assert metrics[names.OPTIMIZER_STEPS] == 0
@@ -178,31 +210,31 @@ def test_an_infinite_gradient_is_counted_and_changes_no_weight() -> None:
 
 
 def test_epochs_and_mini_batches_make_so_many_optimiser_steps() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
 
-    metrics = make_actor(ppo_epochs=3, ppo_mini_batches=4).update(batch, advantages_B=advantages_B)
+    metrics = make_actor(ppo_epochs=3, ppo_mini_batches=4).update(batch, advantages_BR=advantages_BR)
 
     assert metrics[names.OPTIMIZER_STEPS] == 12
 
 
 def test_the_first_mini_batch_measures_how_far_engine_and_trainer_are_apart() -> None:
-    batch, advantages_B = make_batch()
-    agreeing = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_B=advantages_B)
+    batch, advantages_BR = make_batch()
+    agreeing = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_BR=advantages_BR)
     batch["rollout_log_probs"] += 0.25
-    shifted = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_B=advantages_B)
+    shifted = make_actor(ppo_mini_batches=4, lr=0.1).update(batch, advantages_BR=advantages_BR)
 
     assert agreeing[names.LOGPROB_DIFF_MAX] < 1e-5
     assert shifted[names.LOGPROB_DIFF_MEAN] == pytest.approx(0.25, abs=1e-4)
 
 
 def test_missing_rollout_log_probs_are_computed_first() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     bare, _ = make_batch(has_log_probs=False)
     assert "rollout_log_probs" not in bare
 
     first, second = make_actor(), make_actor()
-    first.update(batch, advantages_B=advantages_B)
-    metrics = second.update(bare, advantages_B=advantages_B)
+    first.update(batch, advantages_BR=advantages_BR)
+    metrics = second.update(bare, advantages_BR=advantages_BR)
 
     assert names.LOGPROB_DIFF_MAX not in metrics
     assert metrics[names.PPO_KL] == pytest.approx(0, abs=1e-6)
@@ -211,12 +243,12 @@ def test_missing_rollout_log_probs_are_computed_first() -> None:
 
 
 def test_a_reference_is_needed_for_the_kl_penalty_and_is_never_trained() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     reference = tiny_policy()
     actor = Actor(tiny_policy(), config=ActorConfig(lr=1e-2, kl_loss_coef=1.0), reference=reference)
 
-    first = actor.update(batch, advantages_B=advantages_B)
-    second = actor.update(batch, advantages_B=advantages_B)
+    first = actor.update(batch, advantages_BR=advantages_BR)
+    second = actor.update(batch, advantages_BR=advantages_BR)
 
     assert first[names.KL_LOSS] == pytest.approx(0, abs=1e-6)
     assert second[names.KL_LOSS] > 1e-4
@@ -229,10 +261,10 @@ def test_a_reference_is_needed_for_the_kl_penalty_and_is_never_trained() -> None
 
 
 def test_the_learning_rate_warms_up_over_updates() -> None:
-    batch, advantages_B = make_batch()
+    batch, advantages_BR = make_batch()
     actor = make_actor(lr=1.0e-3, warmup_steps=4)
 
-    rates = [actor.update(batch, advantages_B=advantages_B)[names.LEARNING_RATE] for _ in range(5)]
+    rates = [actor.update(batch, advantages_BR=advantages_BR)[names.LEARNING_RATE] for _ in range(5)]
 
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
 
@@ -258,7 +290,7 @@ def test_an_empty_prompt_is_refused_by_name() -> None:
     batch = assemble([trajectories[0], bad], pad_token_id=PAD)
 
     with pytest.raises(DataError, match="group=0/rollout=1 has an empty prompt"):
-        make_actor().update(batch, advantages_B=torch.ones(2))
+        make_actor().update(batch, advantages_BR=torch.ones(2, 1))
 
 
 def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
@@ -273,24 +305,60 @@ def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
     )
     batch = assemble([*trajectories, silent], pad_token_id=PAD)
 
-    metrics = make_actor().update(batch, advantages_B=torch.ones(3))
+    metrics = make_actor().update(batch, advantages_BR=torch.ones(3, 1))
 
     assert metrics[names.ROWS_TRAINED] == 2
 
 
-def test_advantages_of_turns_are_added_token_by_token() -> None:
-    batch, advantages_B = make_batch()
-    turns_BR = torch.linspace(-1, 1, batch["responses"].numel()).view(batch["responses"].shape)
-    spread = make_actor(max_tokens_per_micro_batch=50)
-    spread.update(
-        batch,
-        advantages_B=torch.zeros_like(advantages_B),
-        turn_advantages_BR=advantages_B[:, None] + turns_BR,
-    )
-    both = make_actor(max_tokens_per_micro_batch=50)
-    both.update(batch, advantages_B=advantages_B, turn_advantages_BR=turns_BR)
-    alone = make_actor(max_tokens_per_micro_batch=50)
-    alone.update(batch, advantages_B=advantages_B)
-    for name, value in parameters(both).items():
-        torch.testing.assert_close(value, parameters(spread)[name])
-    assert any(not torch.equal(value, parameters(alone)[name]) for name, value in parameters(both).items())
+def test_old_log_probs_are_the_rollouts_unless_they_are_to_be_computed() -> None:
+    batch, advantages_BR = off_policy_batch()
+
+    given = make_actor().update(batch, advantages_BR=advantages_BR)
+    computed = make_actor(old_log_probs="recompute").update(batch, advantages_BR=advantages_BR)
+
+    assert given[names.CLIP_FRACTION] > 0
+    assert computed[names.CLIP_FRACTION] == 0
+    assert computed[names.PPO_KL] == pytest.approx(0, abs=1e-6)
+    assert computed[names.MISMATCH_K3] == pytest.approx(given[names.MISMATCH_K3])
+    assert 0 < given[names.MISMATCH_K3] < 0.1
+
+
+def test_the_correction_says_how_many_tokens_it_touched() -> None:
+    batch, advantages_BR = off_policy_batch()
+    mask_BR = batch["response_mask"].bool()
+    ratios = (make_actor().log_probs(batch) - batch["rollout_log_probs"]).exp()[mask_BR]
+
+    truncated = make_actor(**LOSSES["truncate"]).update(batch, advantages_BR=advantages_BR)
+    masked = make_actor(
+        old_log_probs="recompute", correction={"kind": "mask", "min_ratio": 0.9, "max_ratio": 1.2}
+    ).update(batch, advantages_BR=advantages_BR)
+
+    assert truncated[names.TRUNCATED_SHARE] == pytest.approx(float((ratios > 1.1).double().mean()))
+    assert truncated[names.MASKED_SHARE] == 0
+    expected = ((ratios > 1.2) | (ratios < 0.9)).double().mean()
+    assert masked[names.MASKED_SHARE] == pytest.approx(float(expected))
+    assert masked[names.CORRECTION_WEIGHT_MEAN] < 1
+
+
+def test_a_correction_without_log_probs_of_the_servers_is_refused() -> None:
+    bare, advantages_BR = make_batch(has_log_probs=False)
+
+    with pytest.raises(DataError, match=r"no rollout_log_probs, which actor\.correction compares with"):
+        make_actor(**LOSSES["truncate"]).update(bare, advantages_BR=advantages_BR)
+
+
+def test_a_correction_needs_log_probs_of_the_trainers_own() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.correction is .* set actor\.old_log_probs=recompute"):
+        load_config(overrides=["actor.correction.kind=mask"])
+
+    config = load_config(overrides=["actor.correction.kind=mask", "actor.old_log_probs=recompute"])
+    assert config.actor.correction.kind == "mask"
+
+
+def test_the_dual_clip_is_counted() -> None:
+    batch, advantages_BR = off_policy_batch()
+
+    metrics = make_actor(clip_ratio_c=1.1).update(batch, advantages_BR=-advantages_BR.abs())
+
+    assert 0 < metrics[names.DUAL_CLIP_FRACTION] < 1
+    assert names.DUAL_CLIP_FRACTION not in make_actor().update(batch, advantages_BR=advantages_BR)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.training.advantages import grpo_advantages, has_signal
+from agent_loop.training.advantages import grpo_advantages, has_signal, rloo_advantages
 
 rewards = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, math.nan])
 
@@ -65,3 +65,23 @@ def test_an_unscored_trajectory_has_no_signal_and_changes_no_statistic() -> None
 
     assert advantages_B.tolist() == [0.5, 0.0, -0.5]
     assert has_signal(rewards_B, groups_B=groups_B).tolist() == [True, False, True]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.tuples(rewards, st.integers(0, 3)), max_size=20))
+def test_leave_one_out_compares_with_the_mean_of_the_others(rows: list[tuple[float, int]]) -> None:
+    values = torch.tensor([reward for reward, _ in rows], dtype=torch.float32).tolist()
+    groups = [group for _, group in rows]
+    expected: list[float] = []
+    for place, (reward, group) in enumerate(zip(values, groups, strict=True)):
+        others = [
+            r
+            for other, (r, g) in enumerate(zip(values, groups, strict=True))
+            if other != place and g == group and not math.isnan(r)
+        ]
+        is_alone = math.isnan(reward) or not others
+        expected.append(0.0 if is_alone else reward - statistics.mean(others))
+
+    advantages_B = rloo_advantages(torch.tensor(values), groups_B=torch.tensor(groups, dtype=torch.int64))
+
+    assert advantages_B.tolist() == pytest.approx(expected, abs=1e-5)

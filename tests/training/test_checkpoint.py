@@ -29,7 +29,7 @@ def save(run_dir: Path, *, step: int, keep: int = 2) -> Checkpoint:
         run_dir,
         step=step,
         weight_version=step,
-        model=actor.model,
+        models={"policy": actor.model},
         tokenizer=tiny_tokenizer(),
         trainer_state=actor.state_dict(),
         config={"actor": {"lr": 1.0}},

@@ -8,22 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from agent_loop.config import AggregationMode, CorrectionConfig, KLEstimator
 from agent_loop.training.losses import (
-    AggregationMode,
+    Aggregation,
     aggregate,
+    correct,
     entropy,
     kl_penalty,
     loss_denominator,
     masked_mean,
     policy_loss,
     token_log_probs,
+    value_loss,
 )
 
 LOW, HIGH = 0.2, 0.28
-MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean"]
+MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+WIDTH = 9
 
 
-def ragged(seed: int, rows: int = 5, width: int = 9) -> dict[str, Tensor]:
+def ragged(seed: int, rows: int = 5, width: int = WIDTH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
     mask_BT = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
@@ -40,6 +44,8 @@ def naive_mean(values: list[list[float]], mode: AggregationMode) -> float:
     rows = [row for row in values if row]
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))
+    if mode == "seq-mean-token-sum-norm":
+        return sum(map(sum, rows)) / (len(rows) * WIDTH)
     return sum(sum(row) / len(row) for row in rows) / len(rows)
 
 
@@ -178,3 +184,200 @@ def test_entropy_and_its_gradient_are_finite_where_a_token_is_impossible() -> No
 
 def test_a_mean_over_nothing_is_zero() -> None:
     assert float(masked_mean(torch.ones(2, 3), mask_BT=torch.zeros(2, 3))) == 0
+
+
+def test_a_mean_by_a_constant_length_does_not_see_how_long_rows_are() -> None:
+    values_BT, mask_BT = torch.ones(2, 4), torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    denominator = loss_denominator(mask_BT, mode="seq-mean-token-sum-norm", length=10)
+
+    total = aggregate(values_BT, mask_BT=mask_BT, mode="seq-mean-token-sum-norm", denominator=denominator)
+
+    assert float(total) == pytest.approx((4 / 10 + 1 / 10) / 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_dual_clip_bounds_what_a_bad_token_can_cost(seed: int) -> None:
+    data, c = ragged(seed), 1.5
+    losses: list[float] = []
+    bounded: list[bool] = []
+    for row, place in data["mask_BT"].nonzero().tolist():
+        ratio = math.exp(data["log_probs_BT"][row, place] - data["old_log_probs_BT"][row, place])
+        advantage = float(data["advantages_BT"][row, place])
+        objective = min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
+        bounded.append(advantage < 0 and objective < c * advantage)
+        losses.append(-max(objective, c * advantage) if advantage < 0 else -objective)
+    log_probs_BT = data["log_probs_BT"].requires_grad_()
+
+    got = policy_loss(**data, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c)
+    got.loss.backward()
+
+    assert float(got.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
+    assert float(got.dual_clip_fraction) == pytest.approx(sum(bounded) / len(bounded))
+    assert log_probs_BT.grad is not None
+    grads = log_probs_BT.grad[data["mask_BT"].bool()]
+    assert (grads[torch.tensor(bounded)] == 0).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_of_gspo_is_its_formula_and_so_is_its_gradient(seed: int) -> None:
+    data = ragged(seed)
+    log_probs_BT, naive_BT = (data["log_probs_BT"].clone().requires_grad_() for _ in range(2))
+    losses: list[Tensor] = []
+    for row in range(5):
+        is_counted = data["mask_BT"][row].bool()
+        if is_counted.any():
+            ratio = (naive_BT[row] - data["old_log_probs_BT"][row])[is_counted].mean().exp()
+            advantage = data["advantages_BT"][row, 0]
+            clipped = ratio.clamp(1 - LOW, 1 + HIGH)
+            losses.append(-torch.minimum(ratio * advantage, clipped * advantage))
+    expected = torch.stack(losses).mean()
+
+    got = policy_loss(
+        **{**data, "log_probs_BT": log_probs_BT},
+        clip_ratio_low=LOW,
+        clip_ratio_high=HIGH,
+        level="sequence",
+        agg_mode="seq-mean-token-mean",
+    )
+    expected.backward()
+    got.loss.backward()
+
+    assert float(got.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert log_probs_BT.grad is not None
+    assert naive_BT.grad is not None
+    torch.testing.assert_close(log_probs_BT.grad, naive_BT.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_estimators_of_the_kl_divergence_are_their_formulas(estimator: KLEstimator) -> None:
+    data = ragged(0)
+
+    kl_BT = kl_penalty(
+        data["log_probs_BT"],
+        reference_log_probs_BT=data["old_log_probs_BT"],
+        mask_BT=data["mask_BT"],
+        estimator=estimator,
+    )
+
+    for row, place in data["mask_BT"].nonzero().tolist():
+        policy, reference = (
+            float(data["log_probs_BT"][row, place]),
+            float(data["old_log_probs_BT"][row, place]),
+        )
+        expected = {
+            "k1": policy - reference,
+            "k2": (policy - reference) ** 2 / 2,
+            "k3": math.exp(reference - policy) - 1 - (reference - policy),
+        }[estimator]
+        assert float(kl_BT[row, place]) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert not kl_BT[data["mask_BT"] == 0].any()
+
+
+def test_in_the_mean_k1_and_k3_are_the_kl_divergence() -> None:
+    generator = torch.Generator().manual_seed(0)
+    policy_V, reference_V = torch.randn(2, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
+    divergence = float((policy_V.exp() * (policy_V - reference_V)).sum())
+
+    for estimator in ("k1", "k3"):
+        per_token_1V = kl_penalty(
+            policy_V[None],
+            reference_log_probs_BT=reference_V[None],
+            mask_BT=torch.ones(1, 6),
+            estimator=estimator,
+        )
+        assert float((policy_V.exp() * per_token_1V[0]).sum()) == pytest.approx(divergence)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_importance_weights_are_bounded_ratios(kind: str, level: str) -> None:
+    data = ragged(2)
+    config = CorrectionConfig.model_validate(
+        {"kind": kind, "level": level, "min_ratio": 0.6, "max_ratio": 1.6}
+    )
+    spoilt_BT = torch.where(data["mask_BT"].bool(), data["old_log_probs_BT"], math.nan)
+
+    got = correct(
+        data["log_probs_BT"], rollout_log_probs_BT=spoilt_BT, mask_BT=data["mask_BT"], config=config
+    )
+
+    difference_BT = data["log_probs_BT"] - data["old_log_probs_BT"]
+    touched = 0
+    for row, place in data["mask_BT"].nonzero().tolist():
+        is_counted = data["mask_BT"][row].bool()
+        ratio = math.exp(
+            difference_BT[row][is_counted].sum() if level == "sequence" else difference_BT[row, place]
+        )
+        expected = min(ratio, 1.6)
+        if kind == "mask":
+            expected = ratio if 0.6 <= ratio <= 1.6 else 0.0
+        touched += expected != ratio
+        assert float(got.weights_BT[row, place]) == pytest.approx(expected)
+    assert not got.weights_BT[data["mask_BT"] == 0].any()
+    share = touched / int(data["mask_BT"].sum())
+    assert (got.truncated_share, got.masked_share) == ((share, 0) if kind == "truncate" else (0, share))
+    assert share > 0
+
+
+@pytest.mark.parametrize("clip_range", [None, 0.3])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_value_loss_is_the_worse_of_plain_and_clipped(
+    mode: AggregationMode, clip_range: float | None
+) -> None:
+    data = ragged(4)
+    values_BT, old_BT, returns_BT = (
+        data["log_probs_BT"],
+        data["old_log_probs_BT"],
+        -data["log_probs_BT"].flip(0),
+    )
+    losses: list[list[float]] = []
+    for row in range(5):
+        losses.append([])
+        for place in data["mask_BT"][row].nonzero().flatten().tolist():
+            value, old, target = (float(x[row, place]) for x in (values_BT, old_BT, returns_BT))
+            near = value if clip_range is None else min(max(value, old - clip_range), old + clip_range)
+            losses[-1].append(max((value - target) ** 2, (near - target) ** 2) / 2)
+    is_masked_BT = data["mask_BT"] == 0
+    spoilt_BT = torch.where(is_masked_BT, math.nan, values_BT).requires_grad_()
+
+    got = value_loss(
+        spoilt_BT,
+        old_values_BT=old_BT,
+        returns_BT=torch.where(is_masked_BT, math.inf, returns_BT),
+        mask_BT=data["mask_BT"],
+        clip_range=clip_range,
+        reduce=Aggregation(mode=mode, denominator=loss_denominator(data["mask_BT"], mode=mode)),
+    )
+    got.loss.backward()
+
+    assert float(got.loss.detach()) == pytest.approx(naive_mean(losses, mode), rel=1e-12)
+    assert (float(got.clip_fraction) > 0) == (clip_range is not None)
+    assert spoilt_BT.grad is not None
+    assert (spoilt_BT.grad[is_masked_BT] == 0).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_with_dual_clip_and_weights_masked_tokens_still_get_exactly_zero(level: str) -> None:
+    data = ragged(1)
+    is_masked_BT = data["mask_BT"] == 0
+    spoilt = {
+        name: torch.where(is_masked_BT, math.nan, value) for name, value in data.items() if name != "mask_BT"
+    }
+    spoilt["log_probs_BT"].requires_grad_()
+
+    got = policy_loss(
+        **spoilt,
+        mask_BT=data["mask_BT"],
+        clip_ratio_low=LOW,
+        clip_ratio_high=HIGH,
+        clip_ratio_c=3.0,
+        level="sequence" if level == "sequence" else "token",
+        weights_BT=torch.where(is_masked_BT, math.nan, 0.5),
+    )
+    got.loss.backward()
+
+    assert got.loss.isfinite()
+    grad_BT = spoilt["log_probs_BT"].grad
+    assert grad_BT is not None
+    assert (grad_BT[is_masked_BT] == 0).all()
+    assert (grad_BT[~is_masked_BT] != 0).any()

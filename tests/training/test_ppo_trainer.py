@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,6 @@ from agent_loop.training.loop import TrainResult
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from tests.training.fakes import PAD, FakeRollouts, FakeTemplate, tiny_policy
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    tiny_policy().save_pretrained(tmp_path / "model")
-    rows = [{"prompt": f"{n} {n + 1}"} for n in range(2, 12)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    return Config.model_validate(
-        {
-            "data": {
-                "train_files": [str(tmp_path / "rows.json")],
-                "val_files": [str(tmp_path / "rows.json")],
-                "val_max_rows": 3,
-                "train_batch_size": 4,
-            },
-            "model": {"path": str(tmp_path / "model"), "device": "cpu"},
-            "rollout": {"n": 4, "val": {"n": 2}},
-            "actor": {"lr": 3e-3, "ppo_mini_batches": 2, "warmup_steps": 3},
-            "trainer": {"total_steps": 4, "run_dir": str(tmp_path / "run"), "save_every": 2},
-        }
-    )
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
@@ -244,7 +222,7 @@ def test_a_step_without_signal_changes_no_weight_but_counts(config: Config) -> N
     [
         ("data", {"train_files": []}, "data.train_files is empty"),
         ("data", {"val_files": []}, "data.val_files is empty"),
-        ("rollout", {"n": 1}, "rollout.n is 1, but GRPO"),
+        ("rollout", {"n": 1}, "rollout.n is 1, but algorithm.adv_estimator=grpo"),
         ("model", {"path": ""}, "model.path is not set"),
         ("model", {"path": "no/such/model"}, "model.path is 'no/such/model', which transformers cannot load"),
     ],

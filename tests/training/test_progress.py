@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import ExitStack
 
 from rich.console import Console
 
@@ -38,10 +39,10 @@ def test_in_a_terminal_the_view_shows_step_metrics_and_shares_of_time() -> None:
     clock = StepClock()
     with clock.phase("rollout"):
         pass
-    with Progress(total_steps=4, clock=clock, console=console) as progress:
+    with ExitStack() as later, Progress(total_steps=4, clock=clock, console=console) as progress:
         progress.start(completed_steps=0)
-        progress.start_rollout(num_trajectories=8)
-        progress.trajectory_done(object())
+        note = later.enter_context(progress.rollout(num_trajectories=8))
+        note(object())
         progress.end_step(1, METRICS)
         progress.say("a line that stays")
 

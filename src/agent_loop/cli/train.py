@@ -18,7 +18,11 @@ def train_command(
     overrides: OverridesArgument = None,
     *,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in `trainer.run_dir`.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from where the run in `trainer.run_dir` was, however it ended; begin anew if there is none.",
+        ),
     ] = False,
     resume_from: Annotated[
         Path | None,
@@ -46,7 +50,9 @@ def train_command(
 
     from agent_loop.training.ppo_trainer import PPOTrainer  # late: keeps `--help` and config errors quick
 
-    trainer = PPOTrainer(settings, resume=str(resume_from) if resume_from else resume, overwrite=overwrite)
+    trainer = PPOTrainer(
+        settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite
+    )
     result = asyncio.run(trainer.fit())
     if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -2,6 +2,7 @@
 
 checkpoints/step-000040/
     model/       what `transformers` loads: weights, config, tokenizer
+    critic/      the same for the critic, where there is one
     trainer.pt   optimiser, warm-up and random states
     state.json   step, weight version, configuration, and the size of every other file
 """
@@ -18,10 +19,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from agent_loop.errors import CheckpointError
 
@@ -31,7 +31,7 @@ MODEL_FOLDER = "model"
 
 
 class SavesPretrained(Protocol):
-    """A tokenizer, as far as a checkpoint is concerned."""
+    """A model or a tokenizer, as far as a checkpoint is concerned."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
 
@@ -71,19 +71,25 @@ def save_checkpoint(
     *,
     step: int,
     weight_version: int,
-    model: PreTrainedModel,
+    models: Mapping[str, SavesPretrained],
     tokenizer: SavesPretrained,
     trainer_state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint, then removes all but the last `keep` of the run."""
+    """Writes a checkpoint, then removes all but the last `keep` of the run.
+
+    Args:
+        models: The `policy`, and others by the names of their folders.
+    """
     folder = checkpoints_folder(run_dir)
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     for half_written in folder.glob(".step-*.tmp"):
         shutil.rmtree(half_written)
     temporary.mkdir(parents=True)
-    cast(Any, model).save_pretrained(str(temporary / MODEL_FOLDER))
+    for name, model in models.items():
+        folder_name = MODEL_FOLDER if name == "policy" else name
+        model.save_pretrained(str(temporary / folder_name))
     tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
     torch.save(dict(trainer_state), temporary / TRAINER_FILE)
     state = {

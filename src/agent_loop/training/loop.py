@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.concurrency import run_in_thread
@@ -16,9 +13,9 @@ from agent_loop.config import Config
 from agent_loop.errors import RolloutError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
-from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.training import metrics as names
+from agent_loop.training.ahead import RolloutsAhead
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
@@ -26,40 +23,10 @@ from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import Learner
 from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
 from agent_loop.training.progress import Progress
+from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, max_staleness
 from agent_loop.training.run_folder import config_values
 from agent_loop.training.timing import StepClock
-from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
-
-
-class RolloutTemplate(Protocol):
-    """What the trainer needs of a chat template."""
-
-    @property
-    def pad_token_id(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-
-class Rollouts(Protocol):
-    """What the trainer needs of an `AgentLoopManager`, whose docstrings say what each does."""
-
-    @property
-    def template(self) -> RolloutTemplate: ...
-
-    async def run(
-        self,
-        rows: Sequence[Row],
-        *,
-        n: int | None = None,
-        validate: bool = False,
-        num_groups: int | None = None,
-        on_trajectory: Callable[[Trajectory], None] | None = None,
-        journal: StepJournal | None = None,
-    ) -> list[Trajectory]: ...
-
-    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +68,9 @@ class TrainingLoop:
         self._run_dir = Path(config.trainer.run_dir)
         self._manager = manager
         self._learner = learner
-        self._sampler = sampler
+        self._rollouts = StepRollouts(
+            config, manager=manager, sampler=sampler, progress=progress, journals=journals
+        )
         self._val_rows = val_rows
         self._writer = writer
         self._progress = progress
@@ -124,8 +93,9 @@ class TrainingLoop:
             self._writer.write(0, await self._validate())
         self._progress.start(completed_steps=self._completed)
         try:
-            while self._completed < total_steps and not self._interrupt.is_requested:
-                metrics = await self._step() or metrics
+            async with self._rollouts_ahead() as ahead:
+                while self._completed < total_steps and not self._interrupt.is_requested:
+                    metrics = await self._step(ahead) or metrics
         except RolloutError:
             await self._save()
             raise
@@ -144,20 +114,29 @@ class TrainingLoop:
             evaluation=self._evaluation,
         )
 
-    async def _step(self) -> dict[str, float] | None:
+    @asynccontextmanager
+    async def _rollouts_ahead(self) -> AsyncGenerator[RolloutsAhead[StepRollout]]:
+        staleness = max_staleness(self._config)
+        async with AsyncExitStack() as stack:
+            if staleness:  # the servers have devices of their own: nobody else needs them
+                await stack.enter_async_context(self._manager.awake())
+            ahead = RolloutsAhead(
+                self._rollouts.run, max_staleness=staleness, last_step=self._config.trainer.total_steps
+            )
+            yield await stack.enter_async_context(ahead)
+
+    async def _step(self, ahead: RolloutsAhead[StepRollout]) -> dict[str, float] | None:
         """One step; None if the rollout was abandoned."""
         step = self._completed + 1
         self._clock.start_step()
 
-        # 1. Take the rows of this step.
-        rows = self._sampler.batch(step)
-
-        # 2. Roll out under the weights of version `step - 1`.
-        trajectories = await self._roll_out(rows, step=step)
-        if trajectories is None:
+        # 1. Wait for the rollout of this step; those of the next ones may run already.
+        rollout = await self._take(step, ahead)
+        if rollout is None:
             return None
+        trajectories = rollout.trajectories
 
-        # 3. Measure.
+        # 2. Measure.
         metrics = rollout_metrics(
             trajectories,
             success_threshold=self._config.reward.success_threshold,
@@ -167,70 +146,42 @@ class TrainingLoop:
         if isinstance(self._manager.template, ChatTemplate):
             metrics |= drift_metrics(trajectories, template=self._manager.template)
 
-        # 4. Learn. This is what completes the step; Ctrl-C waits for it.
+        # 3. Learn. This is what completes the step; Ctrl-C waits for it.
         with self._clock.phase("update"):
-            metrics |= await run_in_thread(self._learn, trajectories)
+            metrics |= await run_in_thread(self._learn, rollout)
         self._completed = step
 
-        # 5. Publish, so that the next rollout is this policy's.
+        # 4. Publish, so that what is sampled from here on is this policy's.
         if not self._interrupt.is_requested:
             await self._publish()
 
-        # 6. Evaluate, report, save.
+        # 5. Evaluate, report, save.
         if self._is_due(self._config.trainer.val_every):
             metrics |= await self._validate()
-        metrics |= self._timings(num_tokens=metrics.get(names.MODEL_TOKENS, 0.0))
+        metrics[names.DROPPED_GROUPS] = float(rollout.num_dropped_groups)
+        metrics |= self._timings(rollout, num_tokens=metrics.get(names.MODEL_TOKENS, 0.0))
         self._writer.write(step, metrics)
         self._progress.end_step(step, metrics)
         if self._is_due(self._config.trainer.save_every):
             await self._save()
         return metrics
 
-    async def _roll_out(self, rows: Sequence[Row], *, step: int) -> list[Trajectory] | None:
-        n, num_groups = self._config.rollout.n, self._config.data.train_batch_size
-        self._progress.start_rollout(num_trajectories=num_groups * n)
-        trajectories: list[Trajectory] | None = None
+    async def _take(self, step: int, ahead: RolloutsAhead[StepRollout]) -> StepRollout | None:
+        rollout: StepRollout | None = None
         with self._clock.phase("rollout"):
-            async with self._interrupt.abandoning(), self._journal(rows, step=step) as journal:
-                trajectories = await self._manager.run(
-                    rows,
-                    n=n,
-                    num_groups=num_groups,
-                    on_trajectory=self._progress.trajectory_done,
-                    journal=journal,
-                )
-        return trajectories
-
-    @asynccontextmanager
-    async def _journal(self, rows: Sequence[Row], *, step: int) -> AsyncGenerator[StepJournal | None]:
-        """The journal of a step, with what a run that was killed left in it."""
-        if self._journals is None:
-            yield None
-            return
-        key = StepKey.of(
-            rows,
-            step=step,
-            weight_version=self._completed,
-            num_samples=self._config.rollout.n,
-            settings=training_settings(self._config),
-        )
-        async with open_journal(self._journals.file(step), key=key, rows=rows, resume=True) as journal:
-            if not journal.is_complete:
-                self._journals.drop_after(step)  # what follows is of weights that will not come again
-            for note in journal.notes:
-                self._progress.say(note)
-            if journal.num_ended:
-                self._progress.say(f"step {step}: {journal.num_ended} rollouts are in the journal")
-            yield journal
+            async with self._interrupt.abandoning():
+                rollout = await ahead.take(step)
+        return rollout
 
     def _drop_journals(self) -> None:
         """A checkpoint holds what they led to."""
         if self._journals is not None:
             self._journals.drop_through(self._completed)
 
-    def _learn(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def _learn(self, rollout: StepRollout) -> dict[str, float]:
         """Runs in a thread."""
-        return self._learner.learn(assemble(trajectories, pad_token_id=self._manager.template.pad_token_id))
+        batch = assemble(rollout.trajectories, pad_token_id=self._manager.template.pad_token_id)
+        return self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
 
     async def _publish(self) -> None:
         with self._clock.phase("publish"):
@@ -238,12 +189,11 @@ class TrainingLoop:
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of the validation rows; none if it was abandoned."""
-        n = self._config.rollout.val.n
-        self._progress.start_rollout(num_trajectories=len(self._val_rows) * n)
-        with self._clock.phase("validate"):
+        n, num_rows = self._config.rollout.val.n, len(self._val_rows)
+        with self._clock.phase("validate"), self._progress.rollout(num_trajectories=num_rows * n) as note:
             async with self._interrupt.abandoning():
                 trajectories = await self._manager.run(
-                    self._val_rows, n=n, validate=True, on_trajectory=self._progress.trajectory_done
+                    self._val_rows, n=n, validate=True, on_trajectory=note, label="val"
                 )
                 self._evaluation = summarise(
                     trajectories, success_threshold=self._config.reward.success_threshold
@@ -261,7 +211,7 @@ class TrainingLoop:
                 self._run_dir,
                 step=self._completed,
                 weight_version=self._completed,
-                model=self._learner.model,
+                models=self._learner.models(),
                 tokenizer=self._manager.template.tokenizer,
                 trainer_state=self._learner.state_dict(),
                 config=config_values(self._config),
@@ -279,7 +229,6 @@ class TrainingLoop:
         is_last = self._completed == self._config.trainer.total_steps
         return every is not None and (is_last or self._completed % every == 0)
 
-    def _timings(self, *, num_tokens: float) -> dict[str, float]:
-        seconds = self._clock.seconds()
-        timings = {f"{names.SECONDS}{phase}": value for phase, value in seconds.items()}
-        return timings | {names.TOKENS_PER_SECOND: num_tokens / max(seconds["rollout"], 1e-9)}
+    def _timings(self, rollout: StepRollout, *, num_tokens: float) -> dict[str, float]:
+        timings = {f"{names.SECONDS}{phase}": value for phase, value in self._clock.seconds().items()}
+        return timings | {names.TOKENS_PER_SECOND: num_tokens / max(rollout.seconds, 1e-9)}

@@ -27,7 +27,13 @@ REWARD_MAX = "reward/max"
 SUCCESS_SHARE = "reward/success_share"
 """Share of all trajectories with at least `reward.success_threshold`."""
 SIGNAL_SHARE = "reward/signal_share"
-"""Share of trajectories whose group has two different rewards."""
+"""Share of trajectories that can be told from what they are compared with: where that is their group, it has two
+different rewards; else they are scored."""
+KL_TO_REFERENCE = "reward/kl"
+"""Mean over tokens of what `algorithm.kl_reward_coef` weighs."""
+ADVANTAGE_MEAN = "reward/advantage_mean"
+"""Over the model's tokens in the rows that are trained."""
+ADVANTAGE_STD = "reward/advantage_std"
 
 NUM_TURNS_MEAN = "rollout/num_turns/mean"
 PROMPT_LENGTH_MEAN = "rollout/prompt_length/mean"
@@ -46,6 +52,10 @@ TEMPLATE_DRIFT = "rollout/template_drift/"
 """Prefix: the same for those that it would not, by cause."""
 STALENESS_MAX = "rollout/staleness/max"
 """Steps between the oldest weights that sampled a token and those that the step began with."""
+STALENESS_MEAN = "rollout/staleness/mean"
+"""The same, mean over sampled tokens."""
+DROPPED_GROUPS = "rollout/dropped_groups"
+"""Groups without variance whose places others took."""
 STOP_REASON = "rollout/stop_reason/"
 """Prefix: share of trajectories that ended so."""
 INCIDENT = "rollout/incidents/"
@@ -57,6 +67,7 @@ TOOLS = "tools/"
 LOSS = "actor/loss"
 PPO_KL = "actor/ppo_kl"
 CLIP_FRACTION = "actor/clip_fraction"
+DUAL_CLIP_FRACTION = "actor/dual_clip_fraction"
 ENTROPY = "actor/entropy"
 KL_LOSS = "actor/kl_loss"
 GRAD_NORM = "actor/grad_norm"
@@ -69,6 +80,27 @@ SKIPPED_UPDATE = "actor/skipped_update"
 """1 where no row carried a signal and the weights stayed as they were."""
 LOGPROB_DIFF_MAX = "actor/rollout_train_logprob_diff_max"
 LOGPROB_DIFF_MEAN = "actor/rollout_train_logprob_diff_mean"
+MISMATCH_K1 = "actor/rollout_train_kl_k1"
+"""KL divergence of the trainer's probabilities from the rollout's, under the same weights, by the estimator `k1`."""
+MISMATCH_K3 = "actor/rollout_train_kl_k3"
+TRUNCATED_SHARE = "actor/correction_truncated_share"
+"""Share of tokens whose importance weight was cut at `actor.correction.max_ratio`."""
+MASKED_SHARE = "actor/correction_masked_share"
+"""Share of tokens that `actor.correction` left out."""
+CORRECTION_WEIGHT_MEAN = "actor/correction_weight_mean"
+
+CRITIC_LOSS = "critic/loss"
+CRITIC_CLIP_FRACTION = "critic/clip_fraction"
+CRITIC_GRAD_NORM = "critic/grad_norm"
+CRITIC_LEARNING_RATE = "critic/lr"
+CRITIC_OPTIMIZER_STEPS = "critic/optimizer_steps"
+CRITIC_NONFINITE_UPDATES = "critic/nonfinite_updates"
+VALUE_MEAN = "critic/value_mean"
+"""Over the model's tokens, before the update."""
+RETURN_MEAN = "critic/return_mean"
+EXPLAINED_VARIANCE = "critic/explained_variance"
+"""1 - var(return - value) / var(return): 1 where the critic knew all, 0 where it knew nothing; absent where all returns
+are equal."""
 
 SECONDS = "timing_s/"
 """Prefix: seconds of each phase."""
@@ -89,7 +121,11 @@ def rollout_metrics(
         return {}
     outputs = [t.output for t in trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    versions = [s.weight_version for o in outputs for s in o.segments if s.weight_version is not None]
+    sampled = [
+        (s.weight_version, len(s)) for o in outputs for s in o.segments if s.weight_version is not None
+    ]
+    num_sampled = sum(length for _, length in sampled)
+    lag = sum((weight_version - version) * length for version, length in sampled)
     response_lengths = [len(o.response_ids) for o in outputs]
     metrics = {
         SUCCESS_SHARE: sum(reward >= success_threshold for reward in rewards) / len(trajectories),
@@ -100,7 +136,10 @@ def rollout_metrics(
         RESPONSE_LENGTH_MAX: float(max(response_lengths)),
         MODEL_TOKENS: float(sum(int(o.response_mask.sum()) for o in outputs)),
         TOOL_CALLS_MEAN: _mean([o.metrics.num_tool_calls for o in outputs]),
-        STALENESS_MAX: float(weight_version - min(versions, default=weight_version)),
+        STALENESS_MAX: float(
+            weight_version - min((version for version, _ in sampled), default=weight_version)
+        ),
+        STALENESS_MEAN: lag / max(num_sampled, 1),
     }
     metrics |= _call_metrics(outputs)
     if rewards:

@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.vision import VISION_MODELS, auto_model_class, media_features
+from agent_loop.servers.embedded.vision import auto_model_class
+from agent_loop.training.adapters import add_adapters, is_adapter_folder, load_adapters
+from agent_loop.training.forward import predict_response
 from agent_loop.training.losses import token_log_probs
 from agent_loop.training.micro_batches import MicroBatch
 
 
-def load_policy(config: ModelConfig, *, path: str | Path | None = None) -> PreTrainedModel:
-    """Loads the model and moves it to its device.
+def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: int = 0) -> PreTrainedModel:
+    """Loads the model and moves it to its device; with `config.lora_rank`, puts adapters into it.
 
     Args:
         config: What to load, how precise, and where to.
-        path: Takes the place of `config.path`, as when a run goes on from a checkpoint.
+        path: Takes the place of `config.path`, as when a run goes on from a checkpoint; with adapters, it holds these,
+            and the model is that of `config.path`.
+        seed: Decides how new adapters begin.
 
     Raises:
-        ConfigError: There is no such model, or `transformers` cannot load it.
+        ConfigError: There is no such model, `transformers` cannot load it, or it cannot have such adapters.
     """
-    path = path or config.path
+    if path is not None and is_adapter_folder(path) != bool(config.lora_rank):
+        what = "no adapters" if config.lora_rank else "adapters"
+        raise ConfigError(
+            f"model.lora_rank is {config.lora_rank}, but {path} holds {what}; set it as the run that wrote them had it"
+        )
+    model = _load(config, path=config.path if path is None or config.lora_rank else path)
+    if config.lora_rank and path is not None:
+        load_adapters(model, config=config, folder=Path(path))
+    elif config.lora_rank:
+        add_adapters(model, config=config, seed=seed)
+    return cast(Any, model).to(device_of(config))
+
+
+def _load(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
     if not path:
         raise ConfigError("model.path is not set; give a folder or hub name that transformers loads")
     try:
         loader = auto_model_class(path, trust_remote_code=config.trust_remote_code)
-        model = loader.from_pretrained(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+        return loader.from_pretrained(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"model.path is {str(path)!r}, which transformers cannot load as a causal language model: {reason}"
         ) from error
-    return cast(PreTrainedModel, model.to(device_of(config)))
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -73,42 +88,8 @@ def response_log_probs(
 
     The first response token needs a token before it: prompts must not be empty.
     """
-    width = micro_batch.mask_BR.shape[1]
-    inputs: dict[str, Any] = {
-        "attention_mask": micro_batch.attention_mask_BW,
-        "position_ids": micro_batch.position_ids,
-        "use_cache": False,
-    }
-    if any(micro_batch.attachments):
-        inputs["inputs_embeds"] = _embed(model, micro_batch)
-    else:
-        inputs["input_ids"] = micro_batch.input_ids_BW
-    forward = cast(nn.Module, model)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        inputs["logits_to_keep"] = width + 1
-    logits_BTV: Tensor = forward(**inputs).logits
-    return token_log_probs(
-        logits_BTV[:, -width - 1 : -1], token_ids_BT=micro_batch.response_ids_BR, temperature=temperature
+    predictions = predict_response(model, micro_batch)
+    log_probs, entropy = token_log_probs(
+        predictions.outputs, token_ids_BT=predictions.token_ids, temperature=temperature
     )
-
-
-def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Token embeddings with what the model makes of images in their places, [B, W, hidden]; gradients reach both.
-
-    Raises:
-        ConfigError: The model uses images in another way.
-    """
-    kind = model.config.model_type
-    if kind not in VISION_MODELS:
-        raise ConfigError(
-            f"the batch has images, but {kind} is not trained with them; use a model of "
-            f"{', '.join(sorted(VISION_MODELS))}"
-        )
-    embeds_BWH = cast(Any, model).get_input_embeddings()(micro_batch.input_ids_BW)
-    for row, attachments in enumerate(micro_batch.attachments):
-        for attachment in attachments:
-            run = micro_batch.input_ids_BW[row, attachment.start : attachment.end]
-            places = (run == attachment.placeholder_id).nonzero().flatten() + attachment.start
-            features = media_features(model, attachment, num_placeholders=len(places))
-            embeds_BWH = embeds_BWH.index_put((torch.full_like(places, row), places), features)
-    return embeds_BWH
+    return predictions.spread(log_probs), predictions.spread(entropy)

@@ -15,12 +15,14 @@ from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_rows
+from agent_loop.training.advantages import COMPARES_IN_GROUP
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import load_learner
-from agent_loop.training.loop import Rollouts, TrainingLoop, TrainResult
+from agent_loop.training.loop import TrainingLoop, TrainResult
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress
+from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.run_folder import (
     METRICS_FILE,
     changed_keys,
@@ -39,8 +41,9 @@ class PPOTrainer:
     Args:
         config: All settings.
         manager: Runs the rollouts and stays open afterwards; None makes one from the configuration and closes it.
-        resume: True or `auto` goes on from the last checkpoint in `trainer.run_dir`, a path from that checkpoint
-            (or from the last one of that run): at the step after it, with the rows of that step.
+        resume: True goes on from the last checkpoint in `trainer.run_dir`, or from the journals if the run was killed
+            before its first one; `auto` does the same, and begins anew if there is neither. A path goes on from that
+            checkpoint (or from the last one of that run): at the step after it, with the rows of that step.
         overwrite: Lets a new run remove what another one left in `trainer.run_dir`.
         console: Where progress is shown; None is standard output.
     """
@@ -78,10 +81,12 @@ class PPOTrainer:
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
         journals = JournalFolder(run_dir)
+        has_checkpoints = bool(list_checkpoints(run_dir))
         # Before the first checkpoint, the journals alone are enough to come to the same place again.
-        from_journals = self._resume in (True, "auto") and not list_checkpoints(run_dir) and journals.has(1)
-        checkpoint = None if from_journals else find_checkpoint(run_dir, resume=self._resume)
-        check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or from_journals)
+        from_journals = self._resume in (True, "auto") and not has_checkpoints and journals.has(1)
+        is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
+        checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
+        check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
         sampler, val_rows = _load_data(config)
         _refuse_groups_of_one(config)
         async with AsyncExitStack() as stack:
@@ -110,6 +115,8 @@ class PPOTrainer:
                 _tell_what_changed(progress, checkpoint, config)
             elif from_journals:
                 progress.say("there is no checkpoint yet; going on from the journals")
+            elif is_new:
+                progress.say(f"there is nothing to go on from in {run_dir}; beginning anew")
             return await loop.run(checkpoint)
 
 
@@ -135,9 +142,11 @@ def _load_data(config: Config) -> tuple[RowSampler, list[Row]]:
 
 
 def _refuse_groups_of_one(config: Config) -> None:
-    if config.rollout.n < 2:
+    estimator = config.algorithm.adv_estimator
+    if config.rollout.n < 2 and estimator in COMPARES_IN_GROUP:
         raise ConfigError(
-            f"rollout.n is {config.rollout.n}, but GRPO compares the trajectories of one prompt; give at least 2"
+            f"rollout.n is {config.rollout.n}, but algorithm.adv_estimator={estimator} compares the trajectories of "
+            "one prompt; give at least 2"
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -31,6 +33,15 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 """Heading, metric and format of what is shown of each step."""
 
 
+@dataclass(slots=True, eq=False)
+class _Rollout:
+    num_trajectories: int
+    num_done: int = 0
+
+    def note(self, _: object) -> None:
+        self.num_done += 1
+
+
 class Progress:
     """Shows a run while it is entered."""
 
@@ -41,7 +52,7 @@ class Progress:
         self._step = 0
         self._latest: Mapping[str, float] = {}
         self._step_ends: deque[float] = deque(maxlen=STEPS_OF_ETA + 1)
-        self._num_done = self._num_trajectories = 0
+        self._rollouts: list[_Rollout] = []
         self._live = (
             Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
             if self._console.is_terminal
@@ -64,13 +75,15 @@ class Progress:
         self._step = completed_steps
         self._step_ends.append(time.monotonic())
 
-    def start_rollout(self, *, num_trajectories: int) -> None:
-        """So many trajectories begin."""
-        self._num_done, self._num_trajectories = 0, num_trajectories
-
-    def trajectory_done(self, _: object) -> None:
-        """One of them ended."""
-        self._num_done += 1
+    @contextmanager
+    def rollout(self, *, num_trajectories: int) -> Generator[Callable[[object], None]]:
+        """So many trajectories run meanwhile; gives what is to be told of each that ended."""
+        rollout = _Rollout(num_trajectories)
+        self._rollouts.append(rollout)
+        try:
+            yield rollout.note
+        finally:
+            self._rollouts.remove(rollout)
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done, with these metrics."""
@@ -107,11 +120,13 @@ class Progress:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_row(*cells.values())
         shares = "  ".join(f"{name} {share:.0%}" for name, share in self._clock.shares().items())
-        rollout = f"trajectories {self._num_done}/{self._num_trajectories}"
+        rollouts = list(self._rollouts)  # a copy: the live view reads it from a thread of its own
+        num_done = sum(rollout.num_done for rollout in rollouts)
+        num_trajectories = sum(rollout.num_trajectories for rollout in rollouts)
         bar = Table.grid(expand=True)  # a bar on its own would not end its line
         bar.add_row(ProgressBar(total=self._total_steps, completed=self._step))
         return Group(
             bar,
             table,
-            Text(f"{rollout}   time: {shares or '-'}", style="dim"),
+            Text(f"trajectories {num_done}/{num_trajectories}   time: {shares or '-'}", style="dim"),
         )

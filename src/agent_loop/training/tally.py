@@ -1,49 +1,75 @@
-"""Collects the metrics of one update of the actor."""
+"""Collects the metrics of one update."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from agent_loop.training import metrics as names
 from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.parallel import ALONE, Team
+
+
+@dataclass(frozen=True, slots=True)
+class StepNames:
+    """What the metrics of optimiser steps are called."""
+
+    grad_norm: str
+    optimizer_steps: str
+    nonfinite_updates: str
 
 
 class UpdateTally:
     """Filled by one update, read once."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_names: StepNames, *, team: Team = ALONE) -> None:
         self.num_steps = 0
+        self._team = team
+        self._names = step_names
         self._values: defaultdict[str, list[float]] = defaultdict(list)
-        self._differences: list[Tensor] = []
+        self._log_ratios: list[Tensor] = []
 
-    def add_step(self, values: Mapping[str, float]) -> None:
+    def add_step(self, sums: Mapping[str, float], *, grad_norm: float) -> None:
+        """Of one optimiser step, with this process's sums."""
         self.num_steps += 1
-        for name, value in values.items():
+        sums = self._team.sum_metrics(sums)
+        for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
             self._values[name].append(value)
 
     def compare(self, log_probs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:
         """How far trainer and engine are apart, as long as both have the same weights."""
         if rollout_BR is not None:
-            difference_BR = (log_probs_BR - micro_batch.cut(rollout_BR)).abs()
-            self._differences.append(difference_BR[micro_batch.mask_BR.bool()].cpu())
+            log_ratio_BR = log_probs_BR - micro_batch.cut(rollout_BR)
+            self._log_ratios.append(log_ratio_BR[micro_batch.mask_BR.bool()].cpu())
 
     def metrics(self) -> dict[str, float]:
+        """Means over the optimiser steps of all processes, those that are not finite left out."""
         metrics = {
             name: sum(finite) / len(finite)
             for name, values in self._values.items()
             if (finite := [value for value in values if math.isfinite(value)])
         }
-        grad_norms = self._values[names.GRAD_NORM]
+        grad_norms = self._values[self._names.grad_norm]
         num_nonfinite = sum(not math.isfinite(norm) for norm in grad_norms)
-        metrics[names.NONFINITE_UPDATES] = float(num_nonfinite)
-        metrics[names.OPTIMIZER_STEPS] = float(len(grad_norms) - num_nonfinite)
-        if self._differences:
-            differences = torch.cat(self._differences)
-            metrics[names.LOGPROB_DIFF_MAX] = float(differences.max())
-            metrics[names.LOGPROB_DIFF_MEAN] = float(differences.mean())
+        metrics[self._names.nonfinite_updates] = float(num_nonfinite)
+        metrics[self._names.optimizer_steps] = float(len(grad_norms) - num_nonfinite)
+        log_ratios = [ratios_N for part in self._team.collect(self._log_ratios) for ratios_N in part]
+        if log_ratios:
+            metrics |= _mismatch(torch.cat(log_ratios))
         return metrics
+
+
+def _mismatch(log_ratios_N: Tensor) -> dict[str, float]:
+    """Of the trainer's log-probs over the rollout's; the tokens are the rollout's, so `k1` is minus their mean."""
+    differences_N = log_ratios_N.abs()
+    return {
+        names.LOGPROB_DIFF_MAX: float(differences_N.max()),
+        names.LOGPROB_DIFF_MEAN: float(differences_N.mean()),
+        names.MISMATCH_K1: float(-log_ratios_N.mean()),
+        names.MISMATCH_K3: float((log_ratios_N.exp() - 1 - log_ratios_N).mean()),
+    }

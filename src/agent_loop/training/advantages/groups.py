@@ -1,4 +1,4 @@
-"""Rewards to advantages. Pure functions of tensors; B trajectories."""
+"""Trajectories against the others of their group. B trajectories, R response tokens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-from agent_loop.rollout.batch import RolloutBatch
 
 
 def grpo_advantages(
@@ -32,6 +30,23 @@ def grpo_advantages(
         variance_B = group.sum_B(centred_B**2) / (group.count_B() - 1).clamp(min=1)
         centred_B = centred_B / (variance_B.sqrt() + eps)
     return torch.where(has_signal(rewards_B, groups_B=groups_B), centred_B, 0.0).float()
+
+
+def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor) -> Tensor:
+    """How much better a trajectory is than the mean of the others of its group, float32.
+
+    The formula is that of REINFORCE leave-one-out (arXiv 2402.14740): `(r - mean(group)) * n / (n - 1)`.
+
+    Args:
+        rewards_B: NaN for a trajectory that nothing scored: it counts in no mean and gets 0.
+        groups_B: The number of the group that each trajectory belongs to.
+
+    A group without two different rewards gets exactly 0.
+    """
+    group = _Groups(rewards_B, groups_B)
+    count_B = group.count_B()
+    advantages_B = (group.rewards_B - group.mean_B()) * count_B / (count_B - 1).clamp(min=1)
+    return torch.where(has_signal(rewards_B, groups_B=groups_B), advantages_B, 0.0).float()
 
 
 def turn_advantages(
@@ -64,24 +79,6 @@ def turn_advantages(
     scores_BR = torch.zeros(turn_rewards_BR.shape, dtype=torch.float32)
     scores_BR[rows_N, places_N] = scores_N
     return scores_BR.flip(1).cumsum(1).flip(1)
-
-
-def weighed_turn_advantages(batch: RolloutBatch, *, weight: float, norm_by_std: bool) -> Tensor | None:
-    """The turns' share in a batch's advantages; [B, R] float32, None where they do not count.
-
-    Trajectories that nothing scored are left out. A turn that branches share counts where it is trained.
-
-    Args:
-        batch: As `assemble` makes it.
-        weight: How much they count; 0 leaves them out.
-        norm_by_std: As `turn_advantages` has it.
-    """
-    if not weight:
-        return None
-    counts_BR = batch["has_turn_reward"] & batch["response_mask"].bool() & batch["is_scored"][:, None]
-    return weight * turn_advantages(
-        batch["turn_rewards"], is_rewarded_BR=counts_BR, groups_B=batch["group"], norm_by_std=norm_by_std
-    )
 
 
 def has_signal(rewards_B: Tensor, *, groups_B: Tensor) -> Tensor:

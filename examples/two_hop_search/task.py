@@ -1,0 +1,111 @@
+"""Find a shelf in two searches: one document says which part an order is about, another where that part lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agent_loop.tools.search.tool import SearchTool
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import Message, ToolCall
+from examples.common.sums import drawn_rows
+
+SYSTEM = "Search for the shelf."
+QUESTION = "Which shelf holds the part of order {}?"
+ANSWER = "Shelf {}."
+FOUND = "Doc 1 (Title: {})\n{}"
+"""What the tool answers with."""
+ORDERS = range(1000, 10_000)
+PARTS = range(100, 1000)
+CORPUS = Path("~/.cache/agent_loop/examples/two_hop_search.jsonl").expanduser()
+
+
+class Archive(SearchTool):
+    """The shipped search tool over the documents of this example, with one query a call."""
+
+    tool_schema: ClassVar[dict[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": "search",
+            "description": "Finds the document that fits best.",
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string", "description": "What to look for."}},
+                "required": ["query"],
+            },
+        },
+    }
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
+        super().__init__({"corpus": [str(write_corpus())], "topk": 1, **config}, tool_schema)
+
+
+def train_rows(seed: int = 0, count: int = 2048) -> list[dict[str, Any]]:
+    """Rows about orders that are not held out."""
+    return drawn_rows(_row, seed=seed, count=count, held_out=False)
+
+
+def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
+    """Rows about held-out orders: no training row asks about any of them."""
+    return drawn_rows(_row, seed=seed, count=count, held_out=True)
+
+
+def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
+    """1 if the last answer names the right shelf, else 0."""
+    return float(output.answer.strip() == ANSWER.format(row["shelf"]))
+
+
+def solution(row: Mapping[str, Any]) -> list[Message]:
+    """The turns that earn the reward."""
+    turns: list[Message] = []
+    for title in (f"Order {row['a']}", f"Part {row['b']}"):
+        call = ToolCall("search", {"query": title}).as_message()
+        turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        turns.append({"role": "tool", "content": FOUND.format(title, documents()[title])})
+    return [*turns, {"role": "assistant", "content": ANSWER.format(row["shelf"])}]
+
+
+@cache
+def documents() -> Mapping[str, str]:
+    """Title and text of each: 9,000 orders and 900 parts, more than a tiny model can learn by heart."""
+    texts = {f"Order {order}": f"It is about part {_part_of(order)}." for order in ORDERS}
+    return texts | {f"Part {part}": f"It is on shelf {_shelf_of(part)}." for part in PARTS}
+
+
+@cache
+def write_corpus() -> Path:
+    """Writes the documents to where the tool reads them."""
+    lines = [json.dumps({"title": title, "text": text}) for title, text in documents().items()]
+    CORPUS.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = CORPUS.with_suffix(f".{os.getpid()}")
+    unfinished.write_text("\n".join(lines), encoding="utf-8")
+    unfinished.replace(CORPUS)
+    return CORPUS
+
+
+def _part_of(order: int) -> int:
+    return random.Random(order).choice(PARTS)
+
+
+def _shelf_of(part: int) -> int:
+    return random.Random(-part).randrange(10, 100)
+
+
+def _row(rng: random.Random) -> dict[str, Any]:
+    order = rng.choice(ORDERS)
+    part = _part_of(order)
+    return {
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": QUESTION.format(order)},
+        ],
+        "agent_name": "tool_agent",
+        "a": order,
+        "b": part,
+        "shelf": _shelf_of(part),
+    }

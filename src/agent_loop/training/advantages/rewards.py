@@ -1,0 +1,103 @@
+"""What each trajectory earned, and at which of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from agent_loop.config import AlgorithmConfig
+from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.training.advantages.groups import grpo_advantages
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The rewards of a batch, kept apart by what they were given for."""
+
+    outcome_B: Tensor
+    """Of the whole trajectory; NaN where nothing scored it."""
+    turns_BR: Tensor
+    """Of turns, each at the turn's last token; 0 elsewhere."""
+    has_turn_BR: Tensor
+    """Bool: where there is one that counts, be it 0."""
+    penalties_BR: Tensor
+    """What each token loses."""
+    mask_BR: Tensor
+    """1 = the model said it."""
+    groups_B: Tensor
+    turn_weight: float
+    """How much those of turns count."""
+
+    @property
+    def is_scored_B(self) -> Tensor:
+        return ~self.outcome_B.isnan()
+
+    def per_row(self) -> Tensor:
+        """All that a trajectory earned, [B]; NaN where nothing scored it."""
+        return torch.where(self.is_scored_B, self.per_token().sum(dim=1), torch.nan)
+
+    def per_token(self) -> Tensor:
+        """What each token earned, [B, R] float64: turns at their ends, the outcome at the model's last token.
+
+        0 in trajectories that nothing scored, and at tokens that are not the model's.
+        """
+        places = torch.arange(self.mask_BR.shape[1])
+        last_B = torch.where(self.mask_BR.bool(), places, -1).amax(dim=1, keepdim=True) if len(places) else 0
+        outcome_BR = torch.where(places == last_B, self.outcome_B[:, None].double(), 0.0)
+        rewards_BR = outcome_BR + self.turn_weight * self.turns_BR - self.penalties_BR
+        return torch.where(self.mask_BR.bool() & self.is_scored_B[:, None], rewards_BR, 0.0)
+
+    def centred(self) -> Rewards:
+        """The same less the means of each group: of its outcomes, and of its rewards of turns."""
+        rows_N, places_N = self.has_turn_BR.nonzero(as_tuple=True)
+        turns_BR = torch.zeros_like(self.turns_BR)
+        turns_BR[rows_N, places_N] = grpo_advantages(
+            self.turns_BR[rows_N, places_N], groups_B=self.groups_B[rows_N], norm_by_std=False
+        )
+        centred_B = grpo_advantages(self.outcome_B, groups_B=self.groups_B, norm_by_std=False)
+        outcome_B = torch.where(self.is_scored_B, centred_B, torch.nan)
+        return replace(self, outcome_B=outcome_B, turns_BR=turns_BR)
+
+
+def collect_rewards(
+    batch: RolloutBatch,
+    *,
+    config: AlgorithmConfig,
+    response_length: int,
+    kl_BR: Tensor | None = None,
+) -> Rewards:
+    """The rewards of a batch, as the configuration shapes them.
+
+    A turn that branches share counts where it is trained.
+
+    Args:
+        batch: As `assemble` makes it.
+        config: What is taken off, and how much turns count.
+        response_length: The limit that `config.overlong_buffer` lies before, in tokens.
+        kl_BR: An estimate of each token's KL divergence from the reference; None takes nothing off.
+    """
+    mask_BR, outcome_B = batch["response_mask"], batch["reward"]
+    if config.overlong_buffer is not None:
+        lengths_B = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
+        outcome_B = outcome_B - config.overlong_penalty * overlong_penalty(
+            lengths_B, limit=response_length, buffer=config.overlong_buffer
+        )
+    has_turn_BR = batch["has_turn_reward"] & mask_BR.bool() & batch["is_scored"][:, None]
+    penalties_BR = torch.zeros(mask_BR.shape) if kl_BR is None else config.kl_reward_coef * kl_BR
+    return Rewards(
+        outcome_B=outcome_B,
+        turns_BR=torch.where(has_turn_BR, batch["turn_rewards"], 0.0),
+        has_turn_BR=has_turn_BR,
+        penalties_BR=penalties_BR,
+        mask_BR=mask_BR,
+        groups_B=batch["group"],
+        turn_weight=config.turn_reward_weight,
+    )
+
+
+def overlong_penalty(lengths_B: Tensor, *, limit: int, buffer: int) -> Tensor:
+    """The soft punishment of DAPO (arXiv 2503.14476, equation 13), without its sign: from 0 at `limit - buffer` tokens
+    or less to 1 at `limit` or more; float32 [B]."""
+    return ((lengths_B - (limit - buffer)) / buffer).clamp(0, 1).float()

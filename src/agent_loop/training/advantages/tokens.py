@@ -1,0 +1,65 @@
+"""Returns and advantages of single tokens. B trajectories, R response tokens.
+
+Only the model's tokens are steps: whatever stands between two of its turns is passed over, not taken for an end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def discounted_returns(rewards_BR: Tensor, *, mask_BR: Tensor, gamma: float) -> Tensor:
+    """What came at a token and after it, `G_t = r_t + gamma * G_next`, [B, R] float64; 0 where the mask is.
+
+    `next` is the model's next token, across what tools and users said (REINFORCE++, arXiv 2501.03262, with
+    observations passed over).
+
+    Args:
+        rewards_BR: Of each token; those at masked tokens do not count.
+        mask_BR: 1 = the model said it.
+        gamma: What a reward keeps of its worth per token of the model's before it.
+    """
+    nothing_BR = torch.zeros_like(rewards_BR)  # where nothing is expected, the advantage is the return
+    return gae(rewards_BR, values_BR=nothing_BR, mask_BR=mask_BR, gamma=gamma, lam=1.0)
+
+
+def gae(rewards_BR: Tensor, *, values_BR: Tensor, mask_BR: Tensor, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438, equation 16), [B, R] float64; 0 where the mask is.
+
+    `A_t = d_t + gamma * lam * A_next` with `d_t = r_t + gamma * V_next - V_t`; `next` is the model's next token, across
+    what tools and users said, and after the last one both are 0.
+
+    Args:
+        rewards_BR: Of each token; those at masked tokens do not count.
+        values_BR: What the critic expects just before each token.
+        mask_BR: 1 = the model said it.
+        gamma: What a reward keeps of its worth per token of the model's before it.
+        lam: How far rewards are trusted beyond the critic's next value.
+    """
+    is_model_BR = mask_BR.bool()
+    rewards_BR, values_BR = rewards_BR.double(), values_BR.double()
+    advantages_BR = torch.zeros_like(rewards_BR)
+    next_value_B = next_advantage_B = rewards_BR.new_zeros(len(rewards_BR))
+    for place in reversed(range(rewards_BR.shape[1])):
+        is_model_B, value_B = is_model_BR[:, place], values_BR[:, place]
+        delta_B = rewards_BR[:, place] + gamma * next_value_B - value_B
+        advantage_B = delta_B + gamma * lam * next_advantage_B
+        next_value_B = torch.where(is_model_B, value_B, next_value_B)
+        next_advantage_B = torch.where(is_model_B, advantage_B, next_advantage_B)
+        advantages_BR[:, place] = torch.where(is_model_B, advantage_B, 0.0)
+    return advantages_BR
+
+
+def whiten(values_BR: Tensor, *, mask_BR: Tensor, eps: float = 1e-8) -> Tensor:
+    """`(x - mean) / sqrt(variance + eps)` over all unmasked tokens, [B, R]; 0 where the mask is.
+
+    The variance is the sample's (divided by n - 1). Equal values give exactly 0.
+    """
+    is_counted_BR = mask_BR.bool()
+    counted_N = values_BR[is_counted_BR]
+    if not len(counted_N) or counted_N.min() == counted_N.max():
+        return torch.zeros_like(values_BR)
+    centred_BR = torch.where(is_counted_BR, values_BR - counted_N.mean(), 0.0)
+    variance = centred_BR.square().sum() / max(1, len(counted_N) - 1)
+    return centred_BR / (variance + eps).sqrt()

@@ -1,0 +1,205 @@
+"""The critic: what it expects of a trajectory at each token, its optimiser, and one update.
+
+B rows of a batch, R response width.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForTokenClassification, PreTrainedModel
+
+from agent_loop.config import CriticConfig, ModelConfig
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.training import metrics as names
+from agent_loop.training.forward import predict_response
+from agent_loop.training.losses import Aggregation, loss_denominator, masked_mean, value_loss
+from agent_loop.training.micro_batches import MicroBatch, trainable_rows
+from agent_loop.training.optimizer import Optimizer
+from agent_loop.training.packing import prove_packing
+from agent_loop.training.parallel import ALONE, Team, shared_micro_batches
+from agent_loop.training.policy import device_of, make_exact
+from agent_loop.training.tally import StepNames, UpdateTally
+
+STEP_NAMES = StepNames(
+    grad_norm=names.CRITIC_GRAD_NORM,
+    optimizer_steps=names.CRITIC_OPTIMIZER_STEPS,
+    nonfinite_updates=names.CRITIC_NONFINITE_UPDATES,
+)
+
+
+class Critic:
+    """Owns the critic's model and its optimiser. One call at a time, from any thread."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, config: CriticConfig, seed: int = 0, team: Team = ALONE
+    ) -> None:
+        """Takes over a loaded model.
+
+        Args:
+            model: Gives one number per token, as `load_critic` loads it; stays on its device.
+            config: How to train it.
+            seed: Decides how rows are dealt into mini-batches.
+            team: Over whose processes the model is sharded; they make the same calls with the same batches.
+
+        Raises:
+            ConfigError: The model cannot be trained on packed rows.
+        """
+        self.model = model
+        self._config = config
+        make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
+        if config.use_packing:
+            prove_packing(model)
+        self._team = team
+        team.shard(model)
+        self._optimizer = Optimizer(model, config=config, seed=seed)
+
+    @property
+    def num_updates(self) -> int:
+        return self._optimizer.num_updates
+
+    @torch.no_grad()
+    def values(self, batch: RolloutBatch, *, rows: Tensor) -> Tensor:
+        """What is expected just before each response token; [B, R] float32, 0 in other rows and at padding."""
+        values_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
+        for micro_batch, counts in self._cut(batch, rows):
+            part_BR = _response_values(self.model, micro_batch)
+            if counts:
+                micro_batch.put(part_BR, into=values_BR)
+        return self._team.sum_tensor(values_BR)
+
+    def update(
+        self, batch: RolloutBatch, *, returns_BR: Tensor, old_values_BR: Tensor, keep_B: Tensor | None = None
+    ) -> dict[str, float]:
+        """One update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
+
+        Args:
+            batch: As `assemble` makes it.
+            returns_BR: What to predict just before each token of the model's.
+            old_values_BR: Of `values`, under the weights of this moment.
+            keep_B: True for rows to train on; None is all of them.
+
+        Returns:
+            Metrics, by the names in `agent_loop.training.metrics`; empty if no row remains.
+
+        Raises:
+            DataError: A row has no prompt.
+        """
+        rows = trainable_rows(batch, keep_B)
+        if not len(rows):
+            return {}
+        lr = self._optimizer.start_update()
+        tally = UpdateTally(STEP_NAMES, team=self._team)
+        for mini_batch_rows in self._optimizer.mini_batches(rows):
+            self._step(batch, mini_batch_rows, returns_BR, old_values_BR, tally)
+        self._optimizer.end_update()
+        fit = _fit(old_values_BR[rows], returns_BR[rows], mask_BR=batch["response_mask"][rows])
+        return tally.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the critic holds beside the model: optimiser, warm-up and random state."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self._optimizer.load_state_dict(state)
+
+    def _step(
+        self, batch: RolloutBatch, rows: Tensor, returns_BR: Tensor, old_values_BR: Tensor, tally: UpdateTally
+    ) -> None:
+        config = self._config
+        reduce = Aggregation(
+            mode=config.loss_agg_mode,
+            denominator=loss_denominator(
+                batch["response_mask"][rows], mode=config.loss_agg_mode, length=config.loss_length
+            ),
+        )
+        sums: defaultdict[str, float] = defaultdict(float)
+        for micro_batch, counts in self._cut(batch, rows):
+            values_BR = _response_values(self.model, micro_batch)
+            if not counts:
+                cast(Any, values_BR.sum() * 0).backward()
+                continue
+            result = value_loss(
+                values_BR,
+                old_values_BT=micro_batch.cut(old_values_BR),
+                returns_BT=micro_batch.cut(returns_BR),
+                mask_BT=micro_batch.mask_BR,
+                clip_range=config.clip_range_value,
+                reduce=reduce,
+            )
+            cast(Any, result.loss).backward()
+            sums[names.CRITIC_LOSS] += float(result.loss.detach())
+            sums[names.CRITIC_CLIP_FRACTION] += float(result.clip_fraction.detach())
+        tally.add_step(sums, grad_norm=self._optimizer.step())
+
+    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[tuple[MicroBatch, bool]]:
+        return shared_micro_batches(
+            batch,
+            rows=rows,
+            team=self._team,
+            max_tokens=self._config.max_tokens_per_micro_batch,
+            device=self.model.device,
+            use_packing=self._config.use_packing,
+        )
+
+
+def load_critic(
+    config: CriticConfig, *, model_config: ModelConfig, path: str | Path | None = None
+) -> PreTrainedModel:
+    """Loads a model with a head of one number per token and moves it to its device.
+
+    A head that the files lack begins at 0: such a critic expects nothing of anything.
+
+    Args:
+        config: What to load.
+        model_config: The policy's: its path where the critic has none, precision and device.
+        path: Takes the place of both paths, as when a run goes on from a checkpoint.
+
+    Raises:
+        ConfigError: There is no such model, or `transformers` has no such head for it.
+    """
+    source = str(path or config.path or model_config.path)
+    try:
+        model, report = cast(Any, AutoModelForTokenClassification).from_pretrained(
+            source,
+            num_labels=1,
+            dtype=model_config.dtype,
+            trust_remote_code=model_config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"critic.path is {source!r}, which transformers cannot load with a head for tokens: {reason}"
+        ) from error
+    for name in report["missing_keys"]:
+        if not name.startswith(f"{model.base_model_prefix}."):
+            torch.nn.init.zeros_(model.get_parameter(name))
+    return model.to(device_of(model_config))
+
+
+def _response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
+    """Shape [B, R]; in float32, or in float64 where the outputs are."""
+    predictions = predict_response(model, micro_batch)
+    values = predictions.outputs.squeeze(-1)
+    return predictions.spread(values.to(torch.promote_types(values.dtype, torch.float32)))
+
+
+def _fit(values_BR: Tensor, returns_BR: Tensor, *, mask_BR: Tensor) -> dict[str, float]:
+    """How well the critic knew what came."""
+    returns_N, errors_N = returns_BR[mask_BR.bool()], (returns_BR - values_BR)[mask_BR.bool()]
+    metrics = {
+        names.VALUE_MEAN: float(masked_mean(values_BR, mask_BT=mask_BR)),
+        names.RETURN_MEAN: float(returns_N.mean()),
+    }
+    variance = float(returns_N.var(correction=0))
+    if variance > 0:
+        metrics[names.EXPLAINED_VARIANCE] = 1 - float(errors_N.var(correction=0)) / variance
+    return metrics

@@ -1,0 +1,26 @@
+"""What a set of trajectories is worth: pass@k and rewards with confidence intervals, per category, and compared."""
+
+from agent_loop.training.evaluation.categories import categories_of, score_categories
+from agent_loop.training.evaluation.comparison import Difference, difference, pair_rows
+from agent_loop.training.evaluation.estimates import Estimate, pass_at_k
+from agent_loop.training.evaluation.scores import Evaluation, RowResult, Scores, score, summarise
+from agent_loop.training.evaluation.summary import SUMMARY_FILE, Comparison, EvaluationSummary, read_summary
+
+__all__ = [
+    "SUMMARY_FILE",
+    "Comparison",
+    "Difference",
+    "Estimate",
+    "Evaluation",
+    "EvaluationSummary",
+    "RowResult",
+    "Scores",
+    "categories_of",
+    "difference",
+    "pair_rows",
+    "pass_at_k",
+    "read_summary",
+    "score",
+    "score_categories",
+    "summarise",
+]

@@ -1,0 +1,67 @@
+"""Two evaluations of the same rows, compared row by row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agent_loop.training.evaluation.estimates import Estimate, estimate_difference, estimate_mean
+from agent_loop.training.evaluation.scores import RowResult
+
+Pair = tuple[RowResult, RowResult]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """By how much an evaluation is better than another one; rows that are in one of them alone do not count.
+
+    What is hard in both goes out of the difference, so that it is known better than either score.
+    """
+
+    num_rows: int
+    pass_at_1: Estimate
+    mean_reward: Estimate | None
+    """None if no row was scored in both."""
+
+
+def pair_rows(rows: Sequence[RowResult], others: Sequence[RowResult]) -> list[Pair]:
+    """The rows with the same prompt; of several, the first with the first."""
+    name = _namer()
+    by_name = {name(row): row for row in others}
+    name = _namer()
+    named = [(row, by_name.get(name(row))) for row in rows]
+    return [(row, other) for row, other in named if other is not None]
+
+
+def difference(pairs: Sequence[Pair]) -> Difference | None:
+    """How much better the first of each pair is; None if there are no pairs."""
+    if not pairs:
+        return None
+    rewards = [
+        row.mean_reward - other.mean_reward
+        for row, other in pairs
+        if row.mean_reward is not None and other.mean_reward is not None
+    ]
+    num_samples = min(sum(pair[side].num_samples for pair in pairs) for side in (0, 1)) / len(pairs)
+    return Difference(
+        num_rows=len(pairs),
+        pass_at_1=estimate_difference(
+            [_share(row) - _share(other) for row, other in pairs], num_samples=num_samples
+        ),
+        mean_reward=estimate_mean(rewards) if rewards else None,
+    )
+
+
+def _namer() -> Callable[[RowResult], tuple[str, int]]:
+    seen: Counter[str] = Counter()
+
+    def name(row: RowResult) -> tuple[str, int]:
+        seen[row.prompt_digest] += 1
+        return row.prompt_digest, seen[row.prompt_digest]
+
+    return name
+
+
+def _share(row: RowResult) -> float:
+    return row.num_correct / row.num_samples

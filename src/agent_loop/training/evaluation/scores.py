@@ -1,0 +1,170 @@
+"""What a set of trajectories is worth: rewards, success, pass@k, and why they ended."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from agent_loop.recording.values import digest
+from agent_loop.training.evaluation.estimates import Estimate, estimate_mean, estimate_share, pass_at_k
+from agent_loop.training.metrics import (
+    INCIDENT,
+    REWARD_MEAN,
+    STOP_REASON,
+    SUCCESS_SHARE,
+    UNSCORED_SHARE,
+    VALIDATION,
+)
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
+
+MAX_PROMPT_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """One row of the data set. Where a loop returns several trajectories, they are one sample, worth its best."""
+
+    group: int
+    """Which row."""
+    prompt: str
+    """Its last message, cut."""
+    prompt_digest: str
+    """Finds the row again in another evaluation."""
+    num_samples: int
+    num_scored: int
+    num_correct: int
+    """Samples with at least the reward that counts as success."""
+    mean_reward: float | None
+    """Over the scored samples; None if there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What rows are worth. A sample that nothing scored counts as no success, and in no mean of rewards."""
+
+    num_rows: int
+    num_samples: int
+    num_scored: int
+    num_correct: int
+    mean_reward: Estimate | None
+    """Mean over rows of their mean rewards; None if nothing was scored."""
+    pass_at_k: Mapping[int, Estimate]
+    """For k = 1, 2, 4, ...: the mean over rows with at least k samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """A summary of trajectories."""
+
+    num_trajectories: int
+    scores: Scores
+    rows: tuple[RowResult, ...]
+    stop_reasons: Mapping[str, int]
+    """How many trajectories ended so."""
+    incidents: Mapping[str, int]
+    """How often each kind was met."""
+
+    @property
+    def success_share(self) -> float:
+        """Of the samples."""
+        return self.scores.num_correct / max(1, self.scores.num_samples)
+
+    def metrics(self) -> dict[str, float]:
+        """For the metrics file, with the prefix of validation."""
+        if not self.num_trajectories:
+            return {}
+        scores = self.scores
+        values = {
+            SUCCESS_SHARE: self.success_share,
+            UNSCORED_SHARE: 1 - scores.num_scored / scores.num_samples,
+            "pass@1/half_width": scores.pass_at_k[1].half_width or 0.0,
+            **{f"pass@{k}": estimate.value for k, estimate in scores.pass_at_k.items()},
+            **{f"{STOP_REASON}{name}": n / self.num_trajectories for name, n in self.stop_reasons.items()},
+            **{f"{INCIDENT}{name}": n / self.num_trajectories for name, n in self.incidents.items()},
+        }
+        if scores.mean_reward is not None:
+            values[REWARD_MEAN] = scores.mean_reward.value
+        return {f"{VALIDATION}{name}": value for name, value in values.items()}
+
+
+def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -> Evaluation:
+    """Summarises trajectories; samples with at least `success_threshold` as reward are successes."""
+    groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.group].append(trajectory)
+    rows = tuple(
+        _row_result(group, samples, success_threshold=success_threshold)
+        for group, samples in sorted(groups.items())
+    )
+    return Evaluation(
+        num_trajectories=len(trajectories),
+        scores=score(rows),
+        rows=rows,
+        stop_reasons=_counts(t.output.stop_reason.value for t in trajectories),
+        incidents=_counts(i.kind.value for t in trajectories for i in t.output.incidents),
+    )
+
+
+def score(rows: Sequence[RowResult]) -> Scores:
+    """What the rows are worth together."""
+    rewards = [row.mean_reward for row in rows if row.mean_reward is not None]
+    most = max((row.num_samples for row in rows), default=0)
+    return Scores(
+        num_rows=len(rows),
+        num_samples=sum(row.num_samples for row in rows),
+        num_scored=sum(row.num_scored for row in rows),
+        num_correct=sum(row.num_correct for row in rows),
+        mean_reward=estimate_mean(rewards) if rewards else None,
+        pass_at_k={k: _pass_at(k, rows) for k in (2**power for power in range(most.bit_length()))},
+    )
+
+
+def _row_result(group: int, trajectories: Iterable[Trajectory], *, success_threshold: float) -> RowResult:
+    row: Row = {}
+    samples: dict[int, float | None] = {}
+    for trajectory in trajectories:
+        row = trajectory.row
+        known = [r for r in (samples.get(trajectory.rollout), trajectory.reward) if r is not None]
+        samples[trajectory.rollout] = max(known, default=None)
+    rewards = [reward for reward in samples.values() if reward is not None]
+    return RowResult(
+        group=group,
+        prompt=_prompt_of(row),
+        prompt_digest=digest(row.get("raw_prompt")),
+        num_samples=len(samples),
+        num_scored=len(rewards),
+        num_correct=sum(reward >= success_threshold for reward in rewards),
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
+    )
+
+
+def _pass_at(k: int, rows: Sequence[RowResult]) -> Estimate:
+    large = [row for row in rows if row.num_samples >= k]
+    return estimate_share(
+        [pass_at_k(row.num_samples, num_correct=row.num_correct, k=k) for row in large],
+        num_draws=sum(row.num_samples for row in large) / k,
+    )
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    """The commonest first."""
+    return dict(Counter(names).most_common())
+
+
+def _prompt_of(row: Mapping[str, Any]) -> str:
+    """The text of the last message of a row's prompt."""
+    messages: Sequence[Mapping[str, Any]] = row.get("raw_prompt", ())
+    content: Any = (messages[-1].get("content") if len(messages) else None) or ""
+    if not isinstance(content, str):
+        parts = cast(Sequence[Mapping[str, Any]], content)
+        content = " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
+    text = writable(" ".join(content.split()))
+    return text if len(text) <= MAX_PROMPT_CHARACTERS else text[: MAX_PROMPT_CHARACTERS - 1] + "…"
+
+
+def writable(text: str) -> str:
+    """The text without halves of surrogates, which no file takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,56 @@
+"""What is done about rollout and training giving the same token different log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent_loop.config import CorrectionConfig
+from agent_loop.training.losses.aggregation import MAX_LOG_RATIO, masked_difference
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How much each token's loss counts, and how many tokens that touched."""
+
+    weights_BT: Tensor
+    """0 at masked tokens; without gradient."""
+    truncated_share: float
+    """Of all tokens, those whose weight was cut."""
+    masked_share: float
+    """Of all tokens, those left out."""
+
+
+def correct(
+    log_probs_BT: Tensor, *, rollout_log_probs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
+) -> Correction:
+    """Importance weights `ratio = exp(log_probs - rollout_log_probs)`, bounded, for `kind` `truncate` or `mask`.
+
+    Truncated: `min(ratio, max_ratio)` (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025). Masked: the ratio where it is between `min_ratio` and `max_ratio`, else 0 (Liu et al., "When speed
+    kills stability", 2025). At level `sequence` the ratio is the product over the row's tokens.
+
+    Args:
+        log_probs_BT: Of the trainer, under the weights that sampled.
+        rollout_log_probs_BT: What the servers gave.
+        mask_BT: 1 for tokens to train on.
+        config: Kind, level and bounds.
+    """
+    log_ratio_BT = masked_difference(log_probs_BT.detach(), rollout_log_probs_BT, mask_BT=mask_BT)
+    if config.level == "sequence":
+        sum_B1 = log_ratio_BT.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio_BT = sum_B1.expand_as(log_ratio_BT)
+    ratio_BT, is_counted_BT = log_ratio_BT.exp(), mask_BT.bool()
+    is_above_BT, is_below_BT = ratio_BT > config.max_ratio, ratio_BT < config.min_ratio
+    nothing_BT = torch.zeros_like(is_counted_BT)
+    is_masked_BT = is_above_BT | is_below_BT if config.kind == "mask" else nothing_BT
+    is_cut_BT = is_above_BT if config.kind == "truncate" else nothing_BT
+    weights_BT = torch.where(is_counted_BT & ~is_masked_BT, ratio_BT.clamp(max=config.max_ratio), 0.0)
+    num_counted = max(1, int(is_counted_BT.sum()))
+    return Correction(
+        weights_BT=weights_BT,
+        truncated_share=int((is_cut_BT & is_counted_BT).sum()) / num_counted,
+        masked_share=int((is_masked_BT & is_counted_BT).sum()) / num_counted,
+    )

@@ -1,0 +1,27 @@
+"""Estimates of the KL divergence between two policies from the tokens that one of them sampled."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from agent_loop.config import KLEstimator
+from agent_loop.training.losses.aggregation import masked_difference
+
+
+def kl_penalty(
+    log_probs_BT: Tensor, *, reference_log_probs_BT: Tensor, mask_BT: Tensor, estimator: KLEstimator = "k3"
+) -> Tensor:
+    """Per token, an estimate of the KL divergence of the policy from the reference; [B, T], 0 at masked tokens.
+
+    With `r = reference / policy` (J. Schulman, "Approximating KL divergence", 2020): `k1 = -log r`, unbiased, of either
+    sign; `k2 = (log r)^2 / 2`, never negative, a little biased, and its gradient is that of the divergence itself;
+    `k3 = r - 1 - log r`, never negative, unbiased.
+    """
+    log_ratio_BT = masked_difference(reference_log_probs_BT, log_probs_BT, mask_BT=mask_BT)
+    match estimator:
+        case "k1":
+            return -log_ratio_BT
+        case "k2":
+            return log_ratio_BT.square() / 2
+        case "k3":
+            return log_ratio_BT.exp() - 1 - log_ratio_BT

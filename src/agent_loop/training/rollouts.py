@@ -1,0 +1,194 @@
+"""The rollout of one training step: its rows, their journal, and the groups that are trained."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from agent_loop.concurrency import run_together
+from agent_loop.config import Config
+from agent_loop.rollout.journal.folder import JournalFolder
+from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
+from agent_loop.rollout.rows import RowSampler
+from agent_loop.training.progress import Progress
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
+
+
+class RolloutTemplate(Protocol):
+    """What the trainer needs of a chat template."""
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+class Rollouts(Protocol):
+    """What the trainer needs of an `AgentLoopManager`, whose docstrings say what each does."""
+
+    @property
+    def template(self) -> RolloutTemplate: ...
+
+    async def run(
+        self,
+        rows: Sequence[Row],
+        *,
+        n: int | None = None,
+        validate: bool = False,
+        num_groups: int | None = None,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+        journal: StepJournal | None = None,
+        label: str = "",
+        greedy: bool = False,
+    ) -> list[Trajectory]: ...
+
+    def awake(self) -> AbstractAsyncContextManager[None]: ...
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRollout:
+    """What a step is trained on."""
+
+    trajectories: Sequence[Trajectory]
+    seconds: float
+    num_dropped_groups: int
+    """Without variance; other groups took their places, as far as there were any."""
+    baseline_rewards: Mapping[int, float] | None = None
+    """By group, where `remax` needs them."""
+
+
+class StepRollouts:
+    """Rolls out single steps, several of them at once if asked to.
+
+    Args:
+        config: All settings.
+        manager: Runs the trajectories.
+        sampler: Gives the rows of a step.
+        progress: Is told of trajectories, and of what the journals hold.
+        journals: Where turns are kept; None keeps none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        manager: Rollouts,
+        sampler: RowSampler,
+        progress: Progress,
+        journals: JournalFolder | None,
+    ) -> None:
+        self._config = config
+        self._manager = manager
+        self._sampler = sampler
+        self._progress = progress
+        self._journals = journals
+        self._settings = training_settings(config)
+        self._max_staleness = max_staleness(config)
+
+    async def run(self, step: int) -> StepRollout:
+        """The rollout of a step. Groups whose rewards are all the same are replaced by groups of other rows, as often
+        as `algorithm.max_refills` says; then the step has fewer."""
+        started = time.monotonic()
+        rows, num_groups = self._sampler.batch(step), self._config.data.train_batch_size
+        kept, baselines = await self._run_rows(rows, step=step, num_groups=num_groups)
+        num_dropped = num_used = 0
+        for refill in range(1, self._config.algorithm.max_refills + 1):
+            informative = _with_variance(kept)
+            num_missing = num_groups - len({t.group for t in informative})
+            others = self._sampler.others(step, skip=num_used, count=num_missing)
+            if not others:
+                break
+            first_group = len(rows) + num_used
+            num_used += len(others)
+            num_dropped += num_missing
+            more, their_baselines = await self._run_rows(
+                others, step=step, num_groups=len(others), refill=refill
+            )
+            kept = [*informative, *(replace(t, group=t.group + first_group) for t in more)]
+            baselines |= {group + first_group: reward for group, reward in their_baselines.items()}
+        return StepRollout(kept, time.monotonic() - started, num_dropped, baselines or None)
+
+    async def _run_rows(
+        self, rows: Sequence[Row], *, step: int, num_groups: int, refill: int = 0
+    ) -> tuple[list[Trajectory], dict[int, float]]:
+        """Their trajectories and, for `remax`, what a greedy one of each earned."""
+        needs_baselines = self._config.algorithm.adv_estimator == "remax"
+        label = f"step={step}" + (f"/refill={refill}" if refill else "")
+        async with self._journal(rows, step=step, refill=refill) as journal:
+            sampled, *greedy = await run_together(
+                [
+                    self._sample(rows, num_groups=num_groups, label=label, journal=journal),
+                    *([self._sample_greedily(rows, label=f"{label}/greedy")] if needs_baselines else []),
+                ]
+            )
+        weight = self._config.algorithm.turn_reward_weight
+        return sampled, {t.group: _earned(t, turn_weight=weight) for t in (greedy[0] if greedy else ())}
+
+    async def _sample(
+        self, rows: Sequence[Row], *, num_groups: int, label: str, journal: StepJournal | None
+    ) -> list[Trajectory]:
+        n = self._config.rollout.n
+        with self._progress.rollout(num_trajectories=num_groups * n) as note:
+            return await self._manager.run(
+                rows, n=n, num_groups=num_groups, on_trajectory=note, journal=journal, label=label
+            )
+
+    async def _sample_greedily(self, rows: Sequence[Row], *, label: str) -> list[Trajectory]:
+        with self._progress.rollout(num_trajectories=len(rows)) as note:
+            return await self._manager.run(rows, n=1, on_trajectory=note, label=label, greedy=True)
+
+    @asynccontextmanager
+    async def _journal(
+        self, rows: Sequence[Row], *, step: int, refill: int
+    ) -> AsyncGenerator[StepJournal | None]:
+        """The journal of these rows, with what a run that was killed left in it."""
+        if self._journals is None:
+            yield None
+            return
+        key = StepKey.of(
+            rows,
+            step=step,
+            weight_version=max(0, step - 1 - self._max_staleness),
+            num_samples=self._config.rollout.n,
+            settings=self._settings,
+        )
+        file = self._journals.file(step, refill=refill)
+        async with open_journal(file, key=key, rows=rows, resume=True) as journal:
+            if not journal.is_complete:
+                # What could not have begun before this ended is of weights that will not come again.
+                self._journals.drop_after(step + self._max_staleness)
+            for note in journal.notes:
+                self._progress.say(note)
+            if journal.num_ended:
+                self._progress.say(f"step {step}: {journal.num_ended} rollouts are in the journal")
+            yield journal
+
+
+def max_staleness(config: Config) -> int:
+    """How many versions the weights that sample may be older than those that are trained."""
+    return config.trainer.max_staleness if config.trainer.mode == "async" else 0
+
+
+def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those of groups in which not all rewards are the same."""
+    rewards: dict[int, set[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.reward is not None:
+            rewards.setdefault(trajectory.group, set()).add(trajectory.reward)
+    return [t for t in trajectories if len(rewards.get(t.group, ())) > 1]
+
+
+def _earned(trajectory: Trajectory, *, turn_weight: float) -> float:
+    """NaN if nothing scored it."""
+    rewards = [feedback.reward or 0.0 for feedback in trajectory.output.feedback]
+    return math.nan if trajectory.reward is None else trajectory.reward + turn_weight * sum(rewards)

@@ -1,0 +1,157 @@
+"""Low-rank adapters are trained, the weights below them are not, and servers get both in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from agent_loop.config import ActorConfig, ModelConfig
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training import metrics as names
+from agent_loop.training.actor import Actor
+from agent_loop.training.advantages import grpo_advantages
+from agent_loop.training.policy import load_policy
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    tiny_policy().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch() -> RolloutBatch:
+    return assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
+
+
+def settings(folder: Path, **others: Any) -> ModelConfig:
+    return ModelConfig(**{"path": str(folder), "device": "cpu", "lora_rank": 4, **others})
+
+
+def make_actor(config: ModelConfig, *, path: Path | None = None) -> Actor:
+    return Actor(load_policy(config, path=path, seed=3), config=ActorConfig(lr=1e-2))
+
+
+def train(actor: Actor, batch: RolloutBatch, *, steps: int = 2) -> dict[str, float]:
+    advantages_BR = grpo_advantages(batch["reward"], groups_B=batch["group"])[:, None]
+    return [actor.update(batch, advantages_BR=advantages_BR) for _ in range(steps)][-1]
+
+
+def parameters(actor: Actor) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in actor.weights()}
+
+
+def test_new_adapters_change_nothing_and_nothing_else_is_trained(folder: Path, batch: RolloutBatch) -> None:
+    actor, plain = make_actor(settings(folder)), tiny_policy()
+
+    trained = {name for name, value in actor.model.named_parameters() if value.requires_grad}
+    assert trained
+    assert all(".lora_" in name for name in trained)
+    mask_BR = batch["response_mask"].bool()
+    torch.testing.assert_close(actor.log_probs(batch)[mask_BR], batch["rollout_log_probs"][mask_BR])
+    assert parameters(actor).keys() == {name for name, _ in plain.named_parameters()}
+    assert all(torch.equal(value, parameters(actor)[name]) for name, value in plain.named_parameters())
+
+
+def test_an_update_moves_merged_weights_and_leaves_the_base_as_it_was(
+    folder: Path, batch: RolloutBatch
+) -> None:
+    actor, before = make_actor(settings(folder)), dict(tiny_policy().named_parameters())
+
+    metrics = train(actor, batch)
+
+    assert metrics[names.OPTIMIZER_STEPS] == 1
+    for name, value in actor.model.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(value, before[name.replace(".base_layer.", ".")])
+            assert value.grad is None
+    changed = {name for name, value in actor.weights() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+
+
+def test_a_model_with_the_merged_weights_says_what_the_actor_says(folder: Path, batch: RolloutBatch) -> None:
+    actor = make_actor(settings(folder, lora_alpha=8.0))
+    train(actor, batch)
+    server: Qwen3ForCausalLM = tiny_policy(seed=9)
+
+    server.load_state_dict(dict(actor.weights()), strict=False)
+
+    torch.testing.assert_close(
+        Actor(server, config=ActorConfig()).log_probs(batch), actor.log_probs(batch), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_checkpoint_of_adapters_goes_on_where_it_was(
+    folder: Path, batch: RolloutBatch, tmp_path: Path
+) -> None:
+    first = make_actor(settings(folder))
+    train(first, batch)
+    first.model.save_pretrained(tmp_path)
+    torch.save(first.state_dict(), tmp_path / "trainer.pt")
+
+    second = make_actor(settings(folder), path=tmp_path)
+    second.load_state_dict(torch.load(tmp_path / "trainer.pt", weights_only=True))
+
+    assert not (tmp_path / "model.safetensors").exists()
+    train(first, batch)
+    train(second, batch)
+    for name, value in first.weights():
+        torch.testing.assert_close(value, parameters(second)[name], atol=1e-6, rtol=0)
+    assert any(value.requires_grad for value in second.model.parameters())
+
+
+def test_the_same_seed_gives_the_same_adapters(folder: Path) -> None:
+    state_before = torch.get_rng_state()
+    one, other, third = (load_policy(settings(folder), seed=seed).state_dict() for seed in (1, 1, 2))
+
+    assert torch.equal(torch.get_rng_state(), state_before)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert any(not torch.equal(value, third[name]) for name, value in one.items())
+
+
+def test_gradients_reach_adapters_through_checkpointing_and_packing(
+    folder: Path, batch: RolloutBatch
+) -> None:
+    plain = make_actor(settings(folder))
+    saving = Actor(
+        load_policy(settings(folder), seed=3),
+        config=ActorConfig(lr=1e-2, gradient_checkpointing=True, use_packing=True),
+    )
+
+    norms = [train(actor, batch, steps=1)[names.GRAD_NORM] for actor in (plain, saving)]
+
+    assert norms[0] > 0
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("others", "what"),
+    [
+        (
+            {"target_modules": ["nothing_like_this"]},
+            r"model\.target_modules is \['nothing_like_this'\]: Target",
+        ),
+        ({"lora_rank": 8}, r"model\.lora_rank is 8, but the adapters in .* have 4; set model\.lora_rank=4"),
+        ({"lora_rank": 0}, r"model\.lora_rank is 0, but .* holds adapters; set it as the run"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    folder: Path, tmp_path: Path, others: dict[str, Any], what: str
+) -> None:
+    load_policy(settings(folder)).save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match=what):
+        load_policy(settings(folder, **others), path=None if "target_modules" in others else tmp_path)
+
+
+def test_a_checkpoint_without_adapters_is_refused_where_some_are_wanted(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora_rank is 4, but .* holds no adapters"):
+        load_policy(settings(folder), path=folder)

@@ -1,0 +1,182 @@
+"""The critic predicts what comes, from the tokens before."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agent_loop.config import CriticConfig, ModelConfig
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training import metrics as names
+from agent_loop.training.critic import Critic, load_critic
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def policy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    tiny_policy().save_pretrained(folder)
+    return folder
+
+
+def make_critic(
+    folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 1, **settings: Any
+) -> Critic:
+    """With a head that is not 0."""
+    model: Any = load_critic(CriticConfig(), model_config=ModelConfig(path=str(folder), device="cpu")).to(
+        dtype
+    )
+    torch.nn.init.normal_(model.score.weight, std=0.5, generator=torch.Generator().manual_seed(seed))
+    return Critic(model, config=CriticConfig(**{"lr": 1e-2, **settings}))
+
+
+def make_batch() -> tuple[RolloutBatch, Tensor]:
+    """With returns [B, R]."""
+    batch = assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
+    generator = torch.Generator().manual_seed(0)
+    return batch, torch.randn(batch["responses"].shape, generator=generator)
+
+
+def all_rows(batch: RolloutBatch) -> Tensor:
+    return torch.arange(len(batch))
+
+
+def test_a_new_head_expects_nothing_and_the_rest_is_the_policys(policy_folder: Path) -> None:
+    model: Any = load_critic(CriticConfig(), model_config=ModelConfig(path=str(policy_folder), device="cpu"))
+    batch, _ = make_batch()
+
+    assert not Critic(model, config=CriticConfig()).values(batch, rows=all_rows(batch)).any()
+    policy = dict(tiny_policy().named_parameters())
+    trunk = [(name, value) for name, value in model.named_parameters() if name.startswith("model.")]
+    assert len(trunk) > 10
+    assert all(torch.equal(value, policy[name]) for name, value in trunk)
+
+
+def test_a_head_that_was_saved_is_kept(policy_folder: Path, tmp_path: Path) -> None:
+    critic = make_critic(policy_folder)
+    critic.model.save_pretrained(tmp_path)
+    batch, _ = make_batch()
+    model_config = ModelConfig(path=str(policy_folder), device="cpu")
+
+    for loaded in (
+        load_critic(CriticConfig(path=str(tmp_path)), model_config=model_config),
+        load_critic(CriticConfig(), model_config=model_config, path=tmp_path),
+    ):
+        values_BR = Critic(loaded, config=CriticConfig()).values(batch, rows=all_rows(batch))
+        assert torch.equal(values_BR, critic.values(batch, rows=all_rows(batch)))
+        assert values_BR.any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_packing": True, "max_tokens_per_micro_batch": 50}])
+def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
+    policy_folder: Path, settings: dict[str, Any]
+) -> None:
+    critic, (batch, _) = make_critic(policy_folder, **settings), make_batch()
+    rows = torch.tensor([1, 5, 20])
+
+    values_BR = critic.values(batch, rows=rows)
+
+    width = batch["prompts"].shape[1]
+    for row in range(len(batch)):
+        is_token = batch["attention_mask"][row].bool()
+        num_prompt = int(is_token[:width].sum())
+        length = int(is_token[width:].sum())
+        expected = torch.zeros(length)
+        if row in rows:
+            with torch.no_grad():
+                outputs = critic.model(batch["input_ids"][row][is_token][None]).logits[0, :, 0]
+            expected = outputs[num_prompt - 1 : -1]
+        torch.testing.assert_close(values_BR[row, :length], expected, atol=1e-5, rtol=1e-5)
+        assert not values_BR[row, length:].any()
+
+
+def test_updates_bring_values_to_returns_and_say_how_far_they_are(policy_folder: Path) -> None:
+    critic, (batch, _) = make_critic(policy_folder, clip_range_value=None, grad_clip=10.0), make_batch()
+    returns_BR = (batch["group"][:, None] - 1.5).expand(batch["responses"].shape)
+
+    metrics = []
+    for _ in range(30):
+        old_BR = critic.values(batch, rows=all_rows(batch))
+        metrics.append(critic.update(batch, returns_BR=returns_BR, old_values_BR=old_BR))
+
+    assert metrics[-1][names.CRITIC_LOSS] < 0.2 * metrics[0][names.CRITIC_LOSS]
+    assert metrics[0][names.EXPLAINED_VARIANCE] < 0.2
+    assert metrics[-1][names.EXPLAINED_VARIANCE] > 0.7
+    assert metrics[-1][names.RETURN_MEAN] == pytest.approx(
+        float(returns_BR[batch["response_mask"].bool()].mean()), abs=1e-5
+    )
+    assert critic.num_updates == 30
+
+
+def gradients(critic: Critic, batch: RolloutBatch, returns_BR: Tensor, old_BR: Tensor) -> Tensor:
+    caught: list[Tensor] = []
+    step = critic._optimizer._adamw.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
+        lambda *_: caught.extend(
+            p.grad.clone().flatten() for p in critic.model.parameters() if p.grad is not None
+        )
+    )
+    critic.update(batch, returns_BR=returns_BR, old_values_BR=old_BR)
+    step.remove()
+    return torch.cat(caught)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_cutting_and_packing_change_no_gradient(policy_folder: Path, mode: str) -> None:
+    batch, returns_BR = make_batch()
+    old_BR = make_critic(policy_folder, seed=2).values(batch, rows=all_rows(batch))
+    whole, *others = (
+        gradients(
+            make_critic(
+                policy_folder,
+                dtype=torch.float64,
+                loss_agg_mode=mode,
+                loss_length=20,
+                grad_clip=1e9,
+                max_tokens_per_micro_batch=budget,
+                use_packing=use_packing,
+            ),
+            batch,
+            returns_BR,
+            old_BR,
+        )
+        for budget, use_packing in ((100_000, False), (30, False), (40, True))
+    )
+
+    assert float(whole.norm()) > 0
+    for other in others:
+        assert float((whole - other).norm() / whole.norm()) < 1e-6
+
+
+def test_it_goes_on_from_its_state_as_if_it_had_never_stopped(policy_folder: Path) -> None:
+    batch, returns_BR = make_batch()
+    old_BR = torch.zeros_like(returns_BR)
+    first = make_critic(policy_folder, ppo_mini_batches=3)
+    first.update(batch, returns_BR=returns_BR, old_values_BR=old_BR)
+
+    second = make_critic(policy_folder, ppo_mini_batches=3)
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for critic in (first, second):
+        critic.update(batch, returns_BR=returns_BR, old_values_BR=old_BR)
+
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_rows_nothing_is_learnt(policy_folder: Path) -> None:
+    critic, (batch, returns_BR) = make_critic(policy_folder), make_batch()
+    nobody_B = torch.zeros(len(batch), dtype=torch.bool)
+
+    assert critic.update(batch, returns_BR=returns_BR, old_values_BR=returns_BR, keep_B=nobody_B) == {}
+    assert critic.num_updates == 0
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"critic\.path is '.*nowhere', which transformers cannot load"):
+        load_critic(CriticConfig(path=str(tmp_path / "nowhere")), model_config=ModelConfig(path="unused"))

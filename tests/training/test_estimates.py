@@ -1,0 +1,299 @@
+"""Every estimator against its formula, written out token by token on ragged trajectories of several turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from agent_loop.config import AlgorithmConfig
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training.advantages import (
+    Estimate,
+    Rewards,
+    collect_rewards,
+    discounted_returns,
+    estimate_advantages,
+    gae,
+    overlong_penalty,
+    whiten,
+)
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+
+LIMIT = 12
+WEIGHT = 0.5
+
+
+@pytest.fixture(scope="module")
+def batch() -> RolloutBatch:
+    """Rows of two turns; one is unscored, some turns have rewards, one group has equal outcomes."""
+    trajectories = sample_trajectories(tiny_policy(), num_groups=4, n=4)
+    generator = torch.Generator().manual_seed(3)
+    outcomes = torch.randn(len(trajectories), generator=generator).tolist()
+    trajectories = [
+        dataclasses.replace(t, reward=None if row == 2 else 0.5 if t.group == 3 else outcomes[row])
+        for row, t in enumerate(trajectories)
+    ]
+    batch = assemble(trajectories, pad_token_id=PAD)
+    mask_BR = batch["response_mask"].bool()
+    has_BR = (torch.rand(mask_BR.shape, generator=generator) < 0.3) & mask_BR & (batch["group"] != 3)[:, None]
+    batch["has_turn_reward"] = has_BR
+    batch["turn_rewards"] = torch.where(has_BR, torch.randn(mask_BR.shape, generator=generator), 0.0)
+    return batch
+
+
+def estimate(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> Estimate:
+    return estimate_advantages(collect(batch, config), config=config, **options)
+
+
+def collect(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> Rewards:
+    return collect_rewards(batch, config=config, response_length=LIMIT, **options)
+
+
+def model_tokens(batch: RolloutBatch, row: int) -> list[int]:
+    return batch["response_mask"][row].nonzero().flatten().tolist()
+
+
+def naive_rewards(batch: RolloutBatch, row: int, *, outcome: float | None = None) -> list[float]:
+    """Of the model's tokens of a row, one after the other."""
+    places = model_tokens(batch, row)
+    rewards = [WEIGHT * float(batch["turn_rewards"][row, place]) for place in places]
+    rewards[-1] += float(batch["reward"][row]) if outcome is None else outcome
+    return rewards
+
+
+def naive_returns(rewards: list[float], gamma: float) -> list[float]:
+    return [sum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+
+
+def naive_whitened(values: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    mean, deviation = statistics.mean(values.values()), statistics.stdev(values.values())
+    return {place: (value - mean) / deviation for place, value in values.items()}
+
+
+def scored_rows(batch: RolloutBatch) -> list[int]:
+    return [row for row in range(len(batch)) if not math.isnan(batch["reward"][row])]
+
+
+def assert_advantages(
+    found: Estimate, expected: dict[tuple[int, int], float], *, batch: RolloutBatch
+) -> None:
+    """The kept rows are those that are expected, and each of the model's tokens in them has its value."""
+    assert found.keep_B.nonzero().flatten().tolist() == sorted({row for row, _ in expected})
+    assert found.advantages_BR.dtype == torch.float32
+    assert found.advantages_BR.shape == batch["responses"].shape
+    trained = [(row, place) for row in {row for row, _ in expected} for place in model_tokens(batch, row)]
+    assert set(trained) == set(expected)
+    for row, place in trained:
+        assert float(found.advantages_BR[row, place]) == pytest.approx(expected[row, place], abs=1e-4)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus_whitens_returns_that_flow_across_observations(
+    batch: RolloutBatch, gamma: float
+) -> None:
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=gamma, turn_reward_weight=WEIGHT)
+    returns = {
+        (row, place): value
+        for row in scored_rows(batch)
+        for place, value in zip(
+            model_tokens(batch, row), naive_returns(naive_rewards(batch, row), gamma), strict=True
+        )
+    }
+
+    assert_advantages(estimate(batch, config), naive_whitened(returns), batch=batch)
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_its_baseline_variant_takes_the_groups_mean_off_each_reward(batch: RolloutBatch, drops: bool) -> None:
+    config = AlgorithmConfig(
+        adv_estimator="reinforce_plus_plus_baseline",
+        turn_reward_weight=WEIGHT,
+        drop_zero_variance_groups=drops,
+    )
+    returns: dict[tuple[int, int], float] = {}
+    for row in scored_rows(batch):
+        group = [other for other in scored_rows(batch) if batch["group"][other] == batch["group"][row]]
+        if drops and batch["group"][row] == 3:
+            continue
+        turns = [
+            float(batch["turn_rewards"][other, place])
+            for other in group
+            for place in batch["has_turn_reward"][other].nonzero().flatten().tolist()
+        ]
+        mean = statistics.mean(float(batch["reward"][other]) for other in group)
+        rewards = naive_rewards(batch, row, outcome=float(batch["reward"][row]) - mean)
+        for number, place in enumerate(model_tokens(batch, row)):
+            if batch["has_turn_reward"][row, place]:
+                rewards[number] -= WEIGHT * statistics.mean(turns)
+        for place, value in zip(model_tokens(batch, row), naive_returns(rewards, 1.0), strict=True):
+            returns[row, place] = value
+
+    assert_advantages(estimate(batch, config), naive_whitened(returns), batch=batch)
+
+
+def test_leave_one_out_and_remax_take_a_trajectorys_whole_reward(batch: RolloutBatch) -> None:
+    totals = {row: sum(naive_rewards(batch, row)) for row in scored_rows(batch)}
+    groups = batch["group"].tolist()
+    leave_one_out = {
+        (row, place): total
+        - statistics.mean(v for other, v in totals.items() if groups[other] == groups[row] and other != row)
+        for row, total in totals.items()
+        for place in model_tokens(batch, row)
+        if groups[row] != 3
+    }
+    baselines = {0: 0.25, 1: -1.0, 2: math.nan, 3: 0.0}
+    against_greedy = {
+        (row, place): total - baselines[groups[row]]
+        for row, total in totals.items()
+        for place in model_tokens(batch, row)
+        if groups[row] != 2
+    }
+
+    rloo = estimate(batch, AlgorithmConfig(adv_estimator="rloo", turn_reward_weight=WEIGHT))
+    remax = estimate(
+        batch,
+        AlgorithmConfig(adv_estimator="remax", turn_reward_weight=WEIGHT),
+        baselines_B=torch.tensor([baselines[group] for group in groups]),
+    )
+
+    assert_advantages(rloo, leave_one_out, batch=batch)
+    assert_advantages(remax, against_greedy, batch=batch)
+
+
+@pytest.mark.parametrize("whitens", [True, False])
+def test_gae_runs_over_the_models_tokens(batch: RolloutBatch, whitens: bool) -> None:
+    gamma, lam = 0.95, 0.8
+    values_BR = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(0))
+    config = AlgorithmConfig(
+        adv_estimator="gae", gamma=gamma, lam=lam, turn_reward_weight=WEIGHT, whiten_advantages=whitens
+    )
+    expected: dict[tuple[int, int], float] = {}
+    for row in scored_rows(batch):
+        places, rewards = model_tokens(batch, row), naive_rewards(batch, row)
+        values = [*(float(values_BR[row, place]) for place in places), 0.0]
+        deltas = [r + gamma * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+        for place, value in zip(places, naive_returns(deltas, gamma * lam), strict=True):
+            expected[row, place] = value
+
+    found = estimate(batch, config, values_BR=values_BR)
+
+    assert_advantages(found, naive_whitened(expected) if whitens else expected, batch=batch)
+    assert found.returns_BR is not None
+    for (row, place), value in expected.items():
+        assert float(found.returns_BR[row, place]) == pytest.approx(
+            value + float(values_BR[row, place]), abs=1e-5
+        )
+
+
+def test_grpo_adds_the_process_advantage_and_takes_the_kl_of_whole_rows_off(batch: RolloutBatch) -> None:
+    kl_BR = batch["response_mask"] * torch.rand(
+        batch["responses"].shape, generator=torch.Generator().manual_seed(0)
+    )
+    config = AlgorithmConfig(kl_reward_coef=0.1, norm_adv_by_std_in_grpo=False)
+    rewards = collect(batch, config, kl_BR=kl_BR)
+
+    found = estimate_advantages(rewards, config=config)
+
+    scores = {row: float(batch["reward"][row] - 0.1 * kl_BR[row].sum()) for row in scored_rows(batch)}
+    groups = batch["group"].tolist()
+    expected = {
+        (row, place): score
+        - statistics.mean(s for other, s in scores.items() if groups[other] == groups[row])
+        for row, score in scores.items()
+        for place in model_tokens(batch, row)
+    }
+    assert_advantages(found, expected, batch=batch)
+    assert torch.allclose(rewards.per_row()[scored_rows(batch)], torch.tensor(list(scores.values())).double())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_stands_between_turns_changes_no_return(data: st.DataObject) -> None:
+    masks = data.draw(st.lists(st.booleans(), min_size=1, max_size=12))
+    garbage = data.draw(st.sampled_from([math.nan, math.inf, 7.0]))
+    mask_BR = torch.tensor([masks])
+    generator = torch.Generator().manual_seed(len(masks))
+    rewards_BR, values_BR = (torch.randn(1, len(masks), generator=generator) for _ in range(2))
+
+    def spoilt(values_BR: Tensor) -> Tensor:
+        return torch.where(mask_BR, values_BR, garbage)
+
+    options: dict[str, Any] = {"gamma": 0.9, "lam": 0.7}
+    found_BR = gae(spoilt(rewards_BR), values_BR=spoilt(values_BR), mask_BR=mask_BR, **options)
+    compact_BR = gae(
+        rewards_BR[mask_BR][None],
+        values_BR=values_BR[mask_BR][None],
+        mask_BR=torch.ones(1, int(mask_BR.sum())),
+        **options,
+    )
+
+    assert torch.equal(found_BR[mask_BR], compact_BR[0])
+    assert not found_BR[~mask_BR].any()
+    returns_BR = discounted_returns(spoilt(rewards_BR), mask_BR=mask_BR, gamma=0.9)
+    assert returns_BR[mask_BR].tolist() == pytest.approx(naive_returns(rewards_BR[mask_BR].tolist(), 0.9))
+
+
+def test_whitening_counts_unmasked_tokens_only_and_survives_few_of_them() -> None:
+    values_BR, mask_BR = torch.tensor([[1.0, math.nan, 3.0]]), torch.tensor([[1, 0, 1]])
+
+    assert whiten(values_BR, mask_BR=mask_BR)[0].tolist() == pytest.approx([-(0.5**0.5), 0, 0.5**0.5])
+    assert not whiten(torch.full((2, 3), 0.3), mask_BR=torch.ones(2, 3)).any()
+    assert not whiten(values_BR, mask_BR=torch.zeros(1, 3)).any()
+
+
+def test_the_soft_punishment_rises_over_the_buffer() -> None:
+    lengths_B = torch.tensor([0, 8, 9, 10, 12, 13])
+
+    assert overlong_penalty(lengths_B, limit=12, buffer=4).tolist() == [0, 0, 0.25, 0.5, 1, 1]
+
+
+def test_long_responses_lose_reward_before_they_are_compared(batch: RolloutBatch) -> None:
+    config = AlgorithmConfig(overlong_buffer=8, overlong_penalty=2.0)
+
+    shaped_B = collect(batch, config).outcome_B
+
+    lengths_B = batch["attention_mask"][:, batch["prompts"].shape[1] :].sum(dim=1)
+    expected_B = batch["reward"] - 2.0 * ((lengths_B - 4) / 8).clamp(0, 1)
+    torch.testing.assert_close(shaped_B, expected_B, equal_nan=True)
+    assert (lengths_B > 4).any()
+
+
+def test_rows_that_may_not_be_trained_still_count_in_their_group(batch: RolloutBatch) -> None:
+    config = AlgorithmConfig()
+    is_allowed_B = torch.arange(len(batch)) != 0
+
+    free, bound = estimate(batch, config), estimate(batch, config, is_allowed_B=is_allowed_B)
+
+    assert torch.equal(free.advantages_BR, bound.advantages_BR)
+    assert free.keep_B[0]
+    assert torch.equal(bound.keep_B, free.keep_B & is_allowed_B)
+
+
+def test_unscored_rows_are_never_kept_and_change_nothing(batch: RolloutBatch) -> None:
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "remax"):
+        config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=WEIGHT)
+        rows = torch.tensor([row for row in range(len(batch)) if row != 2])
+        options = {"values_BR": torch.zeros(batch["responses"].shape), "baselines_B": torch.zeros(len(batch))}
+
+        whole = estimate(batch, config, **options)
+        without = estimate(batch[rows], config, **{name: value[rows] for name, value in options.items()})
+
+        assert not whole.keep_B[2]
+        torch.testing.assert_close(whole.advantages_BR[rows], without.advantages_BR)
+        assert whole.advantages_BR[whole.keep_B].isfinite().all()
+
+
+@pytest.mark.parametrize(("estimator", "missing"), [("gae", "values_BR"), ("remax", "baselines_B")])
+def test_what_an_estimator_compares_with_must_be_given(
+    batch: RolloutBatch, estimator: Any, missing: str
+) -> None:
+    with pytest.raises(ValueError, match=f"adv_estimator is {estimator}, which needs {missing}"):
+        estimate(batch, AlgorithmConfig(adv_estimator=estimator))
