@@ -106,7 +106,7 @@ def test_help_has_examples(command: Command, name: str) -> None:
         (["config.yaml", "rollout.temprature=1"], "did you mean 'temperature'"),
         (["config.yaml", "data.train_files=[nowhere.jsonl]"], "nowhere.jsonl"),
         (["config.yaml", "data.prompt_key=promt"], "promt"),
-        (["config.yaml", "model.path=nowhere"], "nowhere"),
+        (["config.yaml", "model.path=no/such/model/here"], "no/such/model/here"),
         (["config.yaml", "model.path="], "model.path is None"),
         (["config.yaml", "reward.function=task.py:rewrad"], "did you mean 'reward'"),
         (["config.yaml", "rollout.engine=vlm"], "rollout.engine is 'vlm'"),

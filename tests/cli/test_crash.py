@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent_loop.rollout.journal.record import Kind
+from agent_loop.recording.record import Kind
 from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
 from tests.rollout.journaled import records_of

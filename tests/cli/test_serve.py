@@ -19,6 +19,8 @@ from tests.helpers import user
 
 COMMAND = [sys.executable, "-c", "from agent_loop.cli import main; main()", "serve"]
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Running:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from agent_loop.cli.arguments import (
     ConfigArgument,
@@ -20,87 +21,217 @@ from agent_loop.cli.arguments import (
     read_config,
     read_rows,
 )
-from agent_loop.cli.running import by_id, run_rows
-from agent_loop.rollout.records import write_records
-from agent_loop.training.evaluation import Evaluation, RowResult, summarise
+from agent_loop.cli.eval_folder import EvalFolder
+from agent_loop.cli.eval_tables import print_summary
+from agent_loop.cli.running import key_of, run_rows
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError, DataError, RolloutError
+from agent_loop.training.evaluation import (
+    EvaluationSummary,
+    categories_of,
+    prompt_digest,
+    read_summary,
+    summarise,
+)
 from agent_loop.trajectory import Trajectory
+from agent_loop.types import Row
 
-MAX_PROMPT_CHARACTERS = 60
+EXIT_INTERRUPTED = 130
 
 
 def eval_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     *,
-    out: Annotated[
+    out: Annotated[Path, typer.Option("--out", help="The folder for trajectories and summary.")] = Path(
+        "runs/eval"
+    ),
+    checkpoint: Annotated[
         Path | None,
-        typer.Option("--out", help="Keep the trajectories here, as JSON lines.", show_default=False),
+        typer.Option(
+            "--checkpoint",
+            help="Evaluate this checkpoint, the last one of this run, or the model in this folder.",
+            show_default=False,
+        ),
     ] = None,
     model: ModelOption = None,
     data: DataOption = None,
     max_rows: MaxRowsOption = None,
     n: SamplesOption = None,
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--by",
+            metavar="COLUMN",
+            help="Scores per value of this column, as in level or extra_info.level; may be given more than once.",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare", help="Compare with this evaluation (its folder), row by row.", show_default=False
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the evaluation in `--out`; show it if it is finished."),
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the evaluation in `--out`.")
+    ] = False,
     table_rows: Annotated[int, typer.Option("--table-rows", min=0, help="Rows of the per-row table.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Evaluate a model: mean reward, success, pass@k and a table per row. Samples as `rollout.val` says.
+    """Evaluate a model on rows: pass@k and rewards with 95% confidence intervals, in all and per category.
+
+    Samples as `rollout.val` says. Servers that run already are evaluated with `rollout.server_urls`. Ctrl-C stops with
+    exit code 130, and `--resume` goes on, as it does after a crash.
 
     Examples:
 
         agent-loop eval config.yaml
 
-        agent-loop eval config.yaml -n 8 --model runs/train/checkpoints/step-000080/model
+        agent-loop eval config.yaml -n 8 --checkpoint runs/train --by level --out evals/trained
 
-        agent-loop eval config.yaml rollout.val.temperature=0 --max-rows 100 --out evaluated.jsonl
+        agent-loop eval config.yaml -n 8 --by level --out evals/base --compare evals/trained
+
+        agent-loop eval config.yaml rollout.engine=vllm 'rollout.server_urls=[http://host:8000]' --json
+
+        agent-loop eval config.yaml --out evals/trained --resume
     """
-    settings = read_config(config, overrides, model=model)
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+    settings = _settings(config, overrides, checkpoint=checkpoint, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
-    console = Console()
+    columns = {column: categories_of(rows, column=column) for column in by or ()}
+    other = compare and (compare, _other(compare, rows=rows))
+    num_samples = n or settings.rollout.val.n
+    key = key_of(settings, rows=rows, num_samples=num_samples)
+    folder, console = EvalFolder(out), Console(stderr=as_json)
+    finished = folder.finished(key) if resume else None
+    if not resume:
+        folder.begin(overwrite=overwrite)
+    trajectories: Sequence[Trajectory] = ()
+    if finished is None:
+        trajectories = _run(
+            settings, rows=rows, num_samples=num_samples, folder=folder, resume=resume, console=console
+        )
+        evaluation = summarise(trajectories, success_threshold=settings.reward.success_threshold)
+    else:
+        evaluation = finished.evaluation
+    summary = EvaluationSummary.of(
+        evaluation, model=settings.model.path, settings=asdict(key), columns=columns, other=other
+    )
+    if finished is None:
+        folder.finish(trajectories, summary=summary)
+    if as_json:
+        typer.echo(summary.model_dump_json(indent=2))
+    else:
+        print_summary(summary, console=console, num_rows=table_rows)
+    console.print(f"kept in {out}", markup=False)
+
+
+def _settings(
+    config: Path, overrides: Sequence[str] | None, *, checkpoint: Path | None, model: str | None
+) -> Config:
+    """The configuration with the model that is to be evaluated.
+
+    Raises:
+        ConfigError: It is wrong, or two models are named.
+        CheckpointError: The checkpoint is damaged.
+    """
+    if checkpoint is None:
+        return read_config(config, overrides, model=model)
+    if model is not None:
+        raise ConfigError(
+            f"--checkpoint {checkpoint} and --model {model} both name the model; give one of them"
+        )
+    settings = read_config(config, overrides, model=str(_model_folder(checkpoint)))
+    if settings.rollout.server_urls:
+        raise ConfigError(
+            f"--checkpoint is {str(checkpoint)!r}, but the servers of rollout.server_urls have their own weights; "
+            "leave one of both out"
+        )
+    return settings
+
+
+def _model_folder(path: Path) -> Path:
+    """The model of a checkpoint, of a run's last checkpoint, or of a folder that holds nothing else."""
+    if (path / "config.json").is_file():
+        return path
+    from agent_loop.training.adapters import is_adapter_folder  # late: needs torch
+    from agent_loop.training.checkpoint import (
+        STATE_FILE,
+        latest_checkpoint,
+        list_checkpoints,
+        open_checkpoint,
+    )
+
+    is_run = bool(list_checkpoints(path))
+    if not is_run and not (path / STATE_FILE).is_file():
+        raise ConfigError(
+            f"--checkpoint is {str(path)!r}, which holds no run (checkpoints/step-...), no checkpoint ({STATE_FILE}) "
+            "and no model (config.json)"
+        )
+    found = latest_checkpoint(path) if is_run else open_checkpoint(path)
+    if is_adapter_folder(found.model_path):
+        raise ConfigError(
+            f"{str(found.path)!r} holds adapters (LoRA) and not the model below them; merge both with `peft` "
+            "(docs/evaluation.md) and give that folder"
+        )
+    return found.model_path
+
+
+def _other(path: Path, *, rows: Sequence[Row]) -> EvaluationSummary:
+    """The evaluation to compare with.
+
+    Raises:
+        DataError: It cannot be read, or has none of the rows.
+    """
+    summary = read_summary(path)
+    if not {row.prompt_digest for row in summary.evaluation.rows} & set(map(prompt_digest, rows)):
+        raise DataError(
+            f"--compare is {str(path)!r}, which has none of these rows; compare evaluations of the same rows"
+        )
+    return summary
+
+
+def _run(
+    config: Config,
+    *,
+    rows: Sequence[Row],
+    num_samples: int,
+    folder: EvalFolder,
+    resume: bool,
+    console: Console,
+) -> list[Trajectory]:
+    """Runs the rows, or what is left of them."""
     finished: list[Trajectory] = []
     try:
-        trajectories = asyncio.run(
-            run_rows(settings, rows=rows, n=n, validate=True, console=console, finished=finished)
+        with folder.writing_trajectories() as write:
+
+            def keep(trajectory: Trajectory) -> None:
+                write(trajectory)
+                finished.append(trajectory)
+
+            running = run_rows(
+                config,
+                rows=rows,
+                n=num_samples,
+                validate=True,
+                console=console,
+                on_trajectory=keep,
+                journal_path=folder.journal if config.rollout.journal else None,
+                resume=resume,
+            )
+            return asyncio.run(running)
+    except (KeyboardInterrupt, RolloutError) as error:
+        console.print(
+            f"stopped; the {len(finished)} finished trajectories are in {folder.trajectories}", markup=False
         )
-    finally:
-        if out is not None:
-            write_records(out, sorted(finished, key=by_id))
-    evaluation = summarise(trajectories, success_threshold=settings.reward.success_threshold)
-    if table_rows:
-        console.print(_row_table(evaluation, max_rows=table_rows))
-    console.print(_summary(evaluation))
-
-
-def _row_table(evaluation: Evaluation, *, max_rows: int) -> Table:
-    hidden = len(evaluation.rows) - max_rows
-    caption = f"and {hidden} more rows; --table-rows shows more" if hidden > 0 else None
-    table = Table("row", "prompt", "samples", "correct", "mean reward", caption=caption)
-    for result in evaluation.rows[:max_rows]:
-        reward = "-" if result.mean_reward is None else f"{result.mean_reward:.3f}"
-        cells = (
-            str(result.group),
-            _prompt_of(result),
-            str(result.num_samples),
-            str(result.num_correct),
-            reward,
-        )
-        table.add_row(*cells)
-    return table
-
-
-def _summary(evaluation: Evaluation) -> Table:
-    table = Table("measure", "value")
-    table.add_row("trajectories", str(evaluation.num_trajectories))
-    table.add_row("mean reward", "-" if evaluation.mean_reward is None else f"{evaluation.mean_reward:.3f}")
-    table.add_row("success", f"{evaluation.success_share:.1%}")
-    for k, share in evaluation.pass_at_k.items():
-        table.add_row(f"pass@{k}", f"{share:.1%}")
-    for reason, count in evaluation.stop_reasons.items():
-        table.add_row(f"ended with {reason}", str(count))
-    for kind, count in evaluation.incidents.items():
-        table.add_row(f"incidents: {kind}", str(count))
-    return table
-
-
-def _prompt_of(result: RowResult) -> str:
-    messages = result.row["raw_prompt"]
-    text = " ".join(str(messages[-1].get("content", "")).split())
-    return text if len(text) <= MAX_PROMPT_CHARACTERS else text[: MAX_PROMPT_CHARACTERS - 1] + "…"
+        if folder.journal.exists():
+            console.print("go on with the same command and --resume", markup=False)
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+        raise

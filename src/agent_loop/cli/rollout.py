@@ -70,7 +70,7 @@ def rollout_command(
                 n=n,
                 validate=False,
                 console=console,
-                finished=finished,
+                on_trajectory=finished.append,
                 journal_path=journal if settings.rollout.journal else None,
                 resume=resume,
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +20,9 @@ from agent_loop.config import Config
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
+if TYPE_CHECKING:
+    from agent_loop.rollout.journal.step import StepKey
+
 
 async def run_rows(
     config: Config,
@@ -27,14 +31,14 @@ async def run_rows(
     n: int | None,
     validate: bool,
     console: Console,
-    finished: list[Trajectory],
+    on_trajectory: Callable[[Trajectory], object],
     journal_path: Path | None = None,
     resume: bool = False,
 ) -> list[Trajectory]:
     """Starts the servers of the configuration, runs the rows and closes the servers again.
 
     Args:
-        finished: Gets each trajectory as it ends, so that they are there even if the run is stopped.
+        on_trajectory: Is given each trajectory as it ends, so that they are there even if the run is stopped.
         journal_path: Keeps each turn there; None keeps none.
         resume: Go on from what the journal holds.
 
@@ -43,7 +47,7 @@ async def run_rows(
     """
     # late: keeps `--help` quick
     from agent_loop.distributed import create_manager
-    from agent_loop.rollout.journal.step import StepKey, open_journal, rollout_settings
+    from agent_loop.rollout.journal.step import open_journal
 
     num_samples = n or (config.rollout.val.n if validate else config.rollout.n)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -52,21 +56,29 @@ async def run_rows(
         with Progress(*columns, *times, console=console) as progress:
             task = progress.add_task("trajectories", total=len(rows) * num_samples)
 
-            def on_trajectory(trajectory: Trajectory) -> None:
-                finished.append(trajectory)
-                progress.advance(task)
+            ended: set[tuple[int, int]] = set()
+
+            def take(trajectory: Trajectory) -> None:
+                on_trajectory(trajectory)
+                ended.add((trajectory.group, trajectory.rollout))
+                progress.update(task, completed=len(ended))
 
             if journal_path is None:
-                return await manager.run(rows, n=n, validate=validate, on_trajectory=on_trajectory)
-            key = StepKey.of(
-                rows, step=0, weight_version=0, num_samples=num_samples, settings=rollout_settings(config)
-            )
+                return await manager.run(rows, n=n, validate=validate, on_trajectory=take)
+            key = key_of(config, rows=rows, num_samples=num_samples)
             async with open_journal(journal_path, key=key, rows=rows, resume=resume, refuse=True) as journal:
                 for note in journal.notes:
                     console.print(note, markup=False)
-                return await manager.run(
-                    rows, n=n, validate=validate, on_trajectory=on_trajectory, journal=journal
-                )
+                return await manager.run(rows, n=n, validate=validate, on_trajectory=take, journal=journal)
+
+
+def key_of(config: Config, *, rows: Sequence[Row], num_samples: int) -> StepKey:
+    """What tells a run of rows from another one."""
+    from agent_loop.rollout.journal.step import StepKey, rollout_settings  # late: keeps `--help` quick
+
+    return StepKey.of(
+        rows, step=0, weight_version=0, num_samples=num_samples, settings=rollout_settings(config)
+    )
 
 
 def by_id(trajectory: Trajectory) -> tuple[int, int, int]:

@@ -114,9 +114,10 @@ class Speaker:
         """As the request says, and where it does not, as the run does."""
         params = request.sampling_params(max_tokens=request.max_new_tokens, choice=0)
         given = {name for name in SAMPLING_FIELDS if getattr(request, name) is not None}
-        return replace(
-            params, **{name: value for name, value in self._sampling_params.items() if name not in given}
-        )
+        ours = {name: value for name, value in self._sampling_params.items() if name not in given}
+        if params.max_tokens is not None and "max_tokens" in ours:
+            ours["max_tokens"] = min(params.max_tokens, ours["max_tokens"])
+        return replace(params, **ours)
 
 
 def _for_episode(added: Sequence[Message], parent: Turn) -> list[Message]:

@@ -1,0 +1,134 @@
+"""The tables of `agent-loop eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from agent_loop.training.evaluation import (
+    Comparison,
+    Estimate,
+    Evaluation,
+    EvaluationSummary,
+    Scores,
+)
+
+MAX_PROMPT_CHARACTERS = 60
+INTERVAL = "95% interval"
+
+
+def print_summary(summary: EvaluationSummary, *, console: Console, num_rows: int) -> None:
+    """Prints the scores, those of categories and single rows, and the comparison."""
+    evaluation = summary.evaluation
+    if num_rows:
+        console.print(_row_table(evaluation, num_rows=num_rows))
+    for column, categories in summary.categories.items():
+        console.print(_category_table(column, categories))
+    console.print(_total_table(evaluation))
+    if summary.comparison is not None:
+        console.print(_comparison_table(summary.comparison))
+
+
+def _row_table(evaluation: Evaluation, *, num_rows: int) -> Table:
+    hidden = len(evaluation.rows) - num_rows
+    caption = f"and {hidden} more rows; --table-rows shows more" if hidden > 0 else None
+    table = Table("row", "prompt", "samples", "correct", "mean reward", caption=caption)
+    for result in evaluation.rows[:num_rows]:
+        table.add_row(
+            str(result.group),
+            Text(_cut(result.prompt)),
+            str(result.num_samples),
+            str(result.num_correct),
+            "-" if result.mean_reward is None else f"{result.mean_reward:.3f}",
+        )
+    return table
+
+
+def _category_table(column: str, categories: Mapping[str, Scores]) -> Table:
+    ks = sorted({1, *(max(scores.pass_at_k) for scores in categories.values())})
+    table = Table()
+    for header in (escape(column), "rows", "samples"):
+        table.add_column(header, no_wrap=True)
+    for measure in (*(f"pass@{k}" for k in ks), "mean reward"):
+        table.add_column(measure)
+    for name, scores in categories.items():
+        counts = str(scores.num_rows), str(scores.num_samples)
+        shares = (_in_one(scores.pass_at_k.get(k), _share) for k in ks)
+        table.add_row(Text(_cut(name)), *counts, *shares, _in_one(scores.mean_reward, _number))
+    return table
+
+
+def _total_table(evaluation: Evaluation) -> Table:
+    scores = evaluation.scores
+    table = Table("measure", "value", INTERVAL)
+    table.add_row("rows", str(scores.num_rows))
+    table.add_row("samples", str(scores.num_samples))
+    if scores.num_scored < scores.num_samples:
+        table.add_row("samples without a score", str(scores.num_samples - scores.num_scored))
+    table.add_row("mean reward", *_cells(scores.mean_reward, _number))
+    for k, estimate in scores.pass_at_k.items():
+        table.add_row(f"pass@{k}", *_cells(estimate, _share))
+    for reason, count in evaluation.stop_reasons.items():
+        table.add_row(f"ended with {reason}", str(count))
+    for kind, count in evaluation.incidents.items():
+        table.add_row(f"incidents: {kind}", str(count))
+    return table
+
+
+def _comparison_table(comparison: Comparison) -> Table:
+    """What is better is green and what is worse is red, where the interval leaves no doubt."""
+    table = Table("rows of", "rows in both", title=Text(f"better than {comparison.path} by"))
+    table.add_column("pass@1", no_wrap=True)
+    table.add_column("mean reward", no_wrap=True)
+    named = [("all", comparison.total)]
+    for column, categories in comparison.categories.items():
+        named += [(f"{column} = {name}", difference) for name, difference in categories.items()]
+    for name, difference in named:
+        share = Text(_in_one(difference.pass_at_1, _points), style=_colour(difference.pass_at_1))
+        reward = Text(_in_one(difference.mean_reward, _signed), style=_colour(difference.mean_reward))
+        table.add_row(Text(_cut(name)), str(difference.num_rows), share, reward)
+    return table
+
+
+def _cells(estimate: Estimate | None, text: Callable[[float], str]) -> tuple[str, str]:
+    """The value and its interval."""
+    if estimate is None:
+        return "-", ""
+    if estimate.low is None or estimate.high is None:
+        return text(estimate.value), ""
+    return text(estimate.value), f"{text(estimate.low)} .. {text(estimate.high)}"
+
+
+def _in_one(estimate: Estimate | None, text: Callable[[float], str]) -> str:
+    value, interval = _cells(estimate, text)
+    return f"{value} ({interval.replace('%', '')})" if interval else value
+
+
+def _colour(estimate: Estimate | None) -> str:
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return ""
+    return "green" if estimate.low > 0 else "red" if estimate.high < 0 else ""
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _points(value: float) -> str:
+    return f"{value:+.1%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_PROMPT_CHARACTERS else text[: MAX_PROMPT_CHARACTERS - 1] + "…"

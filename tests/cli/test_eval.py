@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.cli import main
+from tests.cli.scripted_eval import make_eval_project
+
+ALL = [(group, rollout) for group in range(6) for rollout in range(2)]
+
+
+@dataclass(frozen=True)
+class Result:
+    exit_code: int
+    out: str
+    err: str
+
+
+Evaluate = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_eval_project(folder)
+    return folder
+
+
+@pytest.fixture
+def evaluate(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Evaluate:
+    """Runs `agent-loop eval config.yaml ...` in a project of its own."""
+    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["agent-loop", "eval", "config.yaml", *arguments])
+        exit_code = 0
+        try:
+            main()
+        except SystemExit as error:
+            exit_code = int(error.code or 0)
+        captured = capsys.readouterr()
+        return Result(exit_code, captured.out, captured.err)
+
+    return run
+
+
+def trajectories(folder: str = "runs/eval") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "trajectories.jsonl").read_text().splitlines()]
+
+
+def places(folder: str = "runs/eval") -> list[tuple[int, int]]:
+    return [(record["group"], record["rollout"]) for record in trajectories(folder)]
+
+
+def calls() -> Counter[str]:
+    return Counter(line.split()[0] for line in Path("calls.log").read_text().splitlines())
+
+
+@contextmanager
+def file(name: str, content: str) -> Iterator[None]:
+    Path(name).write_text(content)
+    yield
+    Path(name).unlink()
+
+
+def test_an_evaluation_leaves_trajectories_and_a_summary_with_categories(evaluate: Evaluate) -> None:
+    result = evaluate("--by", "level", "--table-rows", "2")
+
+    assert result.exit_code == 0, result.err
+    for shown in ("pass@1", "pass@2", "75.0%", "100.0%", "easy", "hard", "question 1", "and 4 more rows"):
+        assert shown in result.out
+    assert places() == ALL
+    summary = json.loads(Path("runs/eval/summary.json").read_text())
+    assert summary["evaluation"]["scores"]["pass_at_k"]["1"]["value"] == 0.75
+    assert summary["evaluation"]["scores"]["pass_at_k"]["2"]["value"] == 1.0
+    levels = summary["categories"]["level"]
+    assert {name: scores["pass_at_k"]["1"]["value"] for name, scores in levels.items()} == {
+        "easy": 1,
+        "hard": 0.5,
+    }
+    assert not Path("runs/eval/rollout.journal").exists()
+
+
+def test_json_goes_to_the_output_alone(evaluate: Evaluate) -> None:
+    result = evaluate("--json", "-n", "1", "--max-rows", "2")
+
+    assert json.loads(result.out)["evaluation"]["scores"]["num_samples"] == 2
+    assert "kept in runs/eval" in result.err
+
+
+def test_validation_has_sampling_parameters_of_its_own(evaluate: Evaluate) -> None:
+    assert evaluate("rollout.temperature=1", "rollout.val.temperature=0.25", "-n", "1").exit_code == 0
+    assert {line.split()[1] for line in Path("calls.log").read_text().splitlines()} == {"0.25"}
+    assert {record["stop_reason"] for record in trajectories()} == {"answered"}
+
+    cut = evaluate("rollout.val.max_turn_tokens=1", "--overwrite")
+    assert cut.exit_code == 0, cut.err
+    assert {len(record["segments"][1]["token_ids"]) for record in trajectories()} == {1}
+
+
+def test_an_evaluation_is_not_written_over_by_chance(evaluate: Evaluate) -> None:
+    assert evaluate().exit_code == 0
+    again = evaluate()
+    assert again.exit_code == 2
+    assert "holds a finished evaluation; go on with --resume" in again.err
+    assert evaluate("--overwrite", "-n", "1").exit_code == 0
+    assert len(trajectories()) == 6
+
+
+def test_ctrl_c_leaves_what_is_finished_and_resume_runs_the_rest_alone(evaluate: Evaluate) -> None:
+    with file("interrupt", "5"), file("hang", "34"):
+        stopped = evaluate()
+    assert stopped.exit_code == 130
+    ended = places()
+    assert sorted(ended) == [(group, rollout) for group in range(3) for rollout in range(2)]
+    assert "stopped; the 6 finished trajectories are in runs/eval/trajectories.jsonl" in stopped.out
+    assert "--resume" in stopped.out
+    unfinished = evaluate()
+    assert unfinished.exit_code == 2
+    assert "holds an unfinished evaluation" in unfinished.err
+
+    before = {(r["group"], r["rollout"]): r["segments"] for r in trajectories()}
+    resumed = evaluate("--resume")
+    assert resumed.exit_code == 0, resumed.err
+    assert places() == ALL
+    assert [r["segments"] for r in trajectories() if (r["group"], r["rollout"]) in before] == [
+        before[place] for place in sorted(before)
+    ]
+    assert [calls()[number] for number in "012"] == [2, 2, 2]
+
+
+def test_a_finished_evaluation_is_shown_again_without_a_server(evaluate: Evaluate) -> None:
+    assert evaluate().exit_code == 0
+    Path("script.py").write_text("import nothing_of_this_name")
+    shown = evaluate("--resume", "--by", "level")
+
+    assert shown.exit_code == 0, shown.err
+    assert "easy" in shown.out
+    assert sum(calls().values()) == 12
+    other = evaluate("--resume", "-n", "3", "rollout.val.top_p=0.5")
+    assert other.exit_code == 2
+    assert "holds another evaluation: num_samples, rollout.val.top_p changed" in other.err
+
+
+def test_resume_of_another_unfinished_evaluation_names_what_changed(evaluate: Evaluate) -> None:
+    with file("interrupt", "5"), file("hang", "34"):
+        evaluate()
+    other = evaluate("--resume", "rollout.val.temperature=0.5")
+    assert other.exit_code == 2
+    assert "rollout.val.temperature changed" in other.err
+    nothing = evaluate("--resume", "--out", "elsewhere")
+    assert nothing.exit_code == 2
+    assert "'elsewhere' holds no evaluation to resume" in nothing.err
+
+
+def test_too_many_failures_end_it_and_those_that_failed_are_run_again(evaluate: Evaluate) -> None:
+    with file("breaks", ""):
+        broken = evaluate()
+    assert broken.exit_code == 2
+    assert "no answer is good enough" in broken.err
+    assert "--resume" in broken.out
+    mended = evaluate("--resume")
+    assert mended.exit_code == 0, mended.err
+    assert None not in [record["reward"] for record in trajectories()]
+    assert places() == ALL
+
+
+def test_two_evaluations_are_compared_row_by_row(evaluate: Evaluate) -> None:
+    assert evaluate("--out", "base", "-n", "1", "--max-rows", "4").exit_code == 0
+    result = evaluate("--out", "new", "--compare", "base", "--by", "level")
+
+    assert result.exit_code == 0, result.err
+    assert "better than base by" in result.out
+    comparison = json.loads(Path("new/summary.json").read_text())["comparison"]
+    assert (comparison["total"]["num_rows"], comparison["other_model"]) == (4, "model")
+    # `base` had the first answers, which are right; those of rows 1 and 3 are right in turns.
+    assert comparison["total"]["pass_at_1"]["value"] == -0.25
+    assert comparison["categories"]["level"]["hard"]["pass_at_1"]["value"] == -0.5
+    nothing = evaluate("--out", "third", "--compare", "nowhere")
+    assert nothing.exit_code == 2
+    assert "give a finished evaluation's folder" in nothing.err
+    Path("others.jsonl").write_text('{"prompt": "question 7"}')
+    others = evaluate("--out", "third", "--compare", "base", "--data", "others.jsonl")
+    assert others.exit_code == 2
+    assert "none of these rows" in others.err
+    assert not Path("third").exists()
+
+
+def test_a_category_that_no_row_has_is_refused_before_anything_runs(evaluate: Evaluate) -> None:
+    result = evaluate("--by", "levle")
+    assert result.exit_code == 2
+    assert "did you mean 'level'" in result.err
+    assert not Path("calls.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--checkpoint", "rows"], "holds no run"),
+        (["--checkpoint", "model", "--model", "model"], "both name the model"),
+        (["--checkpoint", "model", "rollout.server_urls=[http://h:1]"], "have their own weights"),
+        (["--resume", "--overwrite"], "--resume and --overwrite"),
+        (["--out", "rows.jsonl"], "'rows.jsonl', which is a file"),
+        (["rollout.val.max_turn_tokens=0"], "rollout.val.max_turn_tokens is 0"),
+    ],
+)
+def test_what_is_wrong_is_said(evaluate: Evaluate, arguments: list[str], complaint: str) -> None:
+    result = evaluate(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.err
+    assert not Path("runs").exists()
+
+
+def test_a_checkpoint_is_a_models_folder_a_step_or_a_run(evaluate: Evaluate) -> None:
+    step = Path("trained/checkpoints/step-000007")
+    step.mkdir(parents=True)
+    shutil.copytree("model", step / "model")
+    files = {str(f.relative_to(step)): f.stat().st_size for f in step.rglob("*") if f.is_file()}
+    state = {"step": 7, "weight_version": 7, "config": {}, "config_digest": "", "version": "", "files": files}
+    (step / "state.json").write_text(json.dumps(state))
+
+    for number, (given, used) in enumerate(
+        [("model", "model"), (str(step), str(step / "model")), ("trained", str(step / "model"))]
+    ):
+        result = evaluate("--checkpoint", given, "--max-rows", "1", "--json", "--out", f"out{number}")
+        assert result.exit_code == 0, result.err
+        assert json.loads(result.out)["model"] == used
+    (step / "model" / "config.json").unlink()
+    damaged = evaluate("--checkpoint", "trained", "--out", "damaged")
+    assert damaged.exit_code == 2
+    assert "config.json is missing" in damaged.err
+    shutil.rmtree(step / "model")
+    (step / "model").mkdir()
+    (step / "model" / "adapter_config.json").write_text("{}")
+    (step / "state.json").write_text(json.dumps(state | {"files": {}}))
+    adapters = evaluate("--checkpoint", "trained", "--out", "adapters")
+    assert adapters.exit_code == 2
+    assert "holds adapters (LoRA)" in adapters.err
