@@ -260,7 +260,7 @@ def test_rows_are_paired_by_their_prompts_wherever_they_are() -> None:
     others = [result(0, num_correct=0, prompt="twice"), result(1, num_correct=1, prompt="twice")]
     others += [result(2, num_correct=0, prompt="a")]
 
-    pairs = pair_rows(rows, others)
+    pairs = pair_rows(rows, others=others)
     assert [(row.group, other.group) for row, other in pairs] == [(0, 2), (1, 0), (2, 1)]
     found = difference(pairs)
     assert found is not None
@@ -271,7 +271,7 @@ def test_a_difference_of_the_same_rows_is_known_better_than_either_score() -> No
     # Half of the rows are never solved and half always, but for two that the other one does not solve.
     rows = [result(g, num_correct=8 * (g % 2), num_samples=8) for g in range(40)]
     others = [result(g, num_correct=8 * (g % 2) if g > 3 else 0, num_samples=8) for g in range(40)]
-    found = difference(pair_rows(rows, others))
+    found = difference(pair_rows(rows, others=others))
 
     assert found is not None
     assert found.pass_at_1.value == 0.05
@@ -284,7 +284,7 @@ def test_a_difference_of_the_same_rows_is_known_better_than_either_score() -> No
 
 def test_two_that_solve_the_same_may_still_differ() -> None:
     rows = [result(g, num_correct=1) for g in range(10)]
-    found = difference(pair_rows(rows, rows))
+    found = difference(pair_rows(rows, others=rows))
     assert found is not None
     assert found.pass_at_1.value == 0
     assert found.pass_at_1.half_width is not None

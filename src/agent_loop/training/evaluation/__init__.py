@@ -3,7 +3,14 @@
 from agent_loop.training.evaluation.categories import categories_of, score_categories
 from agent_loop.training.evaluation.comparison import Difference, difference, pair_rows
 from agent_loop.training.evaluation.estimates import Estimate, pass_at_k
-from agent_loop.training.evaluation.scores import Evaluation, RowResult, Scores, score, summarise
+from agent_loop.training.evaluation.scores import (
+    Evaluation,
+    RowResult,
+    Scores,
+    prompt_digest,
+    score,
+    summarise,
+)
 from agent_loop.training.evaluation.summary import SUMMARY_FILE, Comparison, EvaluationSummary, read_summary
 
 __all__ = [
@@ -19,6 +26,7 @@ __all__ = [
     "difference",
     "pair_rows",
     "pass_at_k",
+    "prompt_digest",
     "read_summary",
     "score",
     "score_categories",

@@ -25,7 +25,7 @@ class Difference:
     """None if no row was scored in both."""
 
 
-def pair_rows(rows: Sequence[RowResult], others: Sequence[RowResult]) -> list[Pair]:
+def pair_rows(rows: Sequence[RowResult], *, others: Sequence[RowResult]) -> list[Pair]:
     """The rows with the same prompt; of several, the first with the first."""
     name = _namer()
     by_name = {name(row): row for row in others}

@@ -66,13 +66,13 @@ def estimate_share(values: Sequence[float], *, num_draws: float) -> Estimate:
     """
     num_rows, mean = len(values), float(np.mean(values))
     if num_rows == 1 or mean in (0.0, 1.0):
-        return _wilson(mean, num_rows, quantile=NORMAL_QUANTILE)
+        return _wilson(mean, num_draws=num_rows, quantile=NORMAL_QUANTILE)
     variance = float(np.var(values))
     effective = mean * (1 - mean) * num_rows / variance if variance > 0 else num_draws
     is_clustered = num_draws > num_rows
     return _wilson(
         mean,
-        max(num_rows, min(effective, num_draws)),
+        num_draws=max(num_rows, min(effective, num_draws)),
         quantile=_student(num_rows - 1) if is_clustered else NORMAL_QUANTILE,
     )
 
@@ -95,7 +95,7 @@ def estimate_difference(values: Sequence[float], *, num_samples: float) -> Estim
     return Estimate(float(np.mean(values)), max(-1.0, mean - half), min(1.0, mean + half))
 
 
-def _wilson(share: float, num_draws: float, *, quantile: float) -> Estimate:
+def _wilson(share: float, *, num_draws: float, quantile: float) -> Estimate:
     """Wilson 1927: the shares that a test would not reject."""
     square = quantile**2
     middle = (share + square / (2 * num_draws)) / (1 + square / num_draws)

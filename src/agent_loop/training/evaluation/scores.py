@@ -118,8 +118,13 @@ def score(rows: Sequence[RowResult]) -> Scores:
         num_scored=sum(row.num_scored for row in rows),
         num_correct=sum(row.num_correct for row in rows),
         mean_reward=estimate_mean(rewards) if rewards else None,
-        pass_at_k={k: _pass_at(k, rows) for k in (2**power for power in range(most.bit_length()))},
+        pass_at_k={k: _pass_at(k, rows=rows) for k in (2**power for power in range(most.bit_length()))},
     )
+
+
+def prompt_digest(row: Row) -> str:
+    """Tells rows apart by what the model is asked."""
+    return digest(row.get("raw_prompt"))
 
 
 def _row_result(group: int, trajectories: Iterable[Trajectory], *, success_threshold: float) -> RowResult:
@@ -133,7 +138,7 @@ def _row_result(group: int, trajectories: Iterable[Trajectory], *, success_thres
     return RowResult(
         group=group,
         prompt=_prompt_of(row),
-        prompt_digest=digest(row.get("raw_prompt")),
+        prompt_digest=prompt_digest(row),
         num_samples=len(samples),
         num_scored=len(rewards),
         num_correct=sum(reward >= success_threshold for reward in rewards),
@@ -141,7 +146,7 @@ def _row_result(group: int, trajectories: Iterable[Trajectory], *, success_thres
     )
 
 
-def _pass_at(k: int, rows: Sequence[RowResult]) -> Estimate:
+def _pass_at(k: int, *, rows: Sequence[RowResult]) -> Estimate:
     large = [row for row in rows if row.num_samples >= k]
     return estimate_share(
         [pass_at_k(row.num_samples, num_correct=row.num_correct, k=k) for row in large],

@@ -110,7 +110,7 @@ def read_summary(path: Path) -> EvaluationSummary:
 def _compare(
     evaluation: Evaluation, path: Path, other: EvaluationSummary, *, columns: Mapping[str, Sequence[str]]
 ) -> Comparison:
-    pairs = pair_rows(evaluation.rows, other.evaluation.rows)
+    pairs = pair_rows(evaluation.rows, others=other.evaluation.rows)
     total = difference(pairs)
     if total is None:
         raise DataError(
