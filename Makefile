@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow test-engines test-ray check format bench docs clean
+.PHONY: help install demo test test-slow test-engines test-ray test-integrations check format bench docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,8 +33,11 @@ test-vllm test-sglang: test-%: $(VENV)-%/.installed
 test-ray: $(INSTALLED)-ray  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
 	$(BIN)/python -m pytest -m ray tests/distributed
 
-$(INSTALLED)-ray: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,ray]"
+test-integrations: $(INSTALLED)-trl  ## Run the tests that train with the trainers of other libraries (TRL).
+	$(BIN)/python -m pytest -m integrations tests/integrations
+
+$(INSTALLED)-ray $(INSTALLED)-trl: $(INSTALLED)-%: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
 	@touch $@
 
 $(VENV)-%/.installed: tests/engines/install_%.sh pyproject.toml
@@ -58,6 +61,9 @@ bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named p
 	$(BIN)/python benchmarks/bench_weight_transfer.py
 	$(BIN)/python benchmarks/bench_journal.py
 	$(BIN)/python benchmarks/bench_sandbox.py
+	PYTHONPATH=. $(BIN)/python benchmarks/bench_async.py
+	$(BIN)/python benchmarks/bench_packing.py
+	$(BIN)/python benchmarks/bench_trl.py
 
 docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"

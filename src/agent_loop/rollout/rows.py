@@ -51,7 +51,8 @@ def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]
         DataError: A row has no prompt or one that is not messages, or there are no rows.
     """
     prepared = [
-        _with_prompt(row, where=where, prompt_key=prompt_key) for where, row in _numbered("the data set", rows)
+        _with_prompt(row, where=where, prompt_key=prompt_key)
+        for where, row in _numbered("the data set", rows)
     ]
     if not prepared:
         raise DataError("there are no rows; give at least one")
@@ -85,7 +86,9 @@ class RowSampler:
     def others(self, step: int, *, skip: int, count: int) -> list[Row]:
         """Rows that are not in the batch of a step, in an order of that step's own: at most `count`, after so many."""
         taken = set(self._places(step))
-        order: list[int] = np.random.default_rng([self.seed, step, _OTHERS]).permutation(len(self.rows)).tolist()
+        order: list[int] = (
+            np.random.default_rng([self.seed, step, _OTHERS]).permutation(len(self.rows)).tolist()
+        )
         return [self.rows[place] for place in order if place not in taken][skip : skip + count]
 
     def _places(self, step: int) -> list[int]:

@@ -1,0 +1,22 @@
+"""Our loops, tools and servers under TRL's trainers.
+
+```python
+from agent_loop.integrations.trl import AgentLoopRollouts
+
+with AgentLoopRollouts(config) as rollouts:
+    trainer = GRPOTrainer(
+        model,
+        reward_funcs=rollouts.reward_func,
+        rollout_func=rollouts.rollout_func,
+        train_dataset=rollouts.dataset(rows),
+        args=args,
+    )
+    trainer.train()
+```
+
+docs/trl.md says what TRL decides, what the configuration decides, and how `AsyncGRPOTrainer` is given a worker.
+"""
+
+from agent_loop.integrations.trl.rollouts import AgentLoopRollouts as AgentLoopRollouts
+from agent_loop.integrations.trl.weights import AgentLoopWeightTransfer as AgentLoopWeightTransfer
+from agent_loop.integrations.trl.worker import AgentLoopRolloutWorker as AgentLoopRolloutWorker

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent_loop.config import Config, load_config
+from examples.common.demonstrations import Habit, demonstrations
+from examples.common.model import make_model
+from examples.common.tokenizer import pad_id, train_tokenizer
+from examples.common.warm_start import encode, warm_start
+from examples.run import tool_schemas
+from examples.two_hop_lookup import task
+
+TASK_CONFIG = "examples/two_hop_lookup/config.yaml"
+WARM_START_STEPS = 400
+NUM_CONVERSATIONS = 1000
+"""For the tokenizer."""
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model after a short warm start: it knows the format, and gives up too often."""
+    path = tmp_path_factory.mktemp("model")
+    tools = tool_schemas(task, load_config(TASK_CONFIG))
+    conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.33))
+    tokenizer = train_tokenizer(islice(conversations, NUM_CONVERSATIONS), tools=tools)
+    model = make_model(tokenizer, seed=0)
+    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
+    for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=WARM_START_STEPS):
+        pass
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def task_config(model_path: Path) -> Config:
+    """The demo's configuration on that model."""
+    return load_config(TASK_CONFIG, overrides=[f"model.path={model_path}"])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """More of them are slower on machines with few cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -1,0 +1,155 @@
+"""TRL's `GRPOTrainer` on the demo task, with our loops and the embedded engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agent_loop.config import Config
+from agent_loop.integrations.trl import AgentLoopRollouts
+from agent_loop.integrations.trl.completions import TRAJECTORY_KEY
+from examples.two_hop_lookup.task import train_rows
+
+trl = pytest.importorskip("trl")
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
+    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning"),
+]
+
+GROUP_SIZE = 8
+NUM_GROUPS = 8
+
+
+def grpo_args(folder: Path, **changes: Any) -> Any:
+    """One rollout of 64 trajectories, two updates of half of them each."""
+    return trl.GRPOConfig(
+        **{
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "num_generations": GROUP_SIZE,
+            "per_device_train_batch_size": NUM_GROUPS * GROUP_SIZE // 2,
+            "steps_per_generation": 2,
+            "max_completion_length": 128,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "constant",
+            "epsilon_high": 0.28,
+            "logging_steps": 1,
+            "report_to": [],
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            **changes,
+        }
+    )
+
+
+def test_it_learns_the_demo_task_with_tool_calls(
+    task_config: Config, model_path: Path, tmp_path: Path
+) -> None:
+    with AgentLoopRollouts(task_config) as rollouts:
+        trainer = trl.GRPOTrainer(
+            str(model_path),
+            reward_funcs=rollouts.reward_func,
+            rollout_func=rollouts.rollout_func,
+            train_dataset=rollouts.dataset(train_rows()),
+            args=grpo_args(tmp_path, max_steps=24),
+        )
+        trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "reward" in entry]
+    assert len(logs) == 12
+    assert logs[0]["agent_loop/num_tool_calls"] < 1.2 < logs[-1]["agent_loop/num_tool_calls"]
+    assert logs[0]["reward"] < 0.4
+    assert sum(entry["reward"] for entry in logs[-3:]) / 3 > 0.6
+
+
+def test_the_loss_touches_what_the_model_said_and_nothing_else(
+    task_config: Config, model_path: Path, tmp_path: Path
+) -> None:
+    outputs: list[dict[str, Any]] = []
+
+    class Watched(trl.GRPOTrainer):
+        """Keeps the log-probs that the loss is made of."""
+
+        log_probs: torch.Tensor
+        batch: dict[str, torch.Tensor]
+
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            log_probs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self.log_probs = log_probs
+            if log_probs.requires_grad:
+                log_probs.retain_grad()
+            return (log_probs, *others)
+
+        def _compute_loss(self, model: Any, inputs: Any) -> Any:
+            self.batch = inputs
+            return super()._compute_loss(model, inputs)
+
+    with AgentLoopRollouts(task_config) as rollouts:
+
+        def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+            outputs.append(rollouts.rollout_func(prompts, trainer))
+            return outputs[-1]
+
+        trainer = Watched(
+            str(model_path),
+            reward_funcs=rollouts.reward_func,
+            rollout_func=rollout_func,
+            train_dataset=rollouts.dataset(train_rows()),
+            args=grpo_args(
+                tmp_path,
+                max_steps=2,
+                steps_per_generation=1,
+                per_device_train_batch_size=NUM_GROUPS * GROUP_SIZE,
+            ),
+        )
+        trainer.train()
+
+    # 1. The rollout after the first update is of that update's weights.
+    assert [{*versions(output)} for output in outputs] == [{0}, {1}]
+
+    # 2. Of the tokens of the last batch, those of tools have no gradient, and the model's have one where there is an
+    #    advantage.
+    batch, gradient = trainer.batch, trainer.log_probs.grad
+    assert gradient is not None
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    is_tool = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
+    assert is_tool.any()
+    assert not gradient[~mask].any()
+    has_advantage = batch["advantages"][:, None] != 0
+    assert (gradient != 0)[mask & has_advantage].all()
+    assert int(mask.sum()) == sum(sum(mask) for mask in outputs[-1]["env_mask"])
+
+    # 3. The trainer gives the sampled tokens the probabilities that they were sampled with.
+    difference = (trainer.log_probs.detach() - batch["sampling_per_token_logps"])[mask]
+    assert difference.abs().max() < 1e-3
+
+
+def test_it_evaluates_on_other_rows(task_config: Config, model_path: Path, tmp_path: Path) -> None:
+    with AgentLoopRollouts(task_config) as rollouts:
+        trainer = trl.GRPOTrainer(
+            str(model_path),
+            reward_funcs=rollouts.reward_func,
+            rollout_func=rollouts.rollout_func,
+            train_dataset=rollouts.dataset(train_rows(count=16)),
+            eval_dataset=rollouts.dataset(train_rows(seed=3, count=4)),
+            args=grpo_args(tmp_path, per_device_eval_batch_size=16, num_generations_eval=4),
+        )
+        metrics = trainer.evaluate()
+    assert 0 <= metrics["eval_reward"] <= 1
+    assert metrics["eval_agent_loop/failed_share"] == 0
+
+
+def versions(output: dict[str, Any]) -> list[int]:
+    """The weight versions of all sampled tokens."""
+    return [
+        version
+        for trajectory in output[TRAJECTORY_KEY]
+        for version in trajectory.output.weight_versions.tolist()
+        if version >= 0
+    ]

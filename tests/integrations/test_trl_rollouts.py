@@ -1,0 +1,257 @@
+"""What `rollout_func` gives `GRPOTrainer`, without training."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from agent_loop.errors import ConfigError, DataError, RolloutError
+from agent_loop.integrations.trl import AgentLoopRollouts
+from agent_loop.integrations.trl.completions import TRAJECTORY_KEY, rollout_output
+from agent_loop.integrations.trl.weights import policy_weights
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from tests.helpers import calls, says, user
+from tests.integrations.scripted import CONFIG, fake_trainer, rollouts_with, text_of
+
+pytest.importorskip("datasets")
+
+
+def prompts_of(dataset: Any, *, times: int = 1) -> list[Any]:
+    """As TRL gives them: those of the data set, each so many times in a row."""
+    return [prompt for prompt in dataset["prompt"] for _ in range(times)]
+
+
+def rewards_of(output: dict[str, Any]) -> list[float | None]:
+    return AgentLoopRollouts.reward_func(agent_loop_trajectory=output[TRAJECTORY_KEY])
+
+
+def test_rows_with_equal_prompts_keep_their_own_columns() -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        dataset = rollouts.dataset([{"prompt": "hi", "worth": worth} for worth in (1, 2, 3)])
+        output = rollouts.rollout_func(prompts_of(dataset, times=2), fake_trainer())
+    assert rewards_of(output) == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 0], [2, 2, 1, 1, 0, 0], [1, 1, 1, 0]])
+def test_rows_come_back_in_the_order_of_the_prompts(order: list[int]) -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        prompts = prompts_of(rollouts.dataset([{"prompt": f"row {n}", "worth": n} for n in range(3)]))
+        output = rollouts.rollout_func([prompts[place] for place in order], fake_trainer())
+    assert rewards_of(output) == order
+    assert all(len(column) == len(order) for column in output.values())
+
+
+def test_a_column_of_tables_with_different_keys_reaches_the_loop_as_it_is() -> None:
+    rollouts, _ = rollouts_with()
+    rows = [{"prompt": "hi", "table": {"a": 1}}, {"prompt": "hi", "table": {"b": 2}}]
+    with rollouts:
+        output = rollouts.rollout_func(prompts_of(rollouts.dataset(rows)), fake_trainer())
+    assert [t.row["table"] for t in output[TRAJECTORY_KEY]] == [{"a": 1}, {"b": 2}]
+
+
+def test_the_mask_marks_what_the_model_said_and_nothing_else() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return calls("shelf_of", part=4) if request.turn == 0 else says("there")
+
+    rollouts, _ = rollouts_with(script)
+    with rollouts:
+        output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "where?"}])), fake_trainer())
+    ((ids,), (mask,), (log_probs,)) = (output[key] for key in ("completion_ids", "env_mask", "logprobs"))
+    by_model = text_of([token for token, flag in zip(ids, mask, strict=True) if flag])
+    by_others = text_of([token for token, flag in zip(ids, mask, strict=True) if not flag])
+    assert "shelf_of" in by_model
+    assert by_model.endswith("there<|im_end|>")
+    assert "shelf 5" in by_others
+    assert "there" not in by_others
+    assert [value != 0 for value in log_probs] == [flag == 1 for flag in mask]
+
+
+def test_failed_and_empty_trajectories_are_outside_the_mask_and_unscored_where_they_failed() -> None:
+    rollouts, _ = rollouts_with()
+    rows = [
+        {"prompt": "hi", "worth": 1},
+        {"prompt": "hi", "is_broken": True},
+        {"prompt": "far too long " * 500},
+        {"prompt": "hi", "agent_name": "single_turn_agent", "worth": 1},
+    ]
+    with rollouts:
+        output = rollouts.rollout_func(prompts_of(rollouts.dataset(rows)), fake_trainer())
+    assert rewards_of(output) == [1, None, 0, 1]
+    assert [any(mask) for mask in output["env_mask"]] == [True, False, False, True]
+    assert all(ids for ids in output["completion_ids"])
+    assert [len(ids) for ids in output["completion_ids"]] == [len(mask) for mask in output["env_mask"]]
+
+
+def test_too_many_failures_stop_the_run_with_the_commonest_error() -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts, pytest.raises(RolloutError, match="this row has no right answer"):
+        prompts = prompts_of(rollouts.dataset([{"prompt": "hi", "is_broken": True}]), times=4)
+        rollouts.rollout_func(prompts, fake_trainer())
+
+
+def test_weights_are_published_once_per_step_and_for_each_trainer() -> None:
+    rollouts, server = rollouts_with()
+    versions: list[int] = []
+    update = server.update_weights
+
+    async def update_weights(weights: Any, *, weight_version: int) -> None:
+        versions.append(weight_version)
+        await update(weights, weight_version=weight_version)
+
+    server.update_weights = update_weights
+    with rollouts:
+        prompts = prompts_of(rollouts.dataset([{"prompt": "hi"}]))
+        trainer = fake_trainer(step=0)
+        rollouts.rollout_func(prompts, trainer)
+        rollouts.rollout_func(prompts, trainer)
+        trainer.state.global_step = 3
+        output = rollouts.rollout_func(prompts, trainer)
+        rollouts.rollout_func(prompts, fake_trainer(step=3))
+    assert versions == [0, 3, 3]
+    (trajectory,) = output[TRAJECTORY_KEY]
+    assert set(trajectory.output.weight_versions.tolist()) == {3}
+
+
+def test_an_evaluation_samples_as_the_validation_is_set() -> None:
+    val = CONFIG.rollout.val.model_copy(update={"temperature": 0.5})
+    config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"val": val})})
+    rollouts, server = rollouts_with(config=config)
+    with rollouts:
+        prompts = prompts_of(rollouts.dataset([{"prompt": "hi"}]))
+        rollouts.rollout_func(prompts, fake_trainer())
+        rollouts.rollout_func(prompts, fake_trainer(is_training=False))
+    assert [request.sampling_params.temperature for request in server.requests] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tools": [print]}, "leave them out"),
+        ({"environment_factories": {}}, "leave them out"),
+        ({"args": {"use_vllm": True}}, "use_vllm is True"),
+        ({"args": {"temperature": 0.7}}, "make them equal"),
+        ({"args": {"max_completion_length": 64}}, "below rollout.response_length 96"),
+        (
+            {"accelerator": SimpleNamespace(num_processes=4, unwrap_model=None)},
+            "runs in 4 processes",
+        ),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    rollouts, server = rollouts_with()
+    with rollouts, pytest.raises(ConfigError, match=message):
+        rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer(**changes))
+    assert not server.requests
+
+
+@pytest.mark.parametrize("prompt", ["hi", [], user("hi"), [{**user("hi")[0], "agent_loop_row": 7}]])
+def test_prompts_of_another_data_set_are_refused(prompt: Any) -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts, pytest.raises(DataError, match=r"rollouts\.dataset"):
+        rollouts.dataset([{"prompt": "hi"}])
+        rollouts.rollout_func([prompt], fake_trainer())
+
+
+def test_rollouts_that_are_not_open_say_so() -> None:
+    rollouts, _ = rollouts_with()
+    dataset = rollouts.dataset([{"prompt": "hi"}])
+    with pytest.raises(RuntimeError, match="inside `with"):
+        rollouts.rollout_func(prompts_of(dataset), fake_trainer())
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    rollouts, _ = rollouts_with()
+    trainer = fake_trainer()
+    trainer.model = peft.get_peft_model(
+        torch.nn.Sequential(torch.nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"], use_dora=True)
+    )
+    with rollouts, pytest.raises(ConfigError, match="use_dora"):
+        rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), trainer)
+
+
+def test_adapters_are_published_merged_under_the_names_of_the_model() -> None:
+    peft = pytest.importorskip("peft")
+    base = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+    names = [name for name, _ in base.named_parameters()]
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0"], init_lora_weights=False))
+    inputs = torch.randn(4, 3)
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3))
+    weights = dict(policy_weights(model))
+    assert sorted(weights) == sorted(names)
+    plain.load_state_dict(weights)
+    torch.testing.assert_close(plain(inputs), model(inputs))
+
+
+def test_leaving_the_rollouts_ends_the_server_and_the_thread() -> None:
+    rollouts, server = rollouts_with()
+    with rollouts:
+        rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
+    assert not [thread for thread in threading.enumerate() if thread.name == "agent-loop-trl"]
+    assert server.num_running == 0
+    assert server.num_sessions == 0
+
+
+def test_a_run_that_nothing_scores_says_what_is_missing() -> None:
+    rollouts, _ = rollouts_with(has_reward=False)
+    with rollouts:
+        output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
+    with pytest.raises(RolloutError, match=r"set reward\.function"):
+        rewards_of(output)
+
+
+def test_ctrl_c_cancels_the_rollout_and_is_raised() -> None:
+    asked = threading.Event()
+
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        asked.set()
+        return says("never", latency_s=math.inf)
+
+    def interrupt() -> None:
+        asked.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    rollouts, server = rollouts_with(script)
+    with rollouts:
+        prompts = prompts_of(rollouts.dataset([{"prompt": "hi"}]))
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            rollouts.rollout_func(prompts, fake_trainer())
+        assert server.num_running == 0
+        assert server.num_sessions == 0
+
+
+def test_tokens_beyond_the_trainers_limit_are_cut_off() -> None:
+    trajectory = Trajectory(
+        output=AgentLoopOutput(
+            prompt_ids=[1, 2],
+            response_ids=[3, 4, 5],
+            response_mask=[1, 0, 1],
+            response_logprobs=[-1.0, 0.0, -2.0],
+        ),
+        row={},
+        group=0,
+        rollout=0,
+        reward=1.0,
+        reward_extra={},
+    )
+    output = rollout_output([trajectory], max_tokens=2, pad_token_id=0)
+    assert output["completion_ids"] == [[3, 4]]
+    assert output["env_mask"] == [[1, 0]]
+    assert output["logprobs"] == [[-1.0, 0.0]]
+
+
+def test_a_loop_with_several_outputs_is_refused() -> None:
+    output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
+    branch = Trajectory(output=output, row={}, group=0, rollout=0, reward=1.0, reward_extra={}, branch=0)
+    with pytest.raises(DataError, match="returned a list of outputs"):
+        rollout_output([branch], max_tokens=8, pad_token_id=0)

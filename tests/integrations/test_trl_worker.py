@@ -1,0 +1,248 @@
+"""The rollout worker for `AsyncGRPOTrainer`, without a trainer."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from agent_loop.errors import ConfigError, RolloutError
+from agent_loop.integrations.trl import AgentLoopRolloutWorker
+from agent_loop.integrations.trl.worker import MOST_LOST_IN_A_ROW
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from tests.helpers import calls, says
+from tests.integrations.scripted import rollouts_with, text_of
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.filterwarnings("ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'"),
+]
+PATIENCE_S = 20.0
+
+
+def async_args(**changes: Any) -> Any:
+    from trl.experimental.async_grpo import AsyncGRPOConfig  # late: takes seconds
+
+    return AsyncGRPOConfig(
+        **{
+            "output_dir": "unused",
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": [],
+            "num_generations": 2,
+            "max_inflight_tasks": 4,
+            "max_completion_length": 96,
+            **changes,
+        }
+    )
+
+
+def take(worker: AgentLoopRolloutWorker, count: int) -> list[Any]:
+    return [worker.rollout_buffer.get(timeout=PATIENCE_S) for _ in range(count)]
+
+
+def wait_for(condition: Any) -> None:
+    """Real time: the worker is in a thread of its own."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def health_error(worker: AgentLoopRolloutWorker) -> str:
+    try:
+        worker.check_health(1e9)
+    except RolloutError as error:
+        return str(error)
+    return ""
+
+
+def rows_worth(*worths: float, **columns: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"row {place}", "worth": worth, **columns} for place, worth in enumerate(worths)]
+
+
+def test_a_sample_holds_the_tokens_and_the_log_probs_where_the_model_spoke() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return calls("shelf_of", part=4) if request.turn == 0 else says("there")
+
+    rollouts, _ = rollouts_with(script)
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker.start()
+        sample, other = take(worker, 2)
+        worker.stop()
+    assert sample.group_id == other.group_id == 0
+    assert sample.input_ids.shape == sample.completion_mask.shape == sample.old_log_probs.shape
+    assert ((sample.old_log_probs != 0) == (sample.completion_mask == 1)).all()
+    by_model = text_of(sample.input_ids[sample.completion_mask == 1].tolist())
+    assert "shelf_of" in by_model
+    assert "shelf 5" not in by_model
+    assert "shelf 5" in text_of(sample.input_ids.tolist())
+    assert [message["role"] for message in sample.completion] == ["assistant", "tool", "assistant"]
+    assert sample.metrics["reward"] == 1
+
+
+def test_advantages_compare_within_the_group_and_failed_trajectories_are_left_out() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        num_before = len(server.requests)
+        return says("hello", error="the engine broke") if num_before % 4 == 2 else says("hello" * num_before)
+
+    rollouts, server = rollouts_with(script)
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args(num_generations=4))
+        worker.start()
+        samples = take(worker, 3)
+        worker.stop()
+    assert {sample.group_id for sample in samples} == {0}
+    assert sum(sample.advantage for sample in samples) == pytest.approx(0, abs=1e-5)
+
+
+def test_no_more_is_in_flight_or_waiting_than_the_arguments_allow() -> None:
+    rollouts, server = rollouts_with()
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1, 2, 3), args=async_args(max_inflight_tasks=6))
+        worker.start()
+        wait_for(lambda: worker.rollout_buffer.qsize() == 6)
+        assert len(server.requests) == 6
+        take(worker, 2)
+        wait_for(lambda: worker.rollout_buffer.qsize() == 6)
+        worker.stop()
+    assert len(server.requests) == 8
+
+
+def test_a_bound_below_one_group_still_runs_one_group_at_a_time() -> None:
+    rollouts, server = rollouts_with()
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args(num_generations=4, max_inflight_tasks=1))
+        worker.start()
+        wait_for(lambda: worker.rollout_buffer.qsize() == 4)
+        worker.stop()
+    assert len(server.requests) == 4
+
+
+def test_weights_are_published_as_the_version_that_the_trainer_counts_next() -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        transfer = worker.weight_transfer
+        transfer.init_weight_transfer()
+        transfer.pause()
+        transfer.send_weights(iter([("weight", torch.zeros(2))]))
+        transfer.resume()
+        worker.update_model_version(1)
+        worker.start()
+        (sample, _) = take(worker, 2)
+        worker.stop()
+        transfer.destroy()
+    assert sample.model_version == 1
+
+
+def test_stopping_cancels_what_is_in_flight_and_leaves_nothing() -> None:
+    rollouts, server = rollouts_with(lambda _: says("never", latency_s=math.inf))
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker.start()
+        wait_for(lambda: server.num_running == 4)
+        worker.stop()
+        assert server.num_running == 0
+        assert server.num_sessions == 0
+        with pytest.raises(RolloutError, match="it was stopped"):
+            worker.check_health(1e9)
+
+
+def test_a_worker_that_was_never_started_can_be_stopped() -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        rollouts.worker(rows_worth(1), args=async_args()).stop()
+
+
+def test_leaving_the_rollouts_ends_a_worker_that_still_runs() -> None:
+    rollouts, server = rollouts_with(lambda _: says("never", latency_s=math.inf))
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker.start()
+        wait_for(lambda: server.num_running == 4)
+    worker.stop()
+    assert server.num_running == 0
+
+
+def test_silence_is_reported_as_such() -> None:
+    rollouts, server = rollouts_with(lambda _: says("never", latency_s=math.inf))
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker.start()
+        wait_for(lambda: server.num_running == 4)
+        worker.check_health(60)
+        with pytest.raises(RolloutError, match="no trajectory has ended for"):
+            worker.check_health(0)
+        worker.stop()
+
+
+def test_one_broken_row_is_left_out_and_counted() -> None:
+    rollouts, _ = rollouts_with()
+    rows = [*rows_worth(1, 1), {"prompt": "hi", "is_broken": True}]
+    with rollouts:
+        worker = rollouts.worker(rows, args=async_args())
+        worker.start()
+        samples = take(worker, 12)
+        worker.stop()
+    assert len({sample.group_id for sample in samples}) == 6
+    assert worker.metrics_queue.get_nowait() == {"agent_loop/lost_groups_total": 1.0}
+
+
+def test_too_many_broken_groups_in_a_row_end_the_worker_with_their_error() -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1, is_broken=True), args=async_args())
+        worker.start()
+        wait_for(lambda: "this row has no right answer" in health_error(worker))
+        assert worker.rollout_buffer.empty()
+    assert worker.metrics_queue.qsize() == MOST_LOST_IN_A_ROW
+
+
+def test_rows_that_nothing_scores_end_the_worker() -> None:
+    rollouts, _ = rollouts_with(has_reward=False)
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        worker.start()
+        wait_for(lambda: "set reward.function" in health_error(worker))
+
+
+def test_prompts_that_are_all_too_long_end_the_worker() -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        worker = rollouts.worker([{"prompt": "far too long " * 500}], args=async_args())
+        worker.start()
+        wait_for(lambda: "nothing to train on" in health_error(worker))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": 0.7}, "make them equal"),
+        ({"max_completion_length": 64}, "max_completion_length is 64"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    rollouts, _ = rollouts_with()
+    with rollouts, pytest.raises(ConfigError, match=message):
+        rollouts.worker(rows_worth(1), args=async_args(**changes))
+
+
+def test_it_has_what_the_trainer_asks_of_workers_and_transfers() -> None:
+    from trl.experimental.async_grpo.async_grpo_trainer import RolloutWorkerProtocol, WeightTransferProtocol
+
+    rollouts, _ = rollouts_with()
+    with rollouts:
+        worker = rollouts.worker(rows_worth(1), args=async_args())
+        assert not missing(worker, RolloutWorkerProtocol)
+        assert not missing(worker.weight_transfer, WeightTransferProtocol)
+
+
+def missing(thing: Any, protocol: Any) -> list[str]:
+    names = {*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))}
+    return sorted(name for name in names if not hasattr(thing, name))
