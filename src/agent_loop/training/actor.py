@@ -18,10 +18,9 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.adapters import has_adapters, merged_parameters
 from agent_loop.training.losses import Aggregation, kl_penalty, loss_denominator, policy_loss
-from agent_loop.training.micro_batches import MicroBatch, trainable_rows
+from agent_loop.training.micro_batches import MicroBatch, micro_batches, trainable_rows
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.packing import prove_packing
-from agent_loop.training.parallel import ALONE, Team, shared_micro_batches, whole
 from agent_loop.training.policy import make_exact, response_log_probs
 from agent_loop.training.tally import StepNames, UpdateTally
 from agent_loop.training.targets import PastLogProbs, Targets, importance
@@ -44,7 +43,6 @@ class Actor:
         temperature: float = 1.0,
         reference: PreTrainedModel | None = None,
         seed: int = 0,
-        team: Team = ALONE,
     ) -> None:
         """Takes over a loaded model.
 
@@ -55,7 +53,6 @@ class Actor:
                 give them at 1, and so does the actor.
             reference: The policy that a KL penalty pulls towards; needed if `config.kl_loss_coef` is not 0.
             seed: Decides how rows are dealt into mini-batches.
-            team: Over whose processes the models are sharded; they make the same calls with the same batches.
 
         Raises:
             ConfigError: The model cannot be trained on packed rows.
@@ -73,10 +70,6 @@ class Actor:
             make_exact(reference.requires_grad_(False), gradient_checkpointing=False)
         if config.use_packing:
             prove_packing(model)
-        self._team = team
-        team.shard(model)
-        if reference is not None:
-            team.shard(reference)
         self._optimizer = Optimizer(model, config=config, seed=seed)
 
     def log_probs(self, batch: RolloutBatch) -> Tensor:
@@ -130,7 +123,7 @@ class Actor:
             advantages_BR=advantages_BR.expand(batch["responses"].shape), weights_BR=weights_BR, past=past
         )
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES, team=self._team)
+        tally = UpdateTally(STEP_NAMES)
         for mini_batch_rows in self._optimizer.mini_batches(rows):
             self._step(batch, mini_batch_rows, targets, tally)
         self._optimizer.end_update()
@@ -144,13 +137,13 @@ class Actor:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under the names of the model's state dict, tied ones once; adapters are merged into them.
 
-        What has no adapter and is not sharded shares the actor's memory: take what is needed before the next update.
+        What has no adapter shares the actor's memory: take what is needed before the next update.
         """
         persistent = self.model.state_dict().keys()
         if has_adapters(self.model):
             yield from merged_parameters(self.model)
         else:
-            yield from ((name, whole(value.detach())) for name, value in self.model.named_parameters())
+            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 yield name, buffer.detach()
@@ -172,13 +165,10 @@ class Actor:
             ),
         )
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, counts in self._cut(batch, rows):
+        for micro_batch in self._cut(batch, rows):
             log_probs_BR, entropy_BR = response_log_probs(
                 self.model, micro_batch, temperature=self._temperature
             )
-            if not counts:
-                cast(Any, log_probs_BR.sum() * 0).backward()
-                continue
             if tally.num_steps == 0:
                 tally.compare(log_probs_BR.detach(), targets.past.rollout_BR, micro_batch)
             loss = self._loss(log_probs_BR, entropy_BR, micro_batch, targets, reduce, sums)
@@ -232,17 +222,15 @@ class Actor:
     @torch.no_grad()
     def _log_probs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
         log_probs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
-        for micro_batch, counts in self._cut(batch, rows):
+        for micro_batch in self._cut(batch, rows):
             part_BR, _ = response_log_probs(model, micro_batch, temperature=self._temperature)
-            if counts:
-                micro_batch.put(part_BR, into=log_probs_BR)
-        return self._team.sum_tensor(log_probs_BR)
+            micro_batch.put(part_BR, into=log_probs_BR)
+        return log_probs_BR
 
-    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[tuple[MicroBatch, bool]]:
-        return shared_micro_batches(
+    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
+        return micro_batches(
             batch,
             rows=rows,
-            team=self._team,
             max_tokens=self._config.max_tokens_per_micro_batch,
             device=self.model.device,
             use_packing=self._config.use_packing,

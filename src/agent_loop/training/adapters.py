@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
-from agent_loop.training.parallel import whole
 
 ADAPTER_CONFIG = "adapter_config.json"
 BASE = ".base_layer."
@@ -81,12 +80,12 @@ def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             continue
         owner, is_adapted, own_name = name.partition(BASE)
         if not is_adapted:
-            yield name, whole(parameter.detach())
+            yield name, parameter.detach()
             continue
-        merged = whole(parameter.detach())
+        merged = parameter.detach()
         if own_name == "weight":
             layer: Any = model.get_submodule(owner)
-            delta = sum(whole(layer.get_delta_weight(adapter)).float() for adapter in layer.active_adapters)
+            delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
             merged = (merged.float() + delta).to(parameter.dtype)
         yield f"{owner}.{own_name}", merged
 

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from agent_loop.errors import CheckpointError
 
@@ -31,7 +32,7 @@ MODEL_FOLDER = "model"
 
 
 class SavesPretrained(Protocol):
-    """A model or a tokenizer, as far as a checkpoint is concerned."""
+    """A tokenizer, as far as a checkpoint is concerned."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
 
@@ -71,7 +72,7 @@ def save_checkpoint(
     *,
     step: int,
     weight_version: int,
-    models: Mapping[str, SavesPretrained],
+    models: Mapping[str, PreTrainedModel],
     tokenizer: SavesPretrained,
     trainer_state: Mapping[str, Any],
     config: Mapping[str, Any],
@@ -89,7 +90,7 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     for name, model in models.items():
         folder_name = MODEL_FOLDER if name == "policy" else name
-        model.save_pretrained(str(temporary / folder_name))
+        cast(Any, model).save_pretrained(str(temporary / folder_name))
     tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
     torch.save(dict(trainer_state), temporary / TRAINER_FILE)
     state = {

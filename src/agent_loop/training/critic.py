@@ -20,10 +20,9 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.forward import predict_response
 from agent_loop.training.losses import Aggregation, loss_denominator, masked_mean, value_loss
-from agent_loop.training.micro_batches import MicroBatch, trainable_rows
+from agent_loop.training.micro_batches import MicroBatch, micro_batches, trainable_rows
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.packing import prove_packing
-from agent_loop.training.parallel import ALONE, Team, shared_micro_batches
 from agent_loop.training.policy import device_of, make_exact
 from agent_loop.training.tally import StepNames, UpdateTally
 
@@ -37,16 +36,13 @@ STEP_NAMES = StepNames(
 class Critic:
     """Owns the critic's model and its optimiser. One call at a time, from any thread."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, config: CriticConfig, seed: int = 0, team: Team = ALONE
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, config: CriticConfig, seed: int = 0) -> None:
         """Takes over a loaded model.
 
         Args:
             model: Gives one number per token, as `load_critic` loads it; stays on its device.
             config: How to train it.
             seed: Decides how rows are dealt into mini-batches.
-            team: Over whose processes the model is sharded; they make the same calls with the same batches.
 
         Raises:
             ConfigError: The model cannot be trained on packed rows.
@@ -56,8 +52,6 @@ class Critic:
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
         if config.use_packing:
             prove_packing(model)
-        self._team = team
-        team.shard(model)
         self._optimizer = Optimizer(model, config=config, seed=seed)
 
     @property
@@ -68,11 +62,9 @@ class Critic:
     def values(self, batch: RolloutBatch, *, rows: Tensor) -> Tensor:
         """What is expected just before each response token; [B, R] float32, 0 in other rows and at padding."""
         values_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
-        for micro_batch, counts in self._cut(batch, rows):
-            part_BR = _response_values(self.model, micro_batch)
-            if counts:
-                micro_batch.put(part_BR, into=values_BR)
-        return self._team.sum_tensor(values_BR)
+        for micro_batch in self._cut(batch, rows):
+            micro_batch.put(_response_values(self.model, micro_batch), into=values_BR)
+        return values_BR
 
     def update(
         self, batch: RolloutBatch, *, returns_BR: Tensor, old_values_BR: Tensor, keep_B: Tensor | None = None
@@ -95,7 +87,7 @@ class Critic:
         if not len(rows):
             return {}
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES, team=self._team)
+        tally = UpdateTally(STEP_NAMES)
         for mini_batch_rows in self._optimizer.mini_batches(rows):
             self._step(batch, mini_batch_rows, returns_BR, old_values_BR, tally)
         self._optimizer.end_update()
@@ -121,13 +113,9 @@ class Critic:
             ),
         )
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, counts in self._cut(batch, rows):
-            values_BR = _response_values(self.model, micro_batch)
-            if not counts:
-                cast(Any, values_BR.sum() * 0).backward()
-                continue
+        for micro_batch in self._cut(batch, rows):
             result = value_loss(
-                values_BR,
+                _response_values(self.model, micro_batch),
                 old_values_BT=micro_batch.cut(old_values_BR),
                 returns_BT=micro_batch.cut(returns_BR),
                 mask_BT=micro_batch.mask_BR,
@@ -139,11 +127,10 @@ class Critic:
             sums[names.CRITIC_CLIP_FRACTION] += float(result.clip_fraction.detach())
         tally.add_step(sums, grad_norm=self._optimizer.step())
 
-    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[tuple[MicroBatch, bool]]:
-        return shared_micro_batches(
+    def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
+        return micro_batches(
             batch,
             rows=rows,
-            team=self._team,
             max_tokens=self._config.max_tokens_per_micro_batch,
             device=self.model.device,
             use_packing=self._config.use_packing,

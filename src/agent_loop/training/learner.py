@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,11 +15,10 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import Estimate, Rewards, collect_rewards, estimate_advantages
-from agent_loop.training.checkpoint import Checkpoint, SavesPretrained
+from agent_loop.training.checkpoint import Checkpoint
 from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
-from agent_loop.training.parallel import ALONE, Team
 from agent_loop.training.policy import load_policy
 from agent_loop.training.targets import PastLogProbs
 
@@ -50,12 +49,8 @@ class Learner:
         """The policy."""
         return self._actor.model
 
-    def models(self) -> Mapping[str, SavesPretrained]:
-        """All that is trained, to be saved: `policy` and, where there is one, `critic`."""
-        return self.sharded_models()
-
-    def sharded_models(self) -> dict[str, PreTrainedModel]:
-        """The same, as this process has it."""
+    def models(self) -> dict[str, PreTrainedModel]:
+        """All that is trained: `policy` and, where there is one, `critic`."""
         models = {"policy": self._actor.model}
         return models if self._critic is None else models | {"critic": self._critic.model}
 
@@ -154,20 +149,8 @@ class Learner:
         return torch.tensor([baseline_rewards.get(group, torch.nan) for group in groups])
 
 
-def load_learner(
-    config: Config,
-    *,
-    checkpoint: Checkpoint | None = None,
-    team: Team = ALONE,
-    make: Callable[..., Learner] = Learner,
-) -> Learner:
+def load_learner(config: Config, *, checkpoint: Checkpoint | None = None) -> Learner:
     """The learner at the start of a run, or as a checkpoint left it.
-
-    Args:
-        config: Of the whole run.
-        checkpoint: What to go on from.
-        team: Over whose processes the models are sharded.
-        make: Takes what `Learner` does.
 
     Raises:
         ConfigError: A model cannot be loaded or not be trained so.
@@ -183,15 +166,14 @@ def load_learner(
         temperature=config.rollout.temperature,
         reference=reference,
         seed=seed,
-        team=team,
     )
-    learner = make(config, actor=actor, critic=_load_critic(config, checkpoint, team))
+    learner = Learner(config, actor=actor, critic=_load_critic(config, checkpoint))
     if checkpoint is not None:
         learner.load_state_dict(checkpoint.trainer_state())
     return learner
 
 
-def _load_critic(config: Config, checkpoint: Checkpoint | None, team: Team) -> Critic | None:
+def _load_critic(config: Config, checkpoint: Checkpoint | None) -> Critic | None:
     if config.algorithm.adv_estimator != "gae":
         return None
     folder = None if checkpoint is None else checkpoint.path / CRITIC_FOLDER
@@ -200,8 +182,7 @@ def _load_critic(config: Config, checkpoint: Checkpoint | None, team: Team) -> C
         model_config=config.model,
         path=folder if folder is not None and folder.is_dir() else None,
     )
-    section = _with_loss_length(config.critic, config)
-    return Critic(model, config=section, seed=config.trainer.seed, team=team)
+    return Critic(model, config=_with_loss_length(config.critic, config), seed=config.trainer.seed)
 
 
 def _with_loss_length(section: OptimConfigT, config: Config) -> OptimConfigT:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from agent_loop.config import OptimConfig
-from agent_loop.training.parallel import shard_like, whole
 
 
 class Optimizer:
@@ -53,40 +52,22 @@ class Optimizer:
 
         A norm that is not finite moves nothing.
         """
-        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip)))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
         if math.isfinite(grad_norm):
             cast(Any, self._adamw).step()
         self._adamw.zero_grad()
         return grad_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state, the warm-up's, and the random state; of a sharded model in full.
-
-        The processes of a team call it together.
-        """
+        """AdamW's state, the warm-up's, and the random state."""
         return {
-            "optimizer": _each_tensor(self._adamw.state_dict(), lambda index, value: whole(value)),
+            "optimizer": self._adamw.state_dict(),
             "num_updates": self.num_updates,
             "generator": self._generator.get_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave, be it of another number of processes."""
-        shards = _each_tensor(
-            state["optimizer"], lambda index, value: shard_like(value, self._parameters[index])
-        )
-        self._adamw.load_state_dict(shards)
+        """Goes on from what `state_dict` gave."""
+        self._adamw.load_state_dict(state["optimizer"])
         self.num_updates = int(state["num_updates"])
         self._generator.set_state(state["generator"])
-
-
-def _each_tensor(state: Mapping[str, Any], change: Callable[[int, Tensor], Tensor]) -> dict[str, Any]:
-    """The state of an optimiser with each tensor changed, by the number of its parameter."""
-    changed = {
-        index: {
-            name: change(index, value) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for index, values in state["state"].items()
-    }
-    return {**state, "state": changed}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from agent_loop.training import metrics as names
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.parallel import ALONE, Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +26,14 @@ class StepNames:
 class UpdateTally:
     """Filled by one update, read once."""
 
-    def __init__(self, step_names: StepNames, *, team: Team = ALONE) -> None:
+    def __init__(self, step_names: StepNames) -> None:
         self.num_steps = 0
-        self._team = team
         self._names = step_names
         self._values: defaultdict[str, list[float]] = defaultdict(list)
         self._log_ratios: list[Tensor] = []
 
     def add_step(self, sums: Mapping[str, float], *, grad_norm: float) -> None:
-        """Of one optimiser step, with this process's sums."""
         self.num_steps += 1
-        sums = self._team.sum_metrics(sums)
         for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
             self._values[name].append(value)
 
@@ -48,7 +44,7 @@ class UpdateTally:
             self._log_ratios.append(log_ratio_BR[micro_batch.mask_BR.bool()].cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Means over the optimiser steps of all processes, those that are not finite left out."""
+        """Means over the optimiser steps, those that are not finite left out."""
         metrics = {
             name: sum(finite) / len(finite)
             for name, values in self._values.items()
@@ -58,9 +54,8 @@ class UpdateTally:
         num_nonfinite = sum(not math.isfinite(norm) for norm in grad_norms)
         metrics[self._names.nonfinite_updates] = float(num_nonfinite)
         metrics[self._names.optimizer_steps] = float(len(grad_norms) - num_nonfinite)
-        log_ratios = [ratios_N for part in self._team.collect(self._log_ratios) for ratios_N in part]
-        if log_ratios:
-            metrics |= _mismatch(torch.cat(log_ratios))
+        if self._log_ratios:
+            metrics |= _mismatch(torch.cat(self._log_ratios))
         return metrics
 
 
