@@ -27,18 +27,18 @@ import os
 import sys
 
 from agent_loop.cli import main
-from agent_loop.training.learner import Learner
+from agent_loop.training.loop import TrainingLoop
 
-learn = Learner.learn
+learn = TrainingLoop._learn
 
-def learn_and_tell(self, batch, **more):
-    trained = [[number, rollout] for number, rollout in zip(batch["number"], batch["rollout"].tolist())]
-    metrics = learn(self, batch, **more)
+def learn_and_tell(self, rollout):
+    metrics = learn(self, rollout)
+    trained = [[trajectory.row["number"], trajectory.rollout] for trajectory in rollout.trajectories]
     with open("trained.log", "a") as file:
         file.write(json.dumps({"pid": os.getpid(), "rows": trained}) + chr(10))
     return metrics
 
-Learner.learn = learn_and_tell
+TrainingLoop._learn = learn_and_tell
 sys.argv = ["agent-loop", "train", "config.yaml", *sys.argv[1:]]
 main()
 """
