@@ -195,6 +195,14 @@ class HttpClient:
                 server=self._server,
                 request_id=request_id,
             ) from error
+        except RuntimeError as error:  # aiohttp's, of a session that was closed while the request began
+            if not self._is_closed:
+                raise
+            raise ServerDied(
+                f"the connection was closed ({describe_error(error)})",
+                server=self._server,
+                request_id=request_id,
+            ) from error
         except UnicodeDecodeError as error:
             raise BadServerReply(
                 f"{path} was answered with bytes that are not UTF-8",

@@ -166,8 +166,15 @@ async def _session(subject: Subject) -> None:
 
 @_check("a session's next turn does not compute its context again", ability=Ability.PREFIX_REUSE)
 async def _prefix_reuse(subject: Subject) -> str:
+    try:
+        return await _reuse_of(subject, seed=8)
+    except CheckFailed:  # a cache may lose a prefix once in a while; one that works does not lose two
+        return await _reuse_of(subject, seed=80)
+
+
+async def _reuse_of(subject: Subject, *, seed: int) -> str:
     session = subject.session()
-    prompt = subject.prompt(subject.max_model_len // 2, seed=8)
+    prompt = subject.prompt(subject.max_model_len // 2, seed=seed)
     first = await subject.greedy(prompt, 8, session=session)
     context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
     output = await subject.ask(context, session=session, temperature=0.0, max_tokens=2)
