@@ -117,7 +117,7 @@ def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
 
 def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
     model = tiny_model(initializer_range=0.06)
-    server = SetsRequestsAside(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)), always=True)
+    server = SetsRequestsAside(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)))
 
     report = asyncio.run(
         check_server(server, max_model_len=160, reference=Reference(tiny_model(initializer_range=0.06)))
@@ -128,12 +128,19 @@ def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_weight_update", "is_set_aside"), [("auto", False), ("keep", False), ("abort", True)]
+    ("engine", "on_weight_update", "is_set_aside"),
+    [
+        ("scripted", "auto", False),
+        ("scripted", "keep", False),
+        ("scripted", "abort", True),
+        (f"{__name__}:BreaksOff", "auto", True),
+        (f"{__name__}:BreaksOff", "keep", False),
+    ],
 )
-def test_the_configuration_decides(on_weight_update: str, is_set_aside: bool) -> None:
+def test_engine_and_configuration_decide(engine: str, on_weight_update: str, is_set_aside: bool) -> None:
     rollout = RolloutConfig.model_validate(
         {
-            "engine": "scripted",
+            "engine": engine,
             "engine_kwargs": {"script": f"{__file__}:counts"},
             "on_weight_update": on_weight_update,
         }

@@ -41,10 +41,13 @@ def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> Asyn
         ConfigError: The engine refuses its options.
     """
     server = server_class.create(spec)
-    keeps_requests = Ability.UPDATE_IN_FLIGHT in server.abilities
-    if spec.on_weight_update == "keep" or (spec.on_weight_update == "auto" and keeps_requests):
-        return server
-    return SetsRequestsAside(server, always=spec.on_weight_update == "abort")
+    # A server that says what it can only when it is up keeps its requests, as the contract of servers has it.
+    cannot_keep = (
+        Ability.WEIGHT_UPDATE in server.abilities and Ability.UPDATE_IN_FLIGHT not in server.abilities
+    )
+    if spec.on_weight_update == "abort" or (spec.on_weight_update == "auto" and cannot_keep):
+        return SetsRequestsAside(server)
+    return server
 
 
 def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSpec]:

@@ -32,19 +32,13 @@ class _Request:
 
 class SetsRequestsAside(AsyncServerBase):
     """A server in front of another one. Requests that run when new weights come are aborted there, and go on under the
-    new weights from the tokens they have; those that come meanwhile wait.
+    new weights from the tokens they have; those that come meanwhile wait."""
 
-    Args:
-        server: Its engine takes weights.
-        always: Do so although the engine could keep the requests.
-    """
-
-    def __init__(self, server: AsyncServerBase, *, always: bool = False) -> None:
+    def __init__(self, server: AsyncServerBase) -> None:
         self.name = server.name
         self.abilities = server.abilities | {Ability.UPDATE_IN_FLIGHT}
         self.max_concurrent = server.max_concurrent
         self._server = server
-        self._always = always
         self._requests: dict[str, _Request] = {}
         self._num_at_engine = 0
         self._is_idle = asyncio.Event()
@@ -65,13 +59,6 @@ class SetsRequestsAside(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        if self._passes_on:
-            return await self._server.generate(
-                prompt_ids,
-                sampling_params,
-                request_id,
-                **({"attachments": attachments} if attachments else {}),
-            )
         parts = self.stream(prompt_ids, sampling_params, request_id, attachments=attachments)
         async with aclosing(parts):
             return TokenOutput.from_chunks([chunk async for chunk in parts])
@@ -84,12 +71,6 @@ class SetsRequestsAside(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        if self._passes_on:
-            work = Work(sampling_params, prompt_ids, request_id, attachments)
-            async with aclosing(work.stream_on(self._server)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
         if request_id in self._requests:
             raise ServerError(
                 "a request of this session is already running", server=self.name, request_id=request_id
@@ -117,9 +98,6 @@ class SetsRequestsAside(AsyncServerBase):
             del self._requests[request_id]
 
     async def abort(self, request_id: str) -> None:
-        if self._passes_on:
-            await self._server.abort(request_id)
-            return
         request = self._requests.get(request_id)
         if request is not None:
             request.is_aborted, request.is_set_aside = True, False
@@ -137,9 +115,6 @@ class SetsRequestsAside(AsyncServerBase):
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        if self._passes_on:
-            await self._server.update_weights(weights, weight_version=weight_version)
-            return
         async with self._updating:
             self._is_open.clear()
             try:
@@ -153,11 +128,6 @@ class SetsRequestsAside(AsyncServerBase):
 
     async def close(self) -> None:
         await self._server.close()
-
-    @property
-    def _passes_on(self) -> bool:
-        """The engine can keep requests, which some only tell when they are up."""
-        return Ability.UPDATE_IN_FLIGHT in self._server.abilities and not self._always
 
     @asynccontextmanager
     async def _at_engine(self) -> AsyncGenerator[None]:
