@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-slow test-engines test-ray test-integrations check format bench docs clean
+.PHONY: help install demo test test-slow test-engines test-ray test-integrations test-browser check format bench bench-verl docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,10 +33,14 @@ test-vllm test-sglang: test-%: $(VENV)-%/.installed
 test-ray: $(INSTALLED)-ray  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
 	$(BIN)/python -m pytest -m ray tests/distributed
 
-test-integrations: $(INSTALLED)-trl  ## Run the tests that train with the trainers of other libraries (TRL).
-	$(BIN)/python -m pytest -m integrations tests/integrations
+test-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb  ## Run the tests with other libraries: TRL, MLflow, W&B.
+	$(BIN)/python -m pytest -m integrations tests/integrations tests/tracing tests/training
 
-$(INSTALLED)-ray $(INSTALLED)-trl: $(INSTALLED)-%: $(INSTALLED)
+test-browser: $(INSTALLED)-browser  ## Run the tests that look at the viewer in a headless browser.
+	bash tests/viewer/install_browser.sh
+	$(BIN)/python -m pytest -m browser tests/viewer
+
+$(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser: $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
 	@touch $@
 
@@ -55,19 +59,31 @@ format: $(INSTALLED)  ## Format the code and mend what the linter can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named peer.
-	$(BIN)/python benchmarks/bench_embedded_engine.py
-	$(BIN)/python benchmarks/bench_encoding.py
-	$(BIN)/python benchmarks/bench_weight_transfer.py
-	$(BIN)/python benchmarks/bench_journal.py
-	$(BIN)/python benchmarks/bench_sandbox.py
-	PYTHONPATH=. $(BIN)/python benchmarks/bench_async.py
-	$(BIN)/python benchmarks/bench_packing.py
-	$(BIN)/python benchmarks/bench_trl.py
+bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named peer; one that misses its aim stops no other.
+	-$(BIN)/python benchmarks/bench_embedded_engine.py
+	-$(BIN)/python benchmarks/bench_encoding.py
+	-$(BIN)/python benchmarks/bench_encoder.py
+	-$(BIN)/python benchmarks/bench_batch.py
+	-$(BIN)/python benchmarks/bench_overhead.py --quick
+	-$(BIN)/python benchmarks/bench_turn_cost.py --quick
+	-$(BIN)/python benchmarks/bench_makespan.py --quick
+	-$(BIN)/python benchmarks/bench_memory.py
+	-$(BIN)/python benchmarks/bench_weight_transfer.py
+	-$(BIN)/python benchmarks/bench_journal.py
+	-$(BIN)/python benchmarks/bench_sandbox.py
+	-$(BIN)/python benchmarks/bench_tracing.py
+	-PYTHONPATH=. $(BIN)/python benchmarks/bench_async.py
+	-$(BIN)/python benchmarks/bench_packing.py
+	-$(BIN)/python benchmarks/bench_trl.py
+
+bench-verl: $(INSTALLED)-ray  ## Measure the overhead against verl, in one process and under Ray, in an environment of its own (3 GB).
+	PYTHON=$(PYTHON) $(BIN)/python benchmarks/bench_overhead.py --environment $(VENV)-verl
+	PYTHON=$(PYTHON) $(BIN)/python benchmarks/bench_overhead_ray.py --environment $(VENV)-verl
 
 docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_templates.py
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 	@echo "open build/docs/index.html"

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -130,10 +130,10 @@ def main() -> None:
             mode = (
                 ["trainer.mode=async", f"trainer.max_staleness={bound}"] if bound else ["trainer.mode=sync"]
             )
-            Slow.chance.seed(0)
-            lines = train(
-                configured(folder / "model", folder / f"run-{bound}", num_steps=num_steps, settings=mode)
-            )
+            config = configured(folder / "model", folder / f"run-{bound}", num_steps=num_steps, settings=mode)
+            for tool in load_tools(config.rollout.multi_turn.tools).values():
+                cast(Slow, tool).chance.seed(0)  # the same latencies for each mode, in the order of the calls
+            lines = train(config)
             seconds = sum(line[names.STEP_SECONDS] for line in lines)
             sync_s = sync_s or seconds
             waiting = sum(line[f"{names.SECONDS}rollout"] for line in lines) / seconds

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -60,25 +61,6 @@ def by_seed(request):
 '''
 
 
-def cpu_seconds() -> float:
-    """Of this process and all below it."""
-    parents: dict[int, int] = {}
-    used: dict[int, float] = {}
-    tick = os.sysconf("SC_CLK_TCK")
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-            used[int(entry.name)] = (int(fields[11]) + int(fields[12])) / tick
-    tree = {os.getpid()}
-    while grown := {pid for pid, parent in parents.items() if parent in tree and pid not in tree}:
-        tree |= grown
-    return sum(used.get(pid, 0.0) for pid in tree)
-
-
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
 
@@ -93,9 +75,11 @@ async def measure_manager(config: Config, *, num_rows: int) -> Cost:
     manager: AgentLoopManager = create_manager(config)
     async with manager:
         await manager.run(rows(num_rows))
-        cpu, wall = cpu_seconds(), time.perf_counter()
+        cpu, wall = tree_cpu_seconds(), time.perf_counter()
         await manager.run(rows(num_rows))
-        return Cost(1000 * (cpu_seconds() - cpu) / num_rows, 1000 * (time.perf_counter() - wall) / num_rows)
+        return Cost(
+            1000 * (tree_cpu_seconds() - cpu) / num_rows, 1000 * (time.perf_counter() - wall) / num_rows
+        )
 
 
 def trajectories_table(folder: Path, *, num_rows: int) -> Table:
@@ -128,7 +112,7 @@ class BalancerActor:
     async def release(self, request_id: str, num_new_tokens: int) -> None:
         self._balancer.release(request_id, num_new_tokens=num_new_tokens)
 
-    async def end_session(self, session: str) -> None:
+    def end_session(self, session: str) -> None:
         self._balancer.end_session(session)
 
 
@@ -155,7 +139,7 @@ class Client:
             name = f"{self._index}/{number}"
             params = SamplingParams(seed=latency_ms)
             context = np.arange(100, 500, dtype=np.int32)
-            async with self._manager.scope() as scoped:
+            with self._manager.scope() as scoped:
                 for turn in range(num_turns):
                     new = await generate(scoped, name, context, params)
                     context = np.concatenate(
@@ -227,14 +211,14 @@ async def measure_balancer(
             await asyncio.sleep(0.1)
 
     num = sum(map(len, latencies_ms)) * num_turns
-    cpu, wall = cpu_seconds(), time.perf_counter()
+    cpu, wall = tree_cpu_seconds(), time.perf_counter()
     async with running_beside(watch()) if max(map(max, latencies_ms)) else nullcontext():
         await run_together(
             wait_for(client.run.remote(own, num_turns=num_turns))
             for client, own in zip(clients, latencies_ms, strict=True)
         )
     seconds = time.perf_counter() - wall
-    cost = Cost(1000 * (cpu_seconds() - cpu) / num, 1000 * seconds / num)
+    cost = Cost(1000 * (tree_cpu_seconds() - cpu) / num, 1000 * seconds / num)
     for actor in [*actors, *clients, *([balancer] if balancer else [])]:
         ray.kill(actor)
     return cost, statistics.mean(imbalances) if imbalances else 0.0

@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import transformers
+from outcome import conclude
 from rich.console import Console
 from rich.table import Table
 from transformers import ContinuousBatchingConfig, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -270,13 +270,9 @@ def main() -> None:
     ]
     samples = measure(engines, workloads, rounds=1 if options.quick else 3)
     print_table(samples, [engine.name for engine in engines], workloads)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1))
-    missed = missed_targets(samples, workloads)
-    for line in missed:
-        Console().print(f"missed: {line}", highlight=False)
-    if missed and not options.quick:
-        raise SystemExit(1)
+    conclude(
+        samples, missed=missed_targets(samples, workloads), json_file=options.json, is_quick=options.quick
+    )
 
 
 if __name__ == "__main__":

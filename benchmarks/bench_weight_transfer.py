@@ -6,35 +6,40 @@ One receiver in another process takes each offer and copies every tensor into a 
 time from the offer to the receiver's answer is compared with a bare copy of the same bytes within one process (torch
 `copy_`), measured in the same rounds, in turn; the table shows medians. `shared_memory, no checksums` tells what the
 checksums cost.
+
+The last ways are of a model with adapters of rank 16 on all matrices: the sender merges them and all weights travel,
+or the factors travel alone and the receiver merges.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
+from outcome import conclude
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from agent_loop.weights import WeightReceiver, WeightSender
+from agent_loop.weights import AdaptedWeights, Factors, WeightReceiver, WeightSender
 
 MEGABYTE = 1_000_000
 SIZES_MB = (200, 1000)
 HIDDEN = 1024
 BARE = "bare copy"
 NO_CHECKSUMS = "shared_memory, no checksums"
+MERGED = "adapters merged before"
+FACTORS = "factors alone"
+RANK = 16
 TARGET_OF_SHARED_MEMORY = 6.0
 """Times a bare copy: two copies, two readings for the checksums, and the receiver's page faults."""
 
@@ -47,6 +52,8 @@ class Sample:
     way: str
     round: int
     seconds: float
+    num_bytes: int
+    """Of what travelled."""
 
 
 def synthetic_weights(size_mb: int) -> dict[str, Tensor]:
@@ -63,6 +70,15 @@ def synthetic_weights(size_mb: int) -> dict[str, Tensor]:
             weights[f"layers.{layer}.{name}.weight"] = torch.randn(shape).bfloat16()
         num_bytes = sum(tensor.nbytes for tensor in weights.values())
     return weights
+
+
+def with_adapters(weights: dict[str, Tensor]) -> AdaptedWeights:
+    factors = {
+        name: Factors(torch.randn(len(tensor), RANK), torch.randn(RANK, tensor.shape[1]))
+        for name, tensor in weights.items()
+        if tensor.ndim == 2
+    }
+    return AdaptedWeights(weights, base_id="base", factors=factors)
 
 
 def receive(connection: Connection, weights: dict[str, Tensor]) -> None:
@@ -94,15 +110,20 @@ def serve(connection: Connection, size_mb: int) -> None:
     receive(connection, weights)
 
 
-def update(sender: WeightSender, connection: Connection, weights: dict[str, Tensor]) -> None:
-    with sender.offer(weights.items(), weight_version=1) as handle:
+def update(
+    sender: WeightSender, connection: Connection, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> int:
+    """Returns the number of bytes that travelled."""
+    with sender.offer(weights(), weight_version=1) as handle:
         connection.send(handle.to_json())
         connection.recv()
+        return handle.num_bytes
 
 
-def copy(targets: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+def copy(targets: dict[str, Tensor], weights: dict[str, Tensor]) -> int:
     for name, tensor in weights.items():
         targets[name].copy_(tensor)
+    return sum(tensor.nbytes for tensor in weights.values())
 
 
 def measure(size_mb: int, *, num_rounds: int) -> Iterator[Sample]:
@@ -115,17 +136,25 @@ def measure(size_mb: int, *, num_rounds: int) -> Iterator[Sample]:
             NO_CHECKSUMS: WeightSender("shared_memory", has_checksums=False),
             "broadcast": WeightSender("broadcast"),
             "disk": WeightSender("disk"),
+            f"shared_memory, {MERGED}": WeightSender("shared_memory"),
+            f"shared_memory, {FACTORS}": WeightSender("shared_memory"),
+            f"disk, {FACTORS}": WeightSender("disk"),
         }
-        ways: dict[str, Callable[[], Any]] = {BARE: partial(copy, targets, weights)}
+        adapted = with_adapters(weights)
+        given: dict[str, Callable[[], Iterable[tuple[str, Tensor]]]] = {
+            MERGED: lambda: iter(adapted),
+            FACTORS: lambda: adapted,
+        }
+        ways: dict[str, Callable[[], int]] = {BARE: partial(copy, targets, weights)}
         for way, sender in senders.items():
             stack.enter_context(sender)
-            ways[way] = partial(update, sender, connection, weights)
+            ways[way] = partial(update, sender, connection, given.get(way.partition(", ")[2], weights.items))
         for number in range(num_rounds + 1):
             for way, work in ways.items():
                 started = time.perf_counter()
-                work()
-                if number:  # the first one sets up memory and connections
-                    yield Sample(size_mb, way, number, time.perf_counter() - started)
+                num_bytes = work()
+                if number:  # the first one sets up memory and connections, and brings the base
+                    yield Sample(size_mb, way, number, time.perf_counter() - started, num_bytes)
 
 
 def median(samples: list[Sample], *, size_mb: int, way: str) -> float:
@@ -148,13 +177,15 @@ def ratio(samples: list[Sample], *, size_mb: int, way: str) -> float:
 
 def print_table(samples: list[Sample]) -> None:
     table = Table(title="Weights into another process")
-    for column in ("weights, MB", "way", "ms", "GB/s", "ratio to a bare copy"):
+    for column in ("weights, MB", "way", "sent, MB", "ms", "GB/s", "ratio to a bare copy"):
         table.add_column(column, justify="left" if column == "way" else "right")
     for size_mb, way in dict.fromkeys((sample.size_mb, sample.way) for sample in samples):
         seconds = median(samples, size_mb=size_mb, way=way)
+        sent = next(sample.num_bytes for sample in samples if (sample.size_mb, sample.way) == (size_mb, way))
         table.add_row(
             f"{size_mb:,}",
             way,
+            f"{sent / MEGABYTE:.1f}",
             f"{seconds * 1e3:.0f}",
             f"{size_mb / 1000 / seconds:.2f}",
             f"{ratio(samples, size_mb=size_mb, way=way):.1f}",
@@ -182,13 +213,7 @@ def main() -> None:
     for size_mb in SIZES_MB[:1] if options.quick else SIZES_MB:
         samples += measure(size_mb, num_rounds=2 if options.quick else 5)
     print_table(samples)
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1))
-    missed = missed_targets(samples)
-    for line in missed:
-        Console().print(f"missed: {line}", highlight=False)
-    if missed and not options.quick:
-        raise SystemExit(1)
+    conclude(samples, missed=missed_targets(samples), json_file=options.json, is_quick=options.quick)
 
 
 if __name__ == "__main__":

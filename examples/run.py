@@ -176,6 +176,7 @@ async def run_example(
     print_comparison(report, console=console)
     if writes_report:
         log(7, f"report: {write_report(report, folder=out)}")
+    log(7, f"all trajectories: agent-loop view {result.run_dir}")
 
     # 8. The verdict.
     log(8, f"{'passed' if verdict.is_passed else 'NOT passed'}: {verdict.sentence}")

@@ -3,21 +3,15 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import (
-    OneThread,
-    merged,
-    run_abortable,
-    run_in_thread,
-    run_shielded,
-    run_together,
-    run_while,
-)
+from agent_loop.concurrency import Signal, merged, run_abortable, run_shielded, run_together, run_while
 from agent_loop.testing import run_virtual
+from agent_loop.threads import run_in_thread
 
 
 def test_the_virtual_clock_jumps_over_an_hour() -> None:
@@ -122,12 +116,47 @@ def test_a_call_that_ignores_the_abort_is_cut() -> None:
     assert kept == []
 
 
-def test_an_exception_in_a_thread_arrives() -> None:
-    def fails() -> None:
-        raise LookupError("nothing there")
+def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
+    async def scenario() -> None:
+        event, asked = asyncio.Event(), asyncio.Event()
 
-    with pytest.raises(LookupError, match="nothing there"):
-        run_virtual(run_in_thread(fails))
+        async def call() -> str:
+            await asked.wait()
+            return "half"
+
+        async def abort() -> None:
+            asked.set()
+
+        async def run(call: Coroutine[Any, Any, str]) -> str | None:
+            signal = Signal.of(event)
+            return await run_abortable(call, abort=abort, keep_partial=kept.append, grace_s=5, signal=signal)
+
+        kept: list[str] = []
+        asyncio.get_running_loop().call_later(1, event.set)
+        assert await run_together([run(call()), run(asyncio.sleep(1000, "late"))]) == ["half", None]
+        assert kept == []
+        assert asyncio.get_running_loop().time() == 6
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(scenario())
+
+
+def test_a_signal_calls_those_who_listen_and_no_others() -> None:
+    async def scenario() -> None:
+        event = asyncio.Event()
+        signal, called = Signal.of(event), list[str]()
+        assert Signal.of(event) is signal
+        left = signal.listen(lambda: called.append("left"))
+        signal.listen(lambda: called.append("first"))
+        signal.leave(left)
+        signal.leave(signal.listen(lambda: called.append("left too")))
+        signal.listen(lambda: called.append("second"))
+        event.set()
+        await asyncio.sleep(0)
+        assert called == ["first", "second"]
+        assert signal.is_set
+
+    run_virtual(scenario())
 
 
 async def counting(to: int, *, every_s: float, closed: list[int]) -> AsyncGenerator[int]:
@@ -179,44 +208,3 @@ def test_a_call_runs_while_its_condition_lasts() -> None:
         assert len(asyncio.all_tasks()) == 1
 
     run_virtual(scenario())
-
-
-def test_one_thread_runs_what_it_is_given_in_order_and_hands_errors_over() -> None:
-    async def main() -> None:
-        thread, idents = OneThread("test"), []
-
-        def note(number: int) -> int:
-            idents.append(threading.get_ident())
-            if number == 2:
-                raise KeyError(number)
-            return number
-
-        assert await run_together(thread.run(note, number) for number in (0, 1)) == [0, 1]
-        with pytest.raises(KeyError):
-            await thread.run(note, 2)
-        assert await thread.run(note, 3) == 3
-        thread.shutdown(wait=True)
-        assert len(set(idents)) == 1
-        assert threading.get_ident() not in idents
-
-    run_virtual(main())
-
-
-def test_what_waits_in_one_thread_behind_something_that_hangs_can_be_left() -> None:
-    release = threading.Event()
-
-    async def main() -> None:
-        thread = OneThread("test")
-        ran: list[int] = []
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await thread.run(release.wait, 20)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await thread.run(ran.append, 1)
-        release.set()
-        await thread.run(ran.append, 2)
-        thread.shutdown()
-        assert ran == [2]
-
-    asyncio.run(main())

@@ -60,6 +60,20 @@ def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
+        (
+            "rollout.max_concurrent=many",
+            "rollout.max_concurrent is 'many': input should be a valid integer, unable to parse string as an integer, "
+            "or input should be 'auto'",
+        ),
+        (
+            "rollout.trace.backend=mlfow",
+            "rollout.trace.backend is 'mlfow': input should be 'file', 'mlflow', 'otel'",
+        ),
+        (
+            "rollout.trace.backend=[mlfow]",
+            "rollout.trace.backend.0 is 'mlfow': input should be 'file', 'mlflow'",
+        ),
+        ("trainer.save_every=x", "trainer.save_every is 'x': input should be a valid integer"),
         ("rolout.n=4", "unknown key 'rolout'; did you mean 'rollout'"),
         ("rollout.temprature=1", "'rollout.temprature'; did you mean 'temperature'"),
         ("n=4", "did you mean 'rollout.n'"),

@@ -135,18 +135,17 @@ def test_a_turn_is_over_when_its_reply_is_there_or_the_episode_branches(
 def test_the_earliest_of_several_limits_counts_and_ended_ones_do_not() -> None:
     async def main() -> None:
         deadlines = Deadlines()
-        with pytest.raises(TimeoutError):
-            async with deadlines:
-                deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
-                deadlines.begin(TimeLimit.TURN, seconds=None)
-                deadlines.begin(TimeLimit.GENERATE, seconds=10)
-                await asyncio.sleep(5)
-                deadlines.end(TimeLimit.GENERATE)
-                deadlines.begin(TimeLimit.TURN, seconds=20)
-                try:
-                    await asyncio.sleep(1000)
-                finally:
-                    deadlines.end(TimeLimit.TURN)
+        with pytest.raises(TimeoutError), deadlines:
+            deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
+            deadlines.begin(TimeLimit.TURN, seconds=None)
+            deadlines.begin(TimeLimit.GENERATE, seconds=10)
+            await asyncio.sleep(5)
+            deadlines.end(TimeLimit.GENERATE)
+            deadlines.begin(TimeLimit.TURN, seconds=20)
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                deadlines.end(TimeLimit.TURN)
         assert (deadlines.passed, asyncio.get_running_loop().time()) == (TimeLimit.TURN, 25)
 
     run_virtual(main())

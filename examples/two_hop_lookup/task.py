@@ -33,8 +33,8 @@ def val_rows(seed: int = 1, count: int = 256) -> list[dict[str, Any]]:
     return [_row(rng, asked_order=rng.choice(orders)) for _ in range(count)]
 
 
-def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
-    """1 if the last answer names the right shelf, else 0."""
+async def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
+    """1 if the last answer names the right shelf, else 0. Async, since it waits for nothing: no thread is needed."""
     return float(output.answer.strip() == ANSWER.format(row["shelf"]))
 
 

@@ -10,11 +10,14 @@ from enum import StrEnum
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
-from uuid import uuid4
 
-from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, EpisodeError
+from agent_loop.identifiers import new_id
+from agent_loop.threads import run_in_thread
+from agent_loop.time_scope import TimeScope
 from agent_loop.trajectory import Incident, IncidentKind
+from agent_loop.waits import WaitKind, waiting_for
 
 ResultT = TypeVar("ResultT")
 
@@ -52,12 +55,12 @@ async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: 
         RuntimeError: The function raised CancelledError although nobody cancelled, tried to end the process, or raised
             what is no `Exception`, as extensions in other languages do when they break.
     """
-    scope = asyncio.timeout(timeout_s)
+    scope = TimeScope.of(timeout_s)
     try:
-        async with scope:
+        with scope:
             return await function()
     except TimeoutError as error:
-        if scope.expired():
+        if scope.has_expired:
             raise DeadlineExpired(f"took longer than {timeout_s or 0:g} s") from error
         raise
     except asyncio.CancelledError as error:
@@ -123,6 +126,7 @@ class TrajectoryInstance:
         trajectory: Begins the instance ids, so that they tell which belong together.
         open_as: Sets up what belongs to the given instance id.
         close_as: Frees it.
+        has_state: Whether there is anything to set up and to free.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class TrajectoryInstance:
         trajectory: str = "",
         open_as: Callable[[str], Awaitable[Any]],
         close_as: Callable[[str], Awaitable[Any]],
+        has_state: bool = True,
     ) -> None:
         self.name = name
         self.instance_id: str | None = None
@@ -139,6 +144,7 @@ class TrajectoryInstance:
         self._trajectory = trajectory
         self._open_as = open_as
         self._close_as = close_as
+        self._has_state = has_state
         self._started: list[str] = []
         self._num_closing = 0
         self._is_closed = False
@@ -155,15 +161,23 @@ class TrajectoryInstance:
         Raises:
             EpisodeError: It is closed.
         """
+        if self.instance_id is not None and not self._is_closed:
+            return self.instance_id
+        if not self._has_state and not self._is_closed:
+            self.instance_id = self._new_id()
+            return self.instance_id
         async with self._lock:
             if self._is_closed:
                 raise EpisodeError(f"{self.name} was used after its trajectory was closed; use it before")
             if self.instance_id is None:
-                instance_id = "-".join(filter(None, (self._trajectory, uuid4().hex)))
+                instance_id = self._new_id()
                 self._started.append(instance_id)
                 await self._open_as(instance_id)
                 self.instance_id = instance_id
             return self.instance_id
+
+    def _new_id(self) -> str:
+        return "-".join(filter(None, (self._trajectory, new_id())))
 
     async def close(self, *, timeout_s: float) -> list[str]:
         """Closes each opening that was started. Returns what went wrong, one line each."""
@@ -184,9 +198,10 @@ class TrajectoryInstance:
 
 
 async def close_instances(
-    instances: Iterable[TrajectoryInstance], *, timeout_s: float, incidents: list[Incident]
+    instances: Iterable[TrajectoryInstance], *, what: str, timeout_s: float, incidents: list[Incident]
 ) -> None:
-    """Closes all at once, each within `timeout_s`, to the end even if the caller is cancelled meanwhile.
+    """Closes all at once, each within `timeout_s`, to the end even if the caller is cancelled meanwhile. Where any is
+    open, the trajectory is shown to wait for `what`.
 
     What goes wrong is added to `incidents`, which is thus complete after a cancellation too.
     """
@@ -203,4 +218,5 @@ async def close_instances(
     instances = list(instances)
     most_openings = max((instance.num_open for instance in instances), default=0)
     if most_openings:
-        await run_shielded(close_all, timeout_s=timeout_s * (most_openings + 1))
+        with waiting_for(WaitKind.CLOSE, what):
+            await run_shielded(close_all, timeout_s=timeout_s * (most_openings + 1))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay
-from agent_loop.concurrency import run_while
+from agent_loop.concurrency import Signal, run_abortable
+from agent_loop.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 
@@ -28,39 +28,29 @@ class Cancellation:
     """
 
     def __init__(self, event: asyncio.Event | None) -> None:
-        self._event = event
+        self._signal = None if event is None else Signal.of(event)
 
-    async def run(
+    async def run_abortable(
         self,
         function: Callable[[], Coroutine[Any, Any, ResultT]],
         *,
+        abort: Callable[[], Awaitable[None]],
+        keep_partial: Callable[[ResultT], object],
         grace_s: float,
-        ask: Callable[[], Awaitable[object]] | None = None,
     ) -> ResultT:
-        """The function's result.
+        """The result of a function that `abort` has end by itself, when the event comes or the caller is cancelled.
 
         Args:
-            grace_s: How long it may go on after the event.
-            ask: Awaited in that time: has the function end by itself.
+            keep_partial: Given the result if the caller is cancelled.
+            grace_s: How long it may go on after that.
 
         Raises:
             Cut: The event was set before, or the function did not end in time.
         """
-        event = self._event
-        if event is None:
-            return await function()
-        if event.is_set():
-            raise Cut
-
-        async def over() -> None:
-            await event.wait()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    if ask is not None:
-                        await ask()
-                    await asyncio.Event().wait()
-
-        result = await run_while(function(), condition=over())
+        self._refuse_if_set()
+        result = await run_abortable(
+            function(), abort=abort, keep_partial=keep_partial, grace_s=grace_s, signal=self._signal
+        )
         if result is None:
             raise Cut
         return result
@@ -72,6 +62,26 @@ class Cancellation:
         other is cut at once, since it is run again later.
 
         Raises:
-            Cut: As `run`.
+            Cut: The event was set before, or the function did not end in time.
         """
-        return await self.run(function, grace_s=FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0)
+        signal = self._signal
+        if signal is None:
+            return await function()
+        self._refuse_if_set()
+        grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
+        scope, clock = TimeScope(None), asyncio.get_running_loop().time
+        try:
+            with scope:
+                listener = signal.listen(lambda: scope.move(clock() + grace_s))
+                try:
+                    return await function()
+                finally:
+                    signal.leave(listener)
+        except TimeoutError:
+            if scope.has_expired:
+                raise Cut from None
+            raise
+
+    def _refuse_if_set(self) -> None:
+        if self._signal is not None and self._signal.is_set:
+            raise Cut

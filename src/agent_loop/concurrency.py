@@ -1,5 +1,5 @@
-"""What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, threads that may hang, and
-concurrent calls whose errors come out as they are.
+"""What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, and concurrent calls whose
+errors come out as they are.
 
 The only module that starts bare tasks; each is over when the function that started it returns, but for
 `await_or_leave`.
@@ -9,25 +9,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
-import functools
-import queue
-import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future
 from typing import Any, Generic, TypeVar, cast
+from weakref import WeakValueDictionary
+
+from agent_loop.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 
 
-async def run_together(calls: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def run_together(
+    calls: Iterable[Coroutine[Any, Any, ResultT]], *, begin_at_once: int | None = None
+) -> list[ResultT]:
     """Runs calls at once and returns their results in order.
 
     If one raises, the others are cancelled and its exception is raised as it is, not in a group.
+
+    Args:
+        calls: Are asked for one by one, as they begin.
+        begin_at_once: After so many have begun, whatever else is ready goes on before the next ones do; None begins all
+            before that.
     """
+    tasks: list[asyncio.Task[ResultT]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
+            for call in calls:
+                tasks.append(group.create_task(call))
+                if begin_at_once is not None and len(tasks) % begin_at_once == 0:
+                    await asyncio.sleep(0)
     except BaseExceptionGroup as failures:
         raise cast(BaseException, failures.exceptions[0]) from None
     return [task.result() for task in tasks]
@@ -43,20 +52,16 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
     """
 
     async def bounded() -> ResultT:
-        async with asyncio.timeout(timeout_s):
+        with TimeScope.of(timeout_s):
             return await function()
 
-    task = asyncio.ensure_future(bounded())
+    task = asyncio.get_running_loop().create_task(bounded())
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.shield(task)
+            await _ended(task, None)
         except asyncio.CancelledError as error:
-            if task.cancelled():
-                break
             cancelled = error
-        except Exception:  # noqa: BLE001  (raised again below, by task.result())
-            break
     if cancelled is not None:
         if not task.cancelled():
             task.exception()  # looked at, so that asyncio does not report it as lost
@@ -122,25 +127,27 @@ async def run_abortable(
     abort: Callable[[], Awaitable[None]],
     keep_partial: Callable[[ResultT], object],
     grace_s: float,
-) -> ResultT:
-    """Awaits a call that, on cancellation, is first asked to end by itself.
+    signal: Signal | None = None,
+) -> ResultT | None:
+    """Awaits a call that is first asked to end by itself, where the caller is cancelled or the signal comes.
 
-    If the caller is cancelled, `abort` is awaited and the call gets `grace_s` to return what it has, which goes to
-    `keep_partial`; then the cancellation is delivered. A call that does not return in time is cancelled.
+    To ask it, `abort` is awaited; the call then gets `grace_s` to return what it has. One that does not return in time
+    is cancelled. If it was the caller that was cancelled, the result goes to `keep_partial` and the cancellation is
+    delivered; if it was the signal, the result is returned, or None if there is none.
     """
-    task = asyncio.ensure_future(call)
+    task = asyncio.get_running_loop().create_task(call)
     try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        with contextlib.suppress(Exception):  # the cancellation counts more than a server that cannot abort
-            await run_shielded(lambda: _abort_and_wait(task, abort), timeout_s=grace_s)
+        await _ended(task, signal)
         if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled() and task.exception() is None:
-            keep_partial(task.result())
+            await _ask_to_end(task, abort, grace_s=grace_s)
+    except BaseException:
+        try:
+            await _ask_to_end(task, abort, grace_s=grace_s)
+        finally:
+            if not task.cancelled() and task.exception() is None:
+                keep_partial(task.result())
         raise
-    return task.result()
+    return None if task.cancelled() else task.result()
 
 
 async def await_or_leave(call: Coroutine[Any, Any, ResultT], *, patience_s: float) -> ResultT:
@@ -246,70 +253,88 @@ async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> Non
         task.result()
 
 
-async def _abort_and_wait(task: asyncio.Future[Any], abort: Callable[[], Awaitable[None]]) -> None:
-    await abort()
-    await asyncio.wait({task})
+class Signal:
+    """An `asyncio.Event` that calls back.
 
-
-async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """Runs a blocking function in a thread of its own.
-
-    A pool would be used up by functions that hang; a daemon thread hangs alone and does not keep the process alive.
-    Cancelling stops the waiting, not the function.
-    """
-    context = contextvars.copy_context()
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_OneThreadEach(), lambda: context.run(function, *args, **kwargs))
-
-
-class OneThread(Executor):
-    """Runs blocking functions one after the other in a thread of its own, for objects that must stay in one thread.
-
-    One that hangs keeps those behind it waiting, and nothing else: the thread does not keep the process alive.
+    Whoever waits for an event beside something else needs a task for it; to be called takes none.
     """
 
-    def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=f"agent-loop-{name}")
-        self._thread.start()
+    def __init__(self, event: asyncio.Event) -> None:
+        self._event = event
+        self._callbacks: dict[object, Callable[[], object]] = {}
+        self._waiting: Coroutine[Any, Any, Any] | None = None
 
-    async def run(self, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """The function's result. Cancelling stops the waiting, and a function that has not begun."""
-        context, loop = contextvars.copy_context(), asyncio.get_running_loop()
-        return await loop.run_in_executor(self, lambda: context.run(function, *args, **kwargs))
+    @classmethod
+    def of(cls, event: asyncio.Event) -> Signal:
+        """The one signal of an event: however many listen to it, one waits."""
+        signal = _SIGNALS.get(id(event))
+        if signal is None:
+            signal = _SIGNALS[id(event)] = cls(event)
+        return signal
 
-    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
-        self._work.put(lambda: _fulfil(future, fn, *args, **kwargs))
-        return future
+    @property
+    def is_set(self) -> bool:
+        return self._event.is_set()
 
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Ends the thread after what it was given so far."""
-        self._work.put(None)
-        if wait:
-            self._thread.join()
+    def listen(self, callback: Callable[[], object]) -> object:
+        """Has it called once the event is set, which it is not; returns what `leave` takes."""
+        listener = object()
+        self._callbacks[listener] = callback
+        if self._waiting is None:
+            # A coroutine that is stepped by hand hands out the future that it waits for.
+            self._waiting = self._event.wait()
+            self._waiting.send(None).add_done_callback(self._call_back)
+        return listener
 
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+    def leave(self, listener: object) -> None:
+        """It is called no more."""
+        self._callbacks.pop(listener, None)
+        if not self._callbacks and self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+
+    def _call_back(self, _: asyncio.Future[Any]) -> None:
+        callbacks = list(self._callbacks.values())
+        for callback in callbacks:
+            callback()
 
 
-class _OneThreadEach(Executor):
-    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
-        future: Future[ResultT] = Future()
-        work = functools.partial(_fulfil, future, fn, *args, **kwargs)
-        threading.Thread(target=work, daemon=True, name=f"agent-loop-{fn}").start()
-        return future
+_SIGNALS: WeakValueDictionary[int, Signal] = WeakValueDictionary()
+"""By the ids of their events, which they keep alive."""
 
 
-def _fulfil(future: Future[ResultT], fn: Callable[..., ResultT], *args: Any, **kwargs: Any) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
+async def _ended(task: asyncio.Future[Any], signal: Signal | None) -> None:
+    """Returns when the task is done or the signal comes."""
+    moved = asyncio.get_running_loop().create_future()
+
+    def wake(_: object = None) -> None:
+        if not moved.done():
+            moved.set_result(None)
+
+    task.add_done_callback(wake)
+    listener = None if signal is None else signal.listen(wake)
     try:
-        result = fn(*args, **kwargs)
-    except StopIteration as error:
-        future.set_exception(RuntimeError(f"{fn} raised {error!r}, which no coroutine can pass on"))
-    except BaseException as error:  # noqa: BLE001  (handed to whoever awaits the future)
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        await moved
+    finally:
+        task.remove_done_callback(wake)
+        if signal is not None:
+            signal.leave(listener)
+
+
+async def _ask_to_end(
+    task: asyncio.Future[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float
+) -> None:
+    """Has a task end by itself, or by cancellation."""
+
+    async def abort_and_wait() -> None:
+        await abort()
+        await asyncio.wait({task})
+
+    try:
+        if not task.done():
+            with contextlib.suppress(Exception):  # a server that cannot abort is no reason to wait
+                await run_shielded(abort_and_wait, timeout_s=grace_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +27,8 @@ AdvantageEstimator: TypeAlias = Literal[
 AggregationMode: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 Level: TypeAlias = Literal["token", "sequence"]
+TraceBackend: TypeAlias = Literal["file", "mlflow", "otel", "weave"]
+Logger: TypeAlias = Literal["console", "mlflow", "tensorboard", "wandb"]
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
@@ -61,7 +64,12 @@ class ModelConfig(Section):
     """Where the tokenizer is, if not with the model."""
     chat_template_path: str | None = None
     """A Jinja file that takes the place of the tokenizer's own template."""
+    encoder: Literal["auto", "tokenizers", "tiktoken"] = "auto"
+    """The library that encodes texts: `auto` is `tiktoken`, which is several times faster, where it is proved to give
+    the tokenizer's own ids. `tiktoken` refuses tokenizers for which it is not."""
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    """What the model computes in, while sampling and in training; `auto` is what its files say. Training moves weights
+    in float32 whatever this is."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
     lora_rank: Annotated[int, Field(ge=0)] = 0
@@ -120,8 +128,8 @@ class MultiTurnConfig(Section):
     """Where the reply is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
     max_turn_tokens: Positive | None = None
     """Tokens of one assistant turn; None is what `response_length` leaves."""
-    max_invalid_turns: Positive = 3
-    """So many turns in a row with nothing but malformed calls end the trajectory."""
+    max_invalid_turns: Annotated[int, Field(ge=0)] = 3
+    """So many turns in a row with nothing but malformed calls are answered; one more ends the trajectory."""
     tools: list[str] = []
     """Short names of the kit, functions decorated with `@function_tool`, or `BaseTool` classes, as `file.py:name` or
     `module:name`."""
@@ -150,11 +158,44 @@ class MultiTurnConfig(Section):
         return bool(self.tools or self.tool_config_path or self.environments)
 
 
+class TraceConfig(Section):
+    """Where finished trajectories are told, turn by turn and with their times; see `docs/tracing.md`."""
+
+    backend: TraceBackend | list[TraceBackend] | None = None
+    """`file` (lines for `agent-loop traces`), `mlflow`, `otel` (OpenTelemetry), `weave`, or a list of them."""
+    project_name: str | None = None
+    """MLflow's experiment, Weave's project, OpenTelemetry's service; None is `trainer.project_name`."""
+    experiment_name: str | None = None
+    """An attribute of every trace; None is `trainer.experiment_name`."""
+    token2text: bool = False
+    """Tell texts, of tokens and of tools' arguments and replies; else token ids and counts."""
+    max_samples_per_step_per_worker: Positive | None = None
+    """Of each rollout, tell this many rows per worker, all trajectories of each; always the same ones of a step. None
+    tells all."""
+    path: str = "traces.jsonl"
+    """Of `file`, which appends; `${trainer.run_dir}/traces.jsonl` keeps them with the run."""
+    tracking_uri: str | None = None
+    """Of `mlflow`, as in `http://host:5000` or `sqlite:///traces.db`; None leaves it to MLFLOW_TRACKING_URI."""
+    otlp_endpoint: str | None = None
+    """Of `otel`, as in `http://host:4318/v1/traces`; None leaves it to OTEL_EXPORTER_OTLP_ENDPOINT."""
+    max_queued: Positive = 1000
+    """Trajectories that may wait for a writer; more are dropped, and counted."""
+    flush_timeout_s: PositiveSeconds = 10.0
+    """At the end, how long to wait for what is not written yet."""
+
+    @property
+    def backends(self) -> Sequence[TraceBackend]:
+        """None, one or several."""
+        given = self.backend
+        return given if isinstance(given, list) else [given] if given is not None else []
+
+
 class RolloutConfig(Section):
     """How trajectories are sampled."""
 
     engine: str = "embedded"
-    """`embedded`, `scripted`, or `module:Class` for a server class of your own."""
+    """`embedded`, `embedded_process`, `vllm`, `sglang`, `scripted`, or `module:Class` for a server class of your own;
+    with `server_urls`, `vllm`, `sglang` or `openai`."""
     engine_kwargs: dict[str, Any] = {}
     """Options of the engine itself, by its own names."""
     num_servers: Positive = 1
@@ -186,8 +227,9 @@ class RolloutConfig(Section):
     """Tokens after the first prompt at most: the model's, tools' and interactions' together."""
     truncate_prompt: Literal["no", "left", "right"] = "no"
     """What to do with a longer prompt: end the trajectory, or cut its beginning or its end."""
-    pad_to: Literal["longest", "limits"] = "longest"
-    """Width of the batch: its longest row, or `prompt_length` + `response_length`."""
+    pad_to: Literal["longest", "limits", "none"] = "longest"
+    """Width of what `generate_sequences` returns: its longest row, or `prompt_length` + `response_length`; `none` is
+    nested tensors without padding. `agent-loop train` pads to the longest."""
     free_cache_engine: bool = True
     """Put the servers to sleep between rollouts."""
     trajectory_timeout_s: PositiveSeconds | None = 600.0
@@ -208,8 +250,14 @@ class RolloutConfig(Section):
     journal: bool = True
     """Keep each turn on disk as it happens, so that a training or an `agent-loop rollout` that is killed goes on with
     `--resume` where it was."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Where Prometheus finds `/metrics` while the rollout's manager is open; 0 is any free port, None is none."""
+    metrics_host: str = "127.0.0.1"
+    """The address of that port; `0.0.0.0` lets other machines read it."""
     seed: int = 0
     val: ValSamplingConfig = ValSamplingConfig()
+    trace: TraceConfig = TraceConfig()
+    """Tells tracing systems of trajectories."""
     agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
 
@@ -273,6 +321,10 @@ class OptimConfig(Section):
     betas: tuple[float, float] = (0.9, 0.999)
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps in which the learning rate rises to `lr`."""
+    decay_steps: Positive | None = None
+    """Steps, from the first one on, in which it falls in a straight line to `min_lr_share` of `lr`; None keeps it."""
+    min_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Used with `decay_steps`."""
     ppo_epochs: Positive = 1
     """Passes over the batch per step."""
     ppo_mini_batches: Positive = 1
@@ -282,6 +334,9 @@ class OptimConfig(Section):
     use_packing: bool = False
     """Put several short rows into one line of the input instead of padding each; needs a model whose attention keeps
     them apart, which is tried at the start."""
+    share_prefixes: bool = False
+    """Compute what rows of a micro-batch begin with alike, such as the prompt of a group, once for all of them; packs
+    rows too. Needs a model with full attention that takes a mask of any form, which is tried at the start."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     loss_agg_mode: AggregationMode = "token-mean"
     """`token-mean`: every token counts the same. `seq-mean-token-mean`: every trajectory does.
@@ -356,6 +411,10 @@ class RayConfig(Section):
     num_cpus_per_server: Annotated[float, Field(ge=0)] = 1.0
     num_gpus_per_server: Annotated[float, Field(ge=0)] = 0.0
     """A server runs on a node that has them, and comes back to it if it can."""
+    num_cpus_per_learner: Annotated[float, Field(ge=0)] = 1.0
+    """For each of `trainer.num_processes` but the first, which is the driver."""
+    num_gpus_per_learner: Annotated[float, Field(ge=0)] = 0.0
+    """The same; 1 for training on GPUs."""
     runtime_env: dict[str, Any] = {}
     """Ray's own: working directory, environment variables, packages. Needed where nodes do not share this folder."""
     restart_timeout_s: PositiveSeconds = 300.0
@@ -370,14 +429,28 @@ class TrainerConfig(Section):
     total_steps: Positive = 100
     run_dir: str = "runs/train"
     """Metrics, checkpoints and trajectories go here."""
+    project_name: str = "agent_loop"
+    """Under which loggers and traces keep the run."""
+    experiment_name: str = ""
+    """Its name there; empty is that of `run_dir`."""
+    logger: Logger | list[Logger] = []
+    """Where the metrics of each step go besides `metrics.jsonl` and the console: `mlflow`, `tensorboard`, `wandb`, or a
+    list of them. `console` adds nothing."""
     val_every: Positive | None = None
     """Evaluate every so many steps, and at the end."""
     val_before_train: bool = False
     save_every: Positive | None = 20
     """Write a checkpoint every so many steps, and at the end."""
     keep_checkpoints: Positive = 2
+    keep_trajectories: Annotated[int, Field(ge=0)] | None = None
+    """The trajectories of the newest so many steps stay in `run_dir/trajectories`, one Parquet file each; 0 keeps none,
+    None all."""
     num_threads: Positive = 1
-    """Torch threads for training on a CPU."""
+    """Threads for training on a CPU. A process that trains alone cuts a mini-batch into at least as many micro-batches,
+    which it computes at once; of several processes, each gives torch so many threads."""
+    num_processes: Positive = 1
+    """So many processes train together, each with a shard of the models: on GPUs of their own, or on the CPU. They are
+    processes of this machine, or with `runtime: ray` of the cluster. Leave it at 1 where `torchrun` starts them."""
     seed: int = 0
     mode: Literal["sync", "async"] = "sync"
     """`sync`: roll out, train, roll out. `async`: the next steps' rollouts run while a step is trained, and take new
@@ -386,7 +459,7 @@ class TrainerConfig(Section):
     """With `mode: async`: the weights that sampled a token are at most so many versions older than those that are
     trained on it. So many steps are rolled out ahead; 0 is the same as `sync`, 1 is one step off."""
     runtime: Literal["local", "ray"] = "local"
-    """Where servers and agent loops run: in this process, or in processes of a Ray cluster."""
+    """Where servers, agent loops and further training processes run: on this machine, or on a Ray cluster."""
     ray: RayConfig = RayConfig()
     """Used with `runtime: ray`."""
 
@@ -478,7 +551,11 @@ def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: 
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        lines = [_explain(fault, section) for fault in error.errors()]
+        faults: dict[str, list[str]] = {}
+        for fault in error.errors():
+            what, do = _explain(fault, section)
+            faults.setdefault(what, []).append(do)  # a value that may be of several kinds has one for each
+        lines = [what + ", or ".join(filter(None, dos)) for what, dos in faults.items()]
         raise ConfigError(f"{where}: " + "\n".join(lines)) from None
 
 
@@ -537,8 +614,9 @@ def _put(target: dict[str, Any], path: Sequence[str], value: Any) -> None:
     target[path[-1]] = value
 
 
-def _explain(fault: ErrorDetails, section: type[BaseModel]) -> str:
-    location = [str(part) for part in fault["loc"]]
+def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
+    """What is wrong, and what to do; nothing where the first says it."""
+    location = _without_kind([str(part) for part in fault["loc"]], section)
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         owner = _section_at(section, location[:-1])
@@ -546,11 +624,22 @@ def _explain(fault: ErrorDetails, section: type[BaseModel]) -> str:
         elsewhere = [name for name in all_keys(section) if name.rpartition(".")[2] == location[-1]]
         if elsewhere:
             near = f"; did you mean {elsewhere[0]!r}?"
-        return f"unknown key {key!r}{near}"
+        return f"unknown key {key!r}{near}", ""
     if fault["type"] == "missing":
-        return f"key {key!r} is missing"
+        return f"key {key!r} is missing", ""
     message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"{key} is {fault['input']!r}: {message}"
+    return f"{key} is {fault['input']!r}: ", message
+
+
+def _without_kind(location: list[str], section: type[BaseModel]) -> list[str]:
+    """Where a value may be of several kinds, pydantic names behind its key the kind that was tried."""
+    for depth, name in enumerate(location):
+        owner = _section_at(section, location[:depth])
+        info = owner.model_fields.get(name) if owner is not None else None
+        if info is not None and get_origin(info.annotation) in (Union, UnionType):
+            has_kinds = len({*get_args(info.annotation)} - {type(None)}) > 1
+            return [*location[: depth + 1], *location[depth + 1 + has_kinds :]]
+    return location
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:

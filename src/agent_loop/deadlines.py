@@ -6,6 +6,7 @@ import asyncio
 from enum import StrEnum
 from types import TracebackType
 
+from agent_loop.time_scope import TimeScope
 from agent_loop.trajectory import IncidentKind
 
 
@@ -24,40 +25,36 @@ _CUT_OFF = {
 
 
 class Deadlines:
-    """A time scope for `async with` whose end moves as limits begin and end. Single use.
+    """A time scope for `with` whose end moves as limits begin and end. Single use.
 
     Leaving it raises TimeoutError if a limit had passed; `passed` tells which.
     """
 
     def __init__(self) -> None:
-        self._scope = asyncio.Timeout(None)
+        self._scope = TimeScope(None)
         self._ends: dict[TimeLimit, float] = {}
         self._seconds: dict[TimeLimit, float] = {}
-        self._is_open = False
 
-    async def __aenter__(self) -> None:
-        await self._scope.__aenter__()
-        self._is_open = True
+    def __enter__(self) -> None:
+        self._scope.__enter__()
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._is_open = False
-        await self._scope.__aexit__(kind, error, traceback)
+        self._scope.__exit__(kind, error, traceback)
 
     def begin(self, limit: TimeLimit, *, seconds: float | None) -> None:
         """Counts from here; None sets no limit."""
         if seconds is not None:
             self._seconds[limit] = seconds
             self._ends[limit] = asyncio.get_running_loop().time() + seconds
-            self._move()
+            self._scope.move(min(self._ends.values()))
 
-    def end(self, *limits: TimeLimit) -> None:
+    def end(self, limit: TimeLimit) -> None:
         """What was limited ended in time."""
-        if not self._scope.expired():
-            for limit in limits:
-                self._ends.pop(limit, None)
-            self._move()
+        if limit in self._ends and not self._scope.has_expired:
+            del self._ends[limit]
+            self._scope.move(min(self._ends.values(), default=None))
 
     @property
     def incident(self) -> tuple[IncidentKind, str] | None:
@@ -72,7 +69,3 @@ class Deadlines:
     def passed(self) -> TimeLimit:
         """The limit that passed first, once one has."""
         return min(self._ends, key=self._ends.__getitem__)
-
-    def _move(self) -> None:
-        if self._is_open and not self._scope.expired():
-            self._scope.reschedule(min(self._ends.values(), default=None))

@@ -129,6 +129,10 @@ class WeightsError(AgentLoopError):
     """Published weights do not fit the server's model."""
 
 
+class TeamError(AgentLoopError):
+    """One of the processes that train together ended while the others went on."""
+
+
 class JournalError(AgentLoopError):
     """The journal of a rollout cannot be written or read, or is of another rollout."""
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
-from typing import NamedTuple
+from itertools import accumulate
 
 import numpy as np
 
 from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import Segment
-from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, TokenOutput, VersionSpan, as_token_ids
+from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput
 
 INITIAL_CAPACITY = 1024
 
 
 class TokenLedger:
-    """Token ids in one growing int32 buffer, and which run of them came from where.
+    """The segments of one trajectory, and all their token ids in one growing int32 buffer.
 
     Appending costs amortised O(1) per token. What was appended never changes, so the views that `context` hands out
     stay true while the ledger grows.
@@ -25,8 +24,7 @@ class TokenLedger:
 
     def __init__(self) -> None:
         self._buffer: IntArray = np.empty(INITIAL_CAPACITY, np.int32)
-        self._shared: tuple[Segment, ...] = ()
-        self._runs: list[_Run] = []
+        self._segments: list[Segment] = []
         self._attachments: tuple[Attachment, ...] = ()
         self._num_tokens = 0
         self._num_prompt_tokens = 0
@@ -45,7 +43,9 @@ class TokenLedger:
     @property
     def context(self) -> IntArray:
         """Everything so far, shape [num_tokens]; a read-only view, not a copy."""
-        return self._view(0, self._num_tokens)
+        view = self._buffer[: self._num_tokens]
+        view.flags.writeable = False
+        return view
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
@@ -60,10 +60,10 @@ class TokenLedger:
     def last_sampled(self) -> int | None:
         """Where in the response the model's last token is; None if there is none."""
         end = self.num_response_tokens
-        for part in chain(reversed(self._runs), reversed(self._shared)):
-            if part.origin is Origin.MODEL:
+        for segment in reversed(self._segments):
+            if segment.origin is Origin.MODEL:
                 return end - 1
-            end -= part.num_tokens if isinstance(part, _Run) else len(part)
+            end -= len(segment)
         return None
 
     def append(self, token_ids: TokenIds, *, origin: Origin, attachments: Sequence[Attachment] = ()) -> None:
@@ -75,27 +75,30 @@ class TokenLedger:
             attachments: What is attached to them, counted from the first of them.
 
         Raises:
-            EpisodeError: A prompt after something else, or tokens that claim to be the model's.
+            EpisodeError: A prompt after something else, tokens that claim to be the model's, or an attachment where
+                there are no tokens for it.
         """
         if origin is Origin.MODEL:
             raise EpisodeError("model tokens come from a server's TokenOutput; use append_completion")
-        if origin is Origin.PROMPT:
-            if self.num_response_tokens:
-                raise EpisodeError("the prompt comes first; later tokens are tool or interaction tokens")
-            self._num_prompt_tokens += len(token_ids)
+        if origin is Origin.PROMPT and self.num_response_tokens:
+            raise EpisodeError("the prompt comes first; later tokens are tool or interaction tokens")
+        segment = Segment(_kept(token_ids), origin, attachments=tuple(attachments))
         self._attachments += tuple(attachment.moved(self._num_tokens) for attachment in attachments)
-        self._extend(as_token_ids(token_ids), origin, None, None, tuple(attachments))
+        self._add(segment)
+        if origin is Origin.PROMPT:
+            self._num_prompt_tokens = self._num_tokens
 
     def append_completion(self, completion: TokenOutput) -> None:
-        """Adds what a server sampled: one run per weight version. An empty completion adds nothing."""
-        ids = as_token_ids(completion.token_ids)
+        """Adds what a server sampled: one segment per weight version. An empty completion adds nothing."""
+        ids = _kept(completion.token_ids)
         log_probs = None if completion.log_probs is None else np.asarray(completion.log_probs, np.float32)
-        spans = completion.version_spans or (VersionSpan(completion.weight_version, len(ids)),)
+        if not completion.version_spans:
+            self._add(Segment(ids, Origin.MODEL, log_probs, completion.weight_version))
         start = 0
-        for version, num_tokens in spans:
+        for version, num_tokens in completion.version_spans:
             end = start + num_tokens
-            run_log_probs = None if log_probs is None else log_probs[start:end]
-            self._extend(ids[start:end], Origin.MODEL, run_log_probs, version)
+            its_log_probs = None if log_probs is None else log_probs[start:end]
+            self._add(Segment(ids[start:end], Origin.MODEL, its_log_probs, version))
             start = end
 
     def fork(self, num_tokens: int | None = None) -> TokenLedger:
@@ -106,61 +109,36 @@ class TokenLedger:
             EpisodeError: So many tokens end in the middle of what was appended at once.
         """
         num_tokens = self._num_tokens if num_tokens is None else num_tokens
-        self._shared, self._runs = self.segments(), []
-        ends = [0, *accumulate(map(len, self._shared))]
+        ends = [0, *accumulate(map(len, self._segments))]
         if num_tokens not in ends:
             raise EpisodeError(f"a ledger can be forked after {ends} tokens, not after {num_tokens}")
         fork = TokenLedger()
         fork._buffer = self._buffer[:num_tokens].copy()
-        fork._shared = self._shared[: ends.index(num_tokens)]
+        fork._segments = self._segments[: ends.index(num_tokens)]
         fork._attachments = tuple(a for a in self._attachments if a.end <= num_tokens)
         fork._num_tokens = num_tokens
         fork._num_prompt_tokens = min(self._num_prompt_tokens, num_tokens)
         return fork
 
     def segments(self) -> tuple[Segment, ...]:
-        """The record, on a buffer of exactly its size."""
-        self._buffer = self._buffer[: self._num_tokens].copy()
-        segments = list(self._shared)
-        start = sum(map(len, segments))
-        for run in self._runs:
-            end = start + run.num_tokens
-            segments.append(
-                Segment(
-                    self._view(start, end), run.origin, run.log_probs, run.weight_version, run.attachments
-                )
-            )
-            start = end
-        return tuple(segments)
+        """The record."""
+        return tuple(self._segments)
 
-    def _extend(
-        self,
-        ids: IntArray,
-        origin: Origin,
-        log_probs: FloatArray | None,
-        weight_version: int | None,
-        attachments: tuple[Attachment, ...] = (),
-    ) -> None:
-        if not len(ids):
+    def _add(self, segment: Segment) -> None:
+        if not len(segment):
             return
-        needed = self._num_tokens + len(ids)
+        needed = self._num_tokens + len(segment)
         if needed > len(self._buffer):
             grown: IntArray = np.empty(max(needed, 2 * len(self._buffer)), np.int32)
             grown[: self._num_tokens] = self._buffer[: self._num_tokens]
             self._buffer = grown
-        self._buffer[self._num_tokens : needed] = ids
+        self._buffer[self._num_tokens : needed] = segment.token_ids
         self._num_tokens = needed
-        self._runs.append(_Run(len(ids), origin, log_probs, weight_version, attachments))
-
-    def _view(self, start: int, end: int) -> IntArray:
-        view = self._buffer[start:end]
-        view.flags.writeable = False
-        return view
+        self._segments.append(segment)
 
 
-class _Run(NamedTuple):
-    num_tokens: int
-    origin: Origin
-    log_probs: FloatArray | None
-    weight_version: int | None
-    attachments: tuple[Attachment, ...]
+def _kept(token_ids: TokenIds) -> IntArray:
+    """A copy of the ids that nobody can change."""
+    ids: IntArray = np.array(token_ids, np.int32)
+    ids.flags.writeable = False
+    return ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from agent_loop.types import SamplingParams, StopReason
 
@@ -31,34 +31,32 @@ class EpisodeLimits:
 
     def forbids_turn(self, *, assistant_turns: int, num_tokens: int) -> StopReason | None:
         """Why there can be no further assistant turn after so many turns and response tokens; None if there can."""
-        if _is_reached(assistant_turns, self.max_assistant_turns):
+        if self.max_assistant_turns is not None and assistant_turns >= self.max_assistant_turns:
             return StopReason.MAX_ASSISTANT_TURNS
         return StopReason.RESPONSE_LENGTH if num_tokens >= self.response_length else None
 
     def forbids_reply(self, *, assistant_turns: int, user_turns: int, num_tokens: int) -> StopReason | None:
         """Why there can be no reply with a further assistant turn behind it; None if there can."""
         forbidden = self.forbids_turn(assistant_turns=assistant_turns, num_tokens=num_tokens)
-        if forbidden is not StopReason.MAX_ASSISTANT_TURNS and _is_reached(user_turns, self.max_user_turns):
+        if forbidden is StopReason.MAX_ASSISTANT_TURNS:
+            return forbidden
+        if self.max_user_turns is not None and user_turns >= self.max_user_turns:
             return StopReason.MAX_USER_TURNS
         return forbidden
 
     def is_last_turn(self, *, assistant_turns: int, user_turns: int) -> bool:
         """Whether a turn limit stands behind the next assistant turn, so that nothing it asks for could be answered."""
-        return _is_reached(assistant_turns + 1, self.max_assistant_turns) or _is_reached(
-            user_turns, self.max_user_turns
-        )
+        if self.max_assistant_turns is not None and assistant_turns + 1 >= self.max_assistant_turns:
+            return True
+        return self.max_user_turns is not None and user_turns >= self.max_user_turns
 
     def applied(
         self, params: SamplingParams, *, num_tokens: int, stop_token_ids: Sequence[int] = ()
     ) -> SamplingParams:
         """The parameters of a turn after so many response tokens: `max_tokens` lowered, stop tokens added."""
-        limits = (params.max_tokens, self.max_turn_tokens, self.response_length - num_tokens)
-        return replace(
-            params,
-            max_tokens=min(limit for limit in limits if limit is not None),
-            stop_token_ids=(*params.stop_token_ids, *stop_token_ids),
-        )
-
-
-def _is_reached(count: int, limit: int | None) -> bool:
-    return limit is not None and count >= limit
+        left = self.response_length - num_tokens
+        if self.max_turn_tokens is not None:
+            left = min(left, self.max_turn_tokens)
+        if params.max_tokens is not None:
+            left = min(left, params.max_tokens)
+        return params.limited(left, more_stop_token_ids=tuple(stop_token_ids))

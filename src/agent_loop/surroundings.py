@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -93,17 +93,15 @@ class Surroundings:
         """
         if self._tools is None:
             raise EpisodeError("this episode has no tools; pass tools= to AgentLoopBase.episode")
-        tools, places, turn = self._tools, asyncio.Semaphore(max_parallel), self._log.next_turn()
-
-        async def run(number: int, call: ToolCall) -> ToolResult | None:
-            async with places:
-                with waiting_for(WaitKind.TOOL, repr(call.name)), suppress(Cut):
-                    return await self._result_of(call, tools, turn=turn, number=number)
-
-        ran = await run_together(run(number, call) for number, call in enumerate(calls))
-        results = [result for result in ran if result is not None]
-        if len(results) < len(calls):
-            raise Cut
+        turn = self._log.next_turn()
+        runs = [
+            partial(self._result_of, call, self._tools, turn=turn, number=number, place=place)
+            for number, call in enumerate(calls)
+        ]
+        if max_parallel == 1 or len(runs) == 1:
+            results = [await run() for run in runs]
+        else:
+            results = await _run_at_once(runs, max_parallel=max_parallel)
         self.feedback += [
             Feedback(
                 Origin.TOOL,
@@ -142,7 +140,7 @@ class Surroundings:
             ToolBug: A tool's `calc_reward` raised or took too long.
             InteractionBug: The interaction's `calculate_score` did.
         """
-        if self._tools is not None:
+        if self._tools is not None and self._tools.has_verdict:
             with waiting_for(WaitKind.REWARD, "of its tools"):
                 self.verdicts += (await self._tools.calc_rewards()).values()
         if self._interaction is not None:
@@ -156,20 +154,22 @@ class Surroundings:
         incidents: list[Incident] = []
         for part in (self._tools, self._interaction):
             if part is not None:
-                with waiting_for(WaitKind.CLOSING, "its tools" if part is self._tools else "its interaction"):
-                    incidents += await part.close()
+                incidents += await part.close()
         return incidents
 
-    async def _result_of(self, call: ToolCall, tools: ToolSession, *, turn: int, number: int) -> ToolResult:
+    async def _result_of(
+        self, call: ToolCall, tools: ToolSession, *, turn: int, number: int, place: int | None
+    ) -> ToolResult:
         on_replay = tools.on_replay(call.name)
-        return await self._log.tool_result(
-            call,
-            turn=turn,
-            number=number,
-            on_replay=on_replay,
-            execute=partial(self._cancellation.call, partial(tools.execute, call), on_replay=on_replay),
-            prepare=partial(tools.open, call.name),
-        )
+        with waiting_for(WaitKind.TOOL, call.name, details={"place": place, "number": number}):
+            return await self._log.tool_result(
+                call,
+                turn=turn,
+                number=number,
+                on_replay=on_replay,
+                execute=partial(self._cancellation.call, partial(tools.execute, call), on_replay=on_replay),
+                prepare=partial(tools.open, call.name),
+            )
 
     async def _reply_of(
         self,
@@ -186,6 +186,27 @@ class Surroundings:
                 respond=partial(self._cancellation.call, respond, on_replay=on_replay),
                 prepare=interaction.open,
             )
+
+
+async def _run_at_once(
+    calls: Iterable[Callable[[], Awaitable[ToolResult]]], *, max_parallel: int
+) -> list[ToolResult]:
+    """So many at a time, the rest behind them.
+
+    Raises:
+        Cut: One was; the others have ended.
+    """
+    places = asyncio.Semaphore(max_parallel)
+
+    async def run(call: Callable[[], Awaitable[ToolResult]]) -> ToolResult | None:
+        async with places:
+            with suppress(Cut):
+                return await call()
+
+    results = await run_together(run(call) for call in calls)
+    if None in results:
+        raise Cut
+    return [result for result in results if result is not None]
 
 
 def with_words(messages: Sequence[Message], words: str) -> list[Message]:

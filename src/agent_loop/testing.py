@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -26,7 +27,8 @@ def run_virtual(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 class _VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
-        self._threads = 0
+        self._thread_ends: dict[asyncio.Future[Any], float] = {}
+        """Until when a running thread holds the clock, in real time."""
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -34,26 +36,29 @@ class _VirtualClockLoop(asyncio.SelectorEventLoop):
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
         future = super().run_in_executor(executor, func, *args)
-        self._threads += 1
-        future.add_done_callback(self._thread_done)
+        self._thread_ends[future] = time.monotonic() + REAL_WAIT_S
+        future.add_done_callback(self._thread_ends.pop)
         return future
 
     async def shutdown_default_executor(self, *timeout: Any) -> None:
-        self._threads += 1
+        joined = self.create_future()
+        self._thread_ends[joined] = time.monotonic() + REAL_WAIT_S
         try:
             await super().shutdown_default_executor(*timeout)
         finally:
-            self._threads -= 1
+            del self._thread_ends[joined]
 
     def jump(self, seconds: float) -> None:
         self._now += seconds
 
     @property
     def waits_for_threads(self) -> bool:
-        return self._threads > 0
+        return bool(self._thread_ends)
 
-    def _thread_done(self, _: asyncio.Future[Any]) -> None:
-        self._threads -= 1
+    @property
+    def held_s(self) -> float:
+        """How long threads still hold the clock, in real time."""
+        return max(0.0, max(self._thread_ends.values()) - time.monotonic())
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -66,7 +71,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         if ready or timeout == 0:
             return ready
         if self._loop.waits_for_threads:
-            ready = super().select(REAL_WAIT_S)
+            ready = super().select(None if timeout is None else self._loop.held_s)
             if ready or timeout is None:
                 return ready
         elif timeout is None:
@@ -75,5 +80,5 @@ class _JumpingSelector(selectors.DefaultSelector):
         return ready
 
 
-REAL_WAIT_S = 0.05
-"""How long a running thread holds the clock before a timer may overtake it."""
+REAL_WAIT_S = 1.0
+"""How long a thread holds the clock before timers may overtake it: one that takes longer hangs."""

@@ -1,4 +1,4 @@
-"""What each trajectory waits for, known at any time: for whoever wants to know why nothing moves.
+"""What each trajectory waits for, known at any time, and what it has waited for: why nothing moves, where time went.
 
 Whoever awaits something for a trajectory says so with `waiting_for`. Outside of a watched rollout that costs nothing.
 """
@@ -6,41 +6,34 @@ Whoever awaits something for a trajectory says so with `waiting_for`. Outside of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from agent_loop.trajectory import Span, Trace
 
 
 class WaitKind(StrEnum):
     """What a trajectory may wait for."""
 
-    PLACE = "place at a server"
-    COMPLETION = "completion"
+    ADMISSION = "admission"
+    """To begin, where `rollout.max_concurrent` holds it back."""
+    QUEUE = "queue"
+    """A place at a server, where all are full."""
+    GENERATE = "generate"
+    """A completion, once it has a place."""
     TOOL = "tool"
     INTERACTION = "interaction"
     REWARD = "reward"
-    ENCODING = "encoding"
-    CLOSING = "closing"
+    ENCODE = "encode"
+    CLOSE = "close"
     JOURNAL = "journal"
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """One thing that a trajectory waits for."""
-
-    kind: WaitKind
-    what: str
-    """Its name, where there are several of the kind."""
-    since: float
-    """In the event loop's time."""
-    task: asyncio.Task[Any] | None = field(repr=False)
-    """Who waits."""
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.what}".rstrip()
+    USER = "user"
+    """What a loop's own code says that it does."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +45,30 @@ class Activity:
     since: float
     """When it last began or ended a wait."""
     task: asyncio.Task[Any] | None = field(repr=False)
-    waits: list[Wait] = field(default_factory=list[Wait])
+    waits: list[waiting_for] = field(default_factory=list["waiting_for"])
     """Several where calls, branches or agents run at once; the oldest first."""
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
+    """The event loop's, for code that runs in other threads too."""
+    asked_at: float = 0.0
+    """When the trajectory was asked for, in the event loop's time."""
+    num_numbered: int = 0
+    """Of its spans, those that others may lie within."""
+    spans: list[Span] = field(default_factory=list[Span])
+    """What it has waited for."""
+
+    def add(self, wait: waiting_for, *, until: float) -> None:
+        """A wait is over."""
+        start, end = wait.since - self.asked_at, until - self.asked_at
+        last = len(self.spans) - 1  # code in another thread may add one meanwhile
+        if last >= 0 and self.spans[last].details is wait.details:
+            self.spans[last] = self.spans[last]._replace(end=end)
+        else:
+            self.spans.append(Span(wait.kind, wait.what, start, end, wait.details))
+
+    def trace(self) -> Trace:
+        """Up to now."""
+        seconds = self.clock() - self.asked_at
+        return Trace(time.time() - seconds, seconds, tuple(self.spans))
 
 
 class Board:
@@ -62,7 +77,7 @@ class Board:
     def __init__(self) -> None:
         self.progressed_at = 0.0
         """When something last began or ended, in the event loop's time."""
-        self._last: tuple[str, Wait | str] = ("", "")
+        self._last: tuple[str, waiting_for | str] = ("", "")
         self._activities: dict[str, Activity] = {}
 
     @property
@@ -70,22 +85,30 @@ class Board:
         return tuple(self._activities.values())
 
     @contextmanager
-    def trajectory(self, trajectory_id: str) -> Generator[None]:
-        """Shows a trajectory meanwhile; what its tasks wait for goes to it."""
-        now = asyncio.get_running_loop().time()
-        activity = Activity(trajectory_id, self, now, asyncio.current_task())
+    def trajectory(self, trajectory_id: str, *, asked_at: float | None = None) -> Generator[Activity]:
+        """Shows a trajectory meanwhile; what its tasks wait for goes to it.
+
+        Args:
+            asked_at: Since when it has waited to begin, in the event loop's time; None is not at all.
+        """
+        clock = asyncio.get_running_loop().time
+        now = clock()
+        activity = Activity(trajectory_id, self, now, asyncio.current_task(), clock=clock)
+        activity.asked_at = now if asked_at is None else asked_at
+        if activity.asked_at < now:
+            activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.asked_at))
         self._activities[trajectory_id] = activity
         token = CURRENT.set(activity)
         try:
-            yield
+            yield activity
         finally:
             CURRENT.reset(token)
             del self._activities[trajectory_id]
-            self.note(trajectory_id, "ended")
+            self.note(trajectory_id, "ended", at=clock())
 
-    def note(self, who: str, what: Wait | str) -> None:
-        """Something moved: a wait is over, or what the text says."""
-        self.progressed_at = asyncio.get_running_loop().time()
+    def note(self, who: str, what: waiting_for | str, *, at: float) -> None:
+        """Something moved, at this time of the event loop: a wait is over, or what the text says."""
+        self.progressed_at = at
         self._last = (who, what)
 
     @property
@@ -107,36 +130,73 @@ class Board:
 
 CURRENT: ContextVar[Activity | None] = ContextVar("agent_loop_activity", default=None)
 """The trajectory that the running code belongs to."""
+WITHIN: ContextVar[int | None] = ContextVar("agent_loop_within", default=None)
+"""The number of the span in which the running code lies."""
+HOLDS_USER_CODE = frozenset({WaitKind.TOOL, WaitKind.INTERACTION, WaitKind.REWARD, WaitKind.USER})
+"""Spans that have a number, since others may lie within them."""
 
 
 class waiting_for:
-    """Shows that the running trajectory waits for this, as a context."""
+    """Shows that the running trajectory waits for this, as a context, in any thread that has the trajectory's; what it
+    yields are the details of the span, to be added to. They get `span`, its number, where user code runs in it, and
+    `within`, the number of the span in which it lies. Meanwhile `since` tells when it began, in the event loop's time,
+    and `task` who waits.
 
-    __slots__ = ("_activity", "_kind", "_wait", "_what")
+    Args:
+        kind: What it waits for.
+        what: Its name, where there are several of the kind.
+        details: Of the span, where they are known before; waits that share them are one span, if nothing else ended in
+            between.
+    """
 
-    def __init__(self, kind: WaitKind, what: str = "") -> None:
-        self._kind = kind
-        self._what = what
+    __slots__ = ("_activity", "_token", "details", "kind", "since", "task", "what")
+
+    def __init__(self, kind: WaitKind, what: str = "", *, details: dict[str, Any] | None = None) -> None:
+        self.kind = kind
+        self.what = what
+        self.details: dict[str, Any] = {} if details is None else details
         self._activity = CURRENT.get()
+        self._token: Token[int | None] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> dict[str, Any]:
         activity = self._activity
         if activity is not None:
-            now = asyncio.get_running_loop().time()
-            self._wait = Wait(self._kind, self._what, now, asyncio.current_task())
-            activity.since = now
-            activity.waits.append(self._wait)
+            within = WITHIN.get()
+            if within is not None:
+                self.details["within"] = within
+            if self.kind in HOLDS_USER_CODE:
+                activity.num_numbered += 1
+                self.details["span"] = activity.num_numbered
+                self._token = WITHIN.set(activity.num_numbered)
+            self.task = _current_task()
+            self.since = activity.since = activity.clock()
+            activity.waits.append(self)
+        return self.details
 
     def __exit__(self, *_: object) -> None:
         activity = self._activity
         if activity is not None:
-            activity.waits.remove(self._wait)
-            activity.board.note(activity.trajectory_id, self._wait)
-            activity.since = activity.board.progressed_at
+            if self._token is not None:
+                WITHIN.reset(self._token)
+            now = activity.since = activity.clock()
+            activity.waits.remove(self)
+            activity.board.note(activity.trajectory_id, self, at=now)
+            activity.add(self, until=now)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.what}".rstrip()
 
 
 def note_progress() -> None:
     """Says that what the running trajectory waits for goes on, as when a part of a completion came."""
     activity = CURRENT.get()
     if activity is not None:
-        activity.board.progressed_at = asyncio.get_running_loop().time()
+        activity.board.progressed_at = activity.clock()
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    """None in a thread that is not an event loop's."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None

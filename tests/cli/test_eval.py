@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from agent_loop.cli import main
+from agent_loop.config import ModelConfig
+from agent_loop.training.policy import load_policy
 from tests.cli.scripted_eval import make_eval_project
 
 ALL = [(group, rollout) for group in range(6) for rollout in range(2)]
@@ -209,7 +212,8 @@ def test_a_category_that_no_row_has_is_refused_before_anything_runs(evaluate: Ev
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--checkpoint", "rows"], "holds no run"),
+        (["--checkpoint", "nowhere"], "'nowhere' does not exist"),
+        (["--checkpoint", "."], "holds no run"),
         (["--checkpoint", "model", "--model", "model"], "both name the model"),
         (["--checkpoint", "model", "rollout.server_urls=[http://h:1]"], "have their own weights"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
@@ -242,10 +246,17 @@ def test_a_checkpoint_is_a_models_folder_a_step_or_a_run(evaluate: Evaluate) -> 
     damaged = evaluate("--checkpoint", "trained", "--out", "damaged")
     assert damaged.exit_code == 2
     assert "config.json is missing" in damaged.err
-    shutil.rmtree(step / "model")
-    (step / "model").mkdir()
-    (step / "model" / "adapter_config.json").write_text("{}")
-    (step / "state.json").write_text(json.dumps(state | {"files": {}}))
-    adapters = evaluate("--checkpoint", "trained", "--out", "adapters")
-    assert adapters.exit_code == 2
-    assert "holds adapters (LoRA)" in adapters.err
+
+
+def test_a_checkpoint_of_adapters_is_evaluated_with_the_model_below_them(evaluate: Evaluate) -> None:
+    step = Path("trained/checkpoints/step-000007")
+    settings = ModelConfig(path="model", lora_rank=2, device="cpu")
+    load_policy(settings).save_pretrained(step / "model")
+    AutoTokenizer.from_pretrained("model").save_pretrained(step / "model")
+    state = {"step": 7, "weight_version": 7, "config": {"model": settings.model_dump()}, "files": {}}
+    (step / "state.json").write_text(json.dumps(state | {"config_digest": "", "version": ""}))
+
+    for out in ("first", "second"):
+        result = evaluate("--checkpoint", "trained", "--max-rows", "1", "--json", "--out", out)
+        assert result.exit_code == 0, result.err
+        assert json.loads(result.out)["model"] == str(step / "merged")

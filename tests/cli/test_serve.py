@@ -22,11 +22,21 @@ COMMAND = [sys.executable, "-c", "from agent_loop.cli import main; main()", "ser
 pytestmark = pytest.mark.slow
 
 
-@dataclass(frozen=True)
+@dataclass
 class Running:
     process: subprocess.Popen[str]
-    url: str
-    said: str
+    url: str = ""
+    said: str = ""
+
+    def read_until(self, start: str) -> None:
+        """Reads on in what the process says, to the end of the line that starts so."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.said += line
+            self.url = line.removeprefix("base_url: ").strip() if line.startswith("base_url: ") else self.url
+            if line.startswith(start):
+                return
+        raise AssertionError(f"no line starts with {start!r}: {self.said}")
 
 
 @contextmanager
@@ -41,15 +51,9 @@ def running(folder: Path, *arguments: str) -> Iterator[Running]:
         env={**os.environ, "NO_COLOR": "1"},
     )
     try:
-        assert process.stdout is not None
-        said, url = "", ""
-        for line in process.stdout:
-            said += line
-            url = line.removeprefix("base_url: ").strip() if line.startswith("base_url: ") else url
-            if line.startswith("Ctrl-C"):
-                break
-        assert url, said
-        yield Running(process, url, said)
+        served = Running(process)
+        served.read_until("Ctrl-C")
+        yield served
     finally:
         process.kill()
         process.communicate()
@@ -75,6 +79,7 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
             parts = iter(stream)
             next(parts)
             served.process.send_signal(signal.SIGINT)
+            served.read_until("stopping; requests in flight have")
             next(parts)
             served.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="being stopped"):
@@ -82,6 +87,7 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
             said, _ = served.process.communicate(timeout=30)
         assert served.process.returncode == 130, said
         assert "Traceback" not in said
+        assert "cutting the requests in flight" in said
         assert said.strip().endswith("stopped")
 
 
@@ -102,7 +108,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["./nowhere"], "no tokenizer can be loaded from './nowhere'"),
+        (["./nowhere"], "no tokenizer can be loaded from './nowhere': there is no such folder; give"),
         (["model", "--engine", "vlm"], "rollout.engine is 'vlm'"),
         (["model", "--tool-format", "hermis"], "did you mean 'hermes'?"),
         (["model", "--host", "999.0.0.1"], "--host is '999.0.0.1'"),

@@ -47,7 +47,7 @@ def test_a_session_of_the_callers_stays_open_and_its_others_do_not() -> None:
         reply = await pool.chat_completion(request(session_id="mine", n=3), template=TEMPLATE)
         assert [choice.message.content for choice in reply.choices] == ["Yes."] * 3
         assert (server.num_sessions, pool.balancer.num_sessions) == (1, 1)
-        await pool.end_session("mine")
+        pool.end_session("mine")
         assert (server.num_sessions, pool.balancer.num_sessions) == (0, 0)
 
     run_virtual(scenario())

@@ -61,13 +61,13 @@ def whatever(request):
 
 
 def counts(request):
-    """To 60, from where the prompt ends if that is a count; 8 numbers a second."""
+    """To 60, from where the prompt ends if that is a count; 4 numbers a second."""
     last = int(request.prompt_ids[-1]) - FIRST
     start = last + 1 if 0 <= last < 60 else 0
     with open(FOLDER / "counted_from.log", "a") as file:
         file.write(f"{start}\\n")
     token_ids = [FIRST + number for number in range(start, 60)]
-    return ScriptedReply(token_ids, latency_s=len(token_ids) / 8)
+    return ScriptedReply(token_ids, latency_s=len(token_ids) / 4)
 
 
 def hangs(request):

@@ -87,3 +87,12 @@ def test_rows_that_kill_their_workers_fail_and_no_others(
         assert failed == {job for job in killers if job < num_jobs}
 
     run_virtual(scenario())
+
+
+def test_the_rows_of_a_labelled_rollout_are_known_by_their_places() -> None:
+    batch = Batch([Job({}, group, 0, {}, label="step=3") for group in range(2)], lambda _: None)
+    [chunk] = batch.next_chunks(workers(1))
+    assert batch.worker_of("step=3/group=1/rollout=0") == "worker-0"
+    finish(batch, *chunk.jobs)
+    assert [trajectory.group for trajectory in batch.trajectories] == [0, 1]
+    assert batch.worker_of("step=3/group=1/rollout=0") is None

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agent_loop.concurrency import run_together
 from agent_loop.config import load_config
 from agent_loop.distributed import create_manager
 from agent_loop.distributed.manager import ClusterManager
@@ -59,7 +58,9 @@ def test_a_control_call_is_answered_while_thousands_of_completions_hang(stage: S
             answered = clock()
             for task in hanging:
                 task.cancel()
-        await run_together(server.end_session(f"hangs-{n}") for n in range(5000))
+        for n in range(5000):
+            server.end_session(f"hangs-{n}")
+        await server.settled()
         while (await server.health()).num_running:
             pass
         return answered - asked

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from agent_loop.distributed.progress import ASK_EVERY_S, Parts, Progress, pack_unfinished
+from agent_loop.distributed.wire import LineLost, ServerFacts
 from agent_loop.errors import ServerDied
+from agent_loop.servers.base import Ability
 from agent_loop.testing import run_virtual
-from agent_loop.types import TokenChunk
+from agent_loop.types import SamplingParams, TokenChunk
 
 CHUNKS = [TokenChunk([n], [-0.5 * n], weight_version=n // 4) for n in range(10)]
 
@@ -74,6 +78,61 @@ def test_a_dead_server_tells_nothing_new_and_one_that_is_back_does() -> None:
     run_virtual(scenario())
 
 
+def test_a_call_that_is_made_again_at_once_is_looked_after() -> None:
+    async def scenario() -> None:
+        progress = Progress(Engine().parts)
+        with progress.watching(1):
+            await asyncio.sleep(0.5 * ASK_EVERY_S)
+        with progress.watching(2) as chunks:
+            await asyncio.sleep(1.5 * ASK_EVERY_S)
+            assert [token for chunk in chunks for token in chunk.token_ids] == list(range(5))
+
+    run_virtual(scenario())
+
+
+class Method:
+    """What a Ray handle has in place of a method."""
+
+    def __init__(self, method: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = method
+
+    def options(self, **_: object) -> Method:
+        return self
+
+
+class StartedAnew:
+    """An actor that Ray kills after 2.5 s, starts again, and gives the post once more."""
+
+    def __init__(self) -> None:
+        self.open_line = Method(self._open_line)
+        self.exchange = Method(self._exchange)
+        self.parts = Method(self._parts)
+
+    async def _open_line(self, client: str) -> str:
+        return "line"
+
+    async def _exchange(self, packed: bytes) -> bytes:
+        await asyncio.sleep(2.5 * ASK_EVERY_S)
+        raise LineLost("it is not up yet")
+
+    async def _parts(self, client: str, num_known: Mapping[int, int]) -> Parts:
+        return {call: (3, pack_unfinished(CHUNKS[num:3])) for call, num in num_known.items() if num < 3}
+
+
+@pytest.mark.ray
+def test_what_is_known_outlives_a_server_that_ray_asked_again_after_a_restart() -> None:
+    from agent_loop.distributed.remote_server import RemoteServer
+
+    async def scenario() -> None:
+        facts = ServerFacts("one", frozenset({Ability.STREAMING}), None)
+        server = RemoteServer(StartedAnew(), client="me", facts=facts)
+        with pytest.raises(ServerDied, match="not up yet") as caught:
+            await server.generate(np.arange(4, dtype=np.int32), SamplingParams(), "a session")
+        assert [token for chunk in caught.value.chunks for token in chunk.token_ids] == [0, 1, 2]
+
+    run_virtual(scenario())
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_completion_goes_on_where_its_server_was_killed(tmp_path: Path) -> None:
@@ -88,7 +147,7 @@ def test_a_completion_goes_on_where_its_server_was_killed(tmp_path: Path) -> Non
         async def kill_in_the_middle() -> None:
             while len(starts(folder)) < 8:  # noqa: ASYNC110  (it is other processes that write)
                 await asyncio.sleep(0.1)
-            await asyncio.sleep(3 * ASK_EVERY_S)
+            await asyncio.sleep(7 * ASK_EVERY_S)  # half of the time that they take
             await stage.kill_server()
 
         async def main() -> list[list[int]]:

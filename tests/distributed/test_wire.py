@@ -77,6 +77,6 @@ def test_a_completion_arrives_to_the_bit_in_few_bytes() -> None:
     output = TokenOutput(
         list(range(1000)), log_probs, "length", 5, 1, 3, (VersionSpan(4, 400), VersionSpan(5, 600))
     )
-    packed = pickle.dumps(Answer.pack(output, num_others=2), protocol=5)
+    packed = pickle.dumps(Answer.pack(output), protocol=5)
     assert len(packed) < 1000 * 12 + 1000
     assert pickle.loads(packed).unpack() == output

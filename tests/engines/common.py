@@ -25,6 +25,7 @@ from agent_loop.tools.registry import load_tools
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from agent_loop.weights import AdaptedWeights, Factors
 from examples.common.demonstrations import Habit, demonstrations
 from examples.common.tokenizer import end_id, pad_id, train_tokenizer
 from examples.common.warm_start import encode, warm_start
@@ -34,6 +35,8 @@ TASK_CONFIG = "examples/two_hop_lookup/config.yaml"
 TOKENIZER_CONVERSATIONS = 500
 MAX_MODEL_LEN = 192
 """Of the configurations here: the example's prompt and response limits together."""
+MAX_REQUESTS_AT_ONCE = 96
+"""What the engines are started with: 64 requests and those beside them all run, and none waits for another's end."""
 LOG_PROB_TOLERANCE = 2e-5
 """Between two float32 implementations of one forward."""
 
@@ -134,6 +137,21 @@ def changed_weights(model: Any, *, seed: int, scale: float = 0.02) -> dict[str, 
         name: weight.detach() + scale * torch.randn(weight.shape, generator=generator)
         for name, weight in model.named_parameters()
     }
+
+
+def adapted_weights_of(model: Any, *, seed: int, base_id: str, rank: int = 4) -> AdaptedWeights:
+    """The model's weights as a base, and adapters on all its linear layers that change what it says."""
+    generator = torch.Generator().manual_seed(seed)
+    base = {name: weight.detach() for name, weight in model.named_parameters()}
+    factors = {
+        name: Factors(
+            0.05 * torch.randn(weight.shape[0], rank, generator=generator),
+            torch.randn(rank, weight.shape[1], generator=generator),
+        )
+        for name, weight in base.items()
+        if name.endswith("_proj.weight")
+    }
+    return AdaptedWeights(base, base_id=base_id, factors=factors)
 
 
 def load_into(model: Any, weights: Mapping[str, torch.Tensor]) -> None:

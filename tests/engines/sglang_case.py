@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agent_loop.servers.sglang import SGLangServer
-from tests.engines.common import EngineCase
+from tests.engines.common import MAX_REQUESTS_AT_ONCE, EngineCase
 
 ENGINE_KWARGS = {
     "attention_backend": "torch_native",
     "max_total_tokens": 16384,
-    "max_running_requests": 64,
+    "max_running_requests": MAX_REQUESTS_AT_ONCE,
 }
 """The only attention that runs on any CPU; and no more memory than a tiny model needs."""
 CASE = EngineCase("sglang", ENGINE_KWARGS)

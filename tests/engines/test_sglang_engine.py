@@ -18,6 +18,7 @@ from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
+    adapted_weights_of,
     assert_says_what_the_reference_says,
     changed_weights,
     generate_all,
@@ -204,6 +205,19 @@ def test_after_each_update_it_says_what_a_fresh_load_says(
     runner.run(
         server.update_weights(dict(load_reference(model_path).named_parameters()).items(), weight_version=13)
     )
+
+
+def test_after_updates_of_adapters_alone_it_says_what_the_merged_model_says(
+    engine: Engine, model_path: Path
+) -> None:
+    server, runner = engine
+    base, merged = load_reference(model_path), load_reference(model_path)
+    for version in (15, 16):
+        weights = adapted_weights_of(base, seed=version, base_id="adapted")
+        runner.run(server.update_weights(weights, weight_version=version))
+        load_into(merged, dict(weights))
+        runner.run(assert_says_what_the_reference_says(server, merged))
+    runner.run(server.update_weights(base.named_parameters(), weight_version=17))
 
 
 def test_weights_that_do_not_fit_change_nothing(engine: Engine, model_path: Path) -> None:

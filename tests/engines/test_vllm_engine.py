@@ -18,6 +18,7 @@ from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
+    adapted_weights_of,
     assert_says_what_the_reference_says,
     changed_weights,
     generate_all,
@@ -206,6 +207,23 @@ def test_after_an_update_tied_weights_say_what_the_new_model_says(engine: Engine
         after = await engine.server.generate(prompt, SamplingParams(max_tokens=1), "stale")
         assert (before.weight_version, after.weight_version) == (engine.version - 1, engine.version)
         assert after.num_cached_tokens == 0
+
+    engine.run(main())
+
+
+def test_after_updates_of_adapters_alone_it_says_what_the_merged_model_says(engine: Engine) -> None:
+    async def main() -> None:
+        merged = load_reference(engine.path)
+        for seed in (61, 62):
+            engine.version += 1
+            weights = adapted_weights_of(engine.reference, seed=seed, base_id="adapted")
+            began = time.monotonic()
+            await engine.server.update_weights(weights, weight_version=engine.version)
+            print(f"the update took {time.monotonic() - began:.3f} s")
+            load_into(merged, dict(weights))
+            worst = await assert_says_what_the_reference_says(engine.server, merged, seed=seed)
+            print(f"largest difference after it: {worst:.1e}")
+        load_into(engine.reference, dict(weights))
 
     engine.run(main())
 

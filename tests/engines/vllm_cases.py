@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.servers.base import AsyncServerBase
-from tests.engines.common import MAX_MODEL_LEN, EngineCase
+from tests.engines.common import MAX_MODEL_LEN, MAX_REQUESTS_AT_ONCE, EngineCase
 
 VLLM = EngineCase(
     "vllm",
     {
         "enforce_eager": "true",
-        "max_num_seqs": 64,
+        "max_num_seqs": MAX_REQUESTS_AT_ONCE,
         "kv_cache_memory_bytes": 64 * 2**20,
         "block_size": 32,  # the least that this build offers; its default is longer than the prompts here
     },
@@ -58,7 +58,7 @@ class ServerProcess:
         self._log = log
         arguments = [
             *("--model", str(model_path), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
-            *("--enforce-eager", "--max-num-seqs", "64", "--block-size", "32"),
+            *("--enforce-eager", "--max-num-seqs", str(MAX_REQUESTS_AT_ONCE), "--block-size", "32"),
             *("--kv-cache-memory-bytes", str(64 * 2**20), "--host", "127.0.0.1", "--port", str(port)),
         ]
         with log.open("wb") as output:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import threading
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from agent_loop.errors import ConfigError, DataError, RolloutError
 from agent_loop.integrations.trl import AgentLoopRollouts
 from agent_loop.integrations.trl.completions import TRAJECTORY_KEY, rollout_output
+from agent_loop.integrations.trl.loop_thread import LoopThread
 from agent_loop.integrations.trl.weights import policy_weights
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
@@ -207,6 +210,29 @@ def test_a_run_that_nothing_scores_says_what_is_missing() -> None:
         output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "hi"}])), fake_trainer())
     with pytest.raises(RolloutError, match=r"set reward\.function"):
         rewards_of(output)
+
+
+def test_what_a_coroutine_in_the_other_thread_gives_or_raises_comes_out() -> None:
+    async def gives() -> int:
+        return 7
+
+    async def fails() -> None:
+        raise TimeoutError("its own")
+
+    async def is_cancelled() -> None:
+        raise asyncio.CancelledError
+
+    thread = LoopThread("other")
+    assert thread.run(gives()) == 7
+    with pytest.raises(TimeoutError, match="its own"):
+        thread.run(fails())
+    with pytest.raises(CancelledError):
+        thread.run(is_cancelled())
+    thread.close()
+    too_late = gives()
+    with pytest.raises(RuntimeError, match="closed"):
+        thread.run(too_late)
+    too_late.close()
 
 
 def test_ctrl_c_cancels_the_rollout_and_is_raised() -> None:

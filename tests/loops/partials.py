@@ -131,7 +131,7 @@ class Setting:
         }
         interaction = SlowUser(self._replies)
         event = asyncio.Event()
-        async with self.server_manager.scope() as server_manager:
+        with self.server_manager.scope() as server_manager:
             context = LoopContext(
                 server_manager=server_manager,
                 template=hermes_template(),

@@ -17,7 +17,7 @@ from agent_loop.simulation.engine import EngineModel
 from agent_loop.simulation.report import Outcome
 from agent_loop.simulation.workload import Workload
 from agent_loop.testing import run_virtual
-from agent_loop.types import TokenChunk
+from agent_loop.types import TokenOutput
 
 
 def costly(num_turns: int) -> ServerUse:
@@ -28,64 +28,94 @@ def cheap(num_turns: int) -> ServerUse:
     return ServerUse(num_turns, num_sampled_tokens=100 * num_turns)
 
 
+def updated(
+    control: AdmissionControl,
+    use: ServerUse | None = None,
+    *,
+    num_in_flight: int,
+    num_running: int = 1000,
+    num_waiting: int = 0,
+    kv_cache_share: float | None = None,
+    demand: float | None = None,
+) -> float:
+    """The bound after a look at the servers, which did nothing, have no free place and tell nothing by default."""
+    return control.update(
+        use or ServerUse(),
+        num_in_flight=num_in_flight,
+        num_running=num_running,
+        num_waiting=num_waiting,
+        kv_cache_share=kv_cache_share,
+        demand=demand,
+    )
+
+
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 
 def test_servers_that_tell_nothing_of_themselves_bound_nothing() -> None:
     control = AdmissionControl(num_places=None)
     for _ in range(50):
-        assert control.update(cheap(100), num_in_flight=100, num_waiting=90, demand=None) == math.inf
+        assert updated(control, cheap(100), num_in_flight=100, num_waiting=90) == math.inf
     control = AdmissionControl(num_places=8)
-    bounds = [
-        control.update(ServerUse(), num_in_flight=int(control.bound), num_waiting=0, demand=None)
-        for _ in range(6)
-    ]
+    bounds = [updated(control, num_in_flight=int(control.bound)) for _ in range(6)]
     assert bounds == [16, 32, 64, 128, 256, 512]
 
 
 def test_the_bound_doubles_only_while_the_caches_are_almost_empty() -> None:
     control = AdmissionControl(num_places=64)
-    assert control.update(ServerUse(), num_in_flight=64, num_waiting=0, demand=0.1) == 128
-    assert control.update(ServerUse(), num_in_flight=128, num_waiting=0, demand=0.3) == 128
-    assert control.update(ServerUse(), num_in_flight=128, num_waiting=0, demand=0.1) == 128
-    assert control.update(cheap(128), num_in_flight=128, num_waiting=0, demand=0.3) == 160
-    assert control.update(cheap(160), num_in_flight=160, num_waiting=0, demand=0.7) == 168
+    assert updated(control, num_in_flight=64, demand=0.1) == 128
+    assert updated(control, num_in_flight=128, demand=0.3) == 128
+    assert updated(control, num_in_flight=128, demand=0.1) == 128
+    assert updated(control, cheap(128), num_in_flight=128, demand=0.3) == 160
+    assert updated(control, cheap(160), num_in_flight=160, demand=0.7) == 168
 
 
 def test_after_a_costly_round_the_bound_falls_by_those_that_wait_and_no_further() -> None:
     control = AdmissionControl(num_places=64)
-    assert control.update(costly(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
+    assert updated(control, costly(64), num_in_flight=64, num_waiting=10, demand=1.0) == 54
     # ten of the old ones have still to end: nothing is learnt from them
-    assert control.update(costly(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
-    assert control.update(costly(54), num_in_flight=54, num_waiting=50, demand=1.0) == 37
-    assert control.update(costly(37), num_in_flight=37, num_waiting=0, demand=1.0) == 37
+    assert updated(control, costly(64), num_in_flight=60, num_waiting=10, demand=1.0) == 54
+    assert updated(control, costly(54), num_in_flight=54, num_waiting=50, demand=1.0) == 37
+    assert updated(control, costly(37), num_in_flight=37, demand=1.0) == 37
 
 
 def test_a_bound_that_was_infinite_falls_too() -> None:
     control = AdmissionControl(num_places=None)
-    assert control.update(costly(1000), num_in_flight=1000, num_waiting=900, demand=None) == 700
+    assert updated(control, costly(1000), num_in_flight=1000, num_waiting=900) == 700
 
 
 def test_the_bound_never_falls_below_one() -> None:
     control = AdmissionControl(num_places=4)
     for _ in range(40):
         in_flight = int(control.bound)
-        control.update(costly(in_flight), num_in_flight=in_flight, num_waiting=in_flight, demand=2.0)
+        updated(control, costly(in_flight), num_in_flight=in_flight, num_waiting=in_flight, demand=2.0)
     assert control.bound == 1
 
 
 def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> None:
     control = AdmissionControl(num_places=20)
-    assert control.update(costly(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
-    assert control.update(costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
+    assert updated(control, costly(20), num_in_flight=20, num_waiting=10, demand=0.3) == 25
+    assert updated(control, costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
 
 
 def test_a_completion_tells_what_was_computed_again() -> None:
-    chunk = TokenChunk([1, 2, 3], None, stop_reason="stop", num_preempted=1, num_cached_tokens=40)
-    use = ServerUse.of([chunk], num_prompt_tokens=120, num_known_tokens=100)
+    output = TokenOutput([1, 2, 3], None, "stop", num_preempted=1, num_cached_tokens=40)
+    use = ServerUse().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
     assert use == ServerUse(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
-    silent = replace(chunk, num_preempted=0, num_cached_tokens=None)
-    assert ServerUse.of([silent], num_prompt_tokens=120, num_known_tokens=100).num_recomputed_tokens == 0
+    silent = replace(output, num_preempted=0, num_cached_tokens=None)
+    use = ServerUse().with_completion(silent, num_prompt_tokens=120, num_known_tokens=100)
+    assert use.num_recomputed_tokens == 0
+
+
+def test_slow_tools_do_not_leave_servers_idle_however_much_is_computed_again() -> None:
+    control = AdmissionControl(num_places=64)
+    for bound in (80, 100, 125):
+        in_flight = int(control.bound)
+        assert updated(control, costly(4), num_in_flight=in_flight, num_running=9, demand=1.2) == bound
+    full = updated(control, costly(4), num_in_flight=125, num_running=9, kv_cache_share=0.9, demand=1.2)
+    assert full == 125
+    assert updated(control, costly(4), num_in_flight=125, num_running=50, demand=1.2) == 125
+    assert updated(control, costly(4), num_in_flight=99, num_running=9, demand=1.2) == 125
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
@@ -95,7 +125,7 @@ def test_trajectories_begin_in_their_order_and_those_that_began_go_on_when_the_b
     gate, begun = AdmissionGate(bound=3), list[int]()
 
     async def one(number: int) -> None:
-        async with gate.admitted():
+        async with gate:
             begun.append(number)
             await asyncio.sleep(10)
 
@@ -122,7 +152,7 @@ def test_who_is_cancelled_while_it_waits_or_is_let_in_leaves_no_gap() -> None:
     gate = AdmissionGate(bound=1)
 
     async def one(seconds: float) -> None:
-        async with gate.admitted():
+        async with gate:
             await asyncio.sleep(seconds)
 
     async def main() -> None:
@@ -153,6 +183,7 @@ def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) 
     return outcome
 
 
+@pytest.mark.slow
 def test_with_too_little_kv_cache_a_bound_that_adapts_ends_earlier_than_none() -> None:
     assert (
         makespan(400_000, "auto", per_server=800).makespan_s

@@ -25,6 +25,7 @@ from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.testing import REAL_WAIT_S
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.actor import Actor
 from agent_loop.trajectory import IncidentKind, Trajectory
@@ -148,7 +149,7 @@ def test_a_video_file_fails_its_trajectory_with_the_way_out() -> None:
 def test_a_deadline_while_images_are_read_ends_the_episode() -> None:
     class Slow(MediaProcessor):
         def read(self, media: Any) -> Any:
-            time.sleep(0.3)
+            time.sleep(1.5 * REAL_WAIT_S)
             return super().read(media)
 
     template = ChatTemplate(vision_tokenizer(), media=Slow(vision_processor()))

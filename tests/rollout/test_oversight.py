@@ -70,11 +70,11 @@ def test_a_silent_rollout_says_once_and_then_ever_more_rarely_who_waits_for_what
     lines = first.split("\n  ")
     assert lines[0].startswith("nothing has moved for 120 s; last: group=")
     assert lines[1] == (
-        "14 trajectories in flight, by what they wait for: completion 12, tool 1, reward 1; "
+        "14 trajectories in flight, by what they wait for: generate 12, tool 1, reward 1; "
         "6 more are not begun (rollout.max_concurrent)"
     )
-    assert "group=0/rollout=0: tool 'add' for 120 s" in lines
-    assert "group=1/rollout=0: completion of scripted-0 for 120 s" in lines
+    assert "group=0/rollout=0: tool add for 120 s" in lines
+    assert "group=1/rollout=0: generate scripted-0 for 120 s" in lines
     assert "group=2/rollout=0: reward for 120 s" in lines
     assert lines[-2] == "and 4 more"
     assert lines[-1] == (
@@ -172,7 +172,7 @@ def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
     async def main() -> None:
         with monitor.measuring(), board.trajectory("group=4/rollout=2"):
             await asyncio.sleep(0.05)
-            with waiting_for(WaitKind.TOOL, "'slow'"):
+            with waiting_for(WaitKind.TOOL, "slow"):
                 time.sleep(0.6)  # noqa: ASYNC251  (the fault that is to be found)
             seen.extend(r.getMessage() for r in caplog.records)
             await asyncio.sleep(0.1)
@@ -180,7 +180,7 @@ def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
-    assert "by group=4/rollout=2 (tool 'slow'), at" in seen[0]
+    assert "by group=4/rollout=2 (tool slow), at" in seen[0]
     assert "time.sleep(0.6)" in seen[0]
 
 
@@ -199,7 +199,7 @@ def test_measuring_twice_at_a_time_is_measuring_once() -> None:
 
 
 def test_outside_of_a_watched_rollout_nothing_is_shown() -> None:
-    with waiting_for(WaitKind.TOOL, "'x'"):
+    with waiting_for(WaitKind.TOOL, "x"):
         pass
 
 
@@ -211,9 +211,9 @@ def test_waits_that_are_cut_leave_nothing_on_the_board() -> None:
     async def main() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5), oversight.watching():
-                with oversight.board.trajectory("a"), waiting_for(WaitKind.PLACE):
+                with oversight.board.trajectory("a"), waiting_for(WaitKind.QUEUE):
                     [activity] = oversight.board.activities
-                    assert [str(wait) for wait in activity.waits] == ["place at a server"]
+                    assert [str(wait) for wait in activity.waits] == ["queue"]
                     await asyncio.sleep(10)
         assert activity.waits == []
         assert oversight.board.activities == ()

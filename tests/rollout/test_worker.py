@@ -154,6 +154,30 @@ def test_cancelling_one_trajectory_keeps_its_tokens_and_leaves_the_others() -> N
     assert trajectories[1].reward is None
 
 
+def test_the_first_requests_of_a_large_rollout_do_not_wait_until_all_trajectories_are_set_up() -> None:
+    begun: list[int] = []
+
+    def answer(_: ScriptedRequest) -> ScriptedReply:
+        begun.append(len(stage.worker.running))
+        return says("3", latency_s=5.0)
+
+    stage = Stage(answer)
+    stage.run([{"raw_prompt": user("What is 1 + 2?")}] * 1000)
+    assert begun[0] < 200
+    assert begun[-1] == 1000
+
+
+def test_cancelling_all_reaches_those_of_the_run_that_have_not_begun() -> None:
+    def answer(_: ScriptedRequest) -> ScriptedReply:
+        stage.worker.cancel_all()
+        return says("3", latency_s=5.0)
+
+    stage = Stage(answer)
+    trajectories = stage.run([{"raw_prompt": user("What is 1 + 2?")}] * 1000)
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.CANCELLED}
+    assert len(stage.server.requests) < 200
+
+
 def test_too_many_failures_stop_the_run_with_the_commonest_error_in_full() -> None:
     stage = Stage(lambda request: ScriptedReply([1], error="disk full", latency_s=1.0))
     rows = [{"raw_prompt": user(str(n))} for n in range(10)]

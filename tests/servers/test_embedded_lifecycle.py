@@ -68,7 +68,7 @@ def test_abort_of_an_unknown_session_does_nothing(model: Any) -> None:
     async def main() -> None:
         async with serving(model) as server:
             await server.abort("nobody")
-            await server.end_session("nobody")
+            await server.abort("nobody")
 
     asyncio.run(main())
 
@@ -301,6 +301,7 @@ print("left")
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_exits_while_completions_run() -> None:
     done = subprocess.run([sys.executable, "-c", EXIT_SCRIPT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, "left"), done.stderr

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_loop.servers.embedded.attention import PrefillChunk, PrefillGroup
 from agent_loop.servers.embedded.batch import pack_step
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
 from agent_loop.servers.embedded.slots import Placement, PrefixInPrefill, Slot, SlotTable
@@ -80,6 +81,22 @@ def test_a_step_takes_all_decoding_rows_and_no_more_prefill_than_it_may(
     assert sum(count for slot, count in batch.advances if slot not in decoding) <= chunk_tokens
     complete = [slot for slot, count in batch.advances if slot.num_cached + count == slot.num_tokens]
     assert list(batch.sampled_slots) == complete
+
+
+def test_short_chunks_of_about_the_same_length_are_one_call() -> None:
+    cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
+    lengths = [(20, 5), (300, 5), (0, 17), (30, 6), (0, 18), (41, 5), (0, 500)]
+    slots = [busy_slot(index, num_cached=old, num_new=new) for index, (old, new) in enumerate(lengths)]
+
+    batch = pack_step(slots, cache=cache, chunk_tokens=1000)
+
+    assert [slot.index for slot, _ in batch.advances] == [0, 3, 5, 2, 4, 1, 6]
+    bridges, prompts, *apart = batch.attention.chunks
+    assert [chunk.slots.tolist() for chunk in (bridges, prompts) if isinstance(chunk, PrefillGroup)] == [
+        [0, 3, 5],
+        [2, 4],
+    ]
+    assert [chunk.slot for chunk in apart if isinstance(chunk, PrefillChunk)] == [1, 6]
 
 
 @st.composite

@@ -109,7 +109,7 @@ def test_a_new_session_takes_the_slot_of_an_ended_one_before_that_of_a_live_one(
             prompts = {name: random_prompt(30, seed=i) for i, name in enumerate(("kept", "ended", "new"))}
             kept = await server.generate(prompts["kept"], GREEDY, "kept")
             await server.generate(prompts["ended"], GREEDY, "ended")
-            await server.end_session("ended")
+            server.end_session("ended")
             await server.generate(prompts["new"], GREEDY, "new")
             assert server.stats.reused_tokens == 0
             await server.generate(joined(prompts["kept"], kept.token_ids, [3]), GREEDY, "kept")

@@ -86,7 +86,7 @@ def test_leaving_the_iteration_frees_the_place_at_once(model: Any) -> None:
         async with serving(model, max_slots=1) as server:
             async with aclosing(server.stream(random_prompt(5), LONG, "left")) as parts:
                 await anext(parts)
-            await server.end_session("nobody")
+            await server.abort("nobody")
             assert (await server.health()).num_running == 0
             assert server.stats.decoded_tokens < 200
             task = asyncio.ensure_future(streamed(server, LONG))

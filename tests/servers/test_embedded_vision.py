@@ -170,7 +170,7 @@ async def test_a_weight_update_computes_images_in_flight_again() -> None:
     async with serving(model, recompute_kv_on_update=True) as server:
         task = asyncio.create_task(ask(server, encoded, "a", max_tokens=100))
         while server.stats.decoded_tokens < 5:
-            await server.end_session("nobody")
+            await server.abort("nobody")
         await server.update_weights(other.state_dict().items(), weight_version=1)
         output = await task
         old = output.version_spans[0].num_tokens

@@ -183,6 +183,27 @@ def test_leaving_a_stream_early_tells_the_server() -> None:
     asyncio.run(main())
 
 
+def test_closing_ends_what_is_being_read_at_once() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = await events(request, 'data: {"n": 1}\n\n')
+        await asyncio.Event().wait()
+        return response
+
+    async def main() -> None:
+        async with engine(endless) as client:
+            stream = client.stream_events("/generate", {})
+            assert await anext(stream) == {"n": 1}
+            reading = asyncio.ensure_future(anext(stream))
+            waiting = asyncio.ensure_future(client.post_json("/generate"))
+            await asyncio.sleep(0.05)
+            await client.close()
+            async with asyncio.timeout(10):
+                ended = await asyncio.gather(reading, waiting, return_exceptions=True)
+            assert [type(each) for each in ended] == [ServerDied, ServerDied]
+
+    asyncio.run(main())
+
+
 def answering(status: int = 200, body: bytes = b"") -> Handler:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(status=status, body=body)

@@ -19,6 +19,7 @@ from tests.servers.test_http import engine, events
 from tests.serving.harness import MODEL, embedded, site, tiny_lm
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
     with site([embedded()]) as served:
         server = OpenAIServer(served.url, options=OpenAIOptions(log_probs="scaled"))

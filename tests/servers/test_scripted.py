@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agent_loop.concurrency import run_together
-from agent_loop.errors import SamplingParamsError, ServerError
+from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -70,12 +70,20 @@ def test_a_cancelled_call_frees_its_lease_and_its_place() -> None:
         server = ScriptedServer([ScriptedReply([1], latency_s=math.inf)])
         manager = AsyncLLMServerManager([server])
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(3600), manager.scope() as scoped:
-                await scoped.generate("s", prompt_ids=[0], sampling_params={})
+            async with asyncio.timeout(3600):
+                with manager.scope() as scoped:
+                    await scoped.generate("s", prompt_ids=[0], sampling_params={})
         assert (server.num_running, server.num_sessions) == (0, 0)
         assert (manager.balancer.num_leases, manager.balancer.num_sessions) == (0, 0)
 
     run_virtual(scenario())
+
+
+def test_a_server_whose_sessions_end_in_a_coroutine_is_refused_where_it_is_defined() -> None:
+    with pytest.raises(ConfigError, match="end_session of Waits is async; make it a plain method"):
+
+        class Waits(ScriptedServer):
+            async def end_session(self, request_id: str) -> None: ...  # pyright: ignore
 
 
 def test_errors_name_the_server_and_the_request() -> None:

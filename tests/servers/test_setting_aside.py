@@ -115,6 +115,7 @@ def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
     assert output.weight_version == 0
 
 
+@pytest.mark.slow
 def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
     model = tiny_model(initializer_range=0.06)
     server = SetsRequestsAside(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)))

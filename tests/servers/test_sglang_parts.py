@@ -202,6 +202,9 @@ class FakeModel:
         self.loaded: dict[str, torch.Tensor] = {}
         self._fails = fails
 
+    def parameters(self) -> Any:
+        return iter([torch.zeros(1)])
+
     def load_weights(self, weights: Any) -> None:
         for name, weight in weights:
             self.loaded[name] = weight.clone()

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,7 +216,7 @@ def test_the_second_model_runner_keeps_its_logits_from_before_the_cut() -> None:
 
 def test_a_worker_answers_garbage_with_an_error_and_does_not_raise() -> None:
     worker = WeightWorker()
-    worker.rank = 0
+    worker.rank, worker.model_runner = 0, SimpleNamespace(device=torch.device("cpu"))
     answer = worker.agent_loop_load_weights("no handle")
     assert answer["is_unchanged"] is True
     assert "weight handle" in answer["error"]

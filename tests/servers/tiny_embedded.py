@@ -90,7 +90,7 @@ async def generate_all(
 async def until(server: EmbeddedServer, condition: Callable[[], bool]) -> None:
     """Waits for the engine to get there, step by step: a command is answered between two steps."""
     while not condition():
-        await server.end_session("nobody")
+        await server.abort("nobody")
 
 
 async def decoded(server: EmbeddedServer, count: int) -> None:

@@ -182,6 +182,23 @@ def test_speeds_and_the_cost_of_an_empty_step_are_told_from_completions() -> Non
     assert estimate.of("slow") == 1.0
 
 
+def test_one_server_alone_is_not_timed() -> None:
+    estimate = SpeedEstimate()
+
+    def completes(server: str, *, seconds: float) -> None:
+        estimate.begin("r", server=server, num_in_flight=1)
+        estimate.end("r", num_in_flight=1, num_new_tokens=100, seconds=seconds)
+
+    for _ in range(50):
+        completes("a", seconds=7.0)
+    assert (estimate.overhead, estimate.of("a")) == (0.0, 1.0)
+    for _ in range(50):
+        completes("b", seconds=7.0)
+        completes("a", seconds=21.0)
+    assert estimate.overhead > 0
+    assert estimate.of("a") < estimate.of("b")
+
+
 def test_the_forecast_learns_from_sessions_that_end_and_is_not_misled_by_those_that_run() -> None:
     forecast = TurnsLeft()
     for session in range(4000):

@@ -391,6 +391,7 @@ def shout(text: str, times: int = 1) -> str:
     return text.upper() * min(times, 3)
 
 
+@pytest.mark.slow
 def test_the_kits_tools_keep_the_contract(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Oak", "text": "A tree."}\n{"title": "Otter", "text": "A mammal."}\n')

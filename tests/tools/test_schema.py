@@ -3,6 +3,9 @@ import enum
 from typing import Annotated, Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
 
 from agent_loop.errors import ConfigError
@@ -247,6 +250,34 @@ def test_several_faults_are_named_together() -> None:
         "argument 'seats' is \"2\", a string; expected an integer; "
         'argument \'class\' is 1, an integer; expected one of "first", "second"'
     )
+
+
+MIXED = {
+    "type": "object",
+    "properties": {
+        "plain": {"type": "integer", "description": "Any."},
+        "text": {"type": "string", "default": ""},
+        "share": {"type": "number", "maximum": 1},
+        "either": {"type": ["boolean", "null"]},
+        "anything": {},
+    },
+    "required": ["plain"],
+}
+JSON_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(-9, 9), st.text(max_size=2), st.just([])
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from([*MIXED["properties"], "unknown"]), JSON_VALUES),
+    st.sampled_from([{}, {"required": []}, {"minProperties": 2}]),
+)
+def test_what_fits_plainly_is_what_the_validator_accepts(
+    arguments: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    schema = MIXED | changed
+    accepted = Draft202012Validator(schema | {"additionalProperties": False}).is_valid(arguments)
+    assert (check_arguments({"function": {"name": "t", "parameters": schema}}, arguments) is None) == accepted
 
 
 def test_a_schema_that_names_no_properties_takes_any() -> None:

@@ -120,6 +120,8 @@ def test_cutting_and_packing_change_no_gradient(name: str) -> None:
         {"max_tokens_per_micro_batch": 30},
         {"max_tokens_per_micro_batch": 1},
         {"max_tokens_per_micro_batch": 40, "use_packing": True},
+        {"max_tokens_per_micro_batch": 100_000, "share_prefixes": True},
+        {"max_tokens_per_micro_batch": 40, "share_prefixes": True},
     ]
 
     whole, *others = (
@@ -267,6 +269,15 @@ def test_the_learning_rate_warms_up_over_updates() -> None:
     rates = [actor.update(batch, advantages_BR=advantages_BR)[names.LEARNING_RATE] for _ in range(5)]
 
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3])
+
+
+def test_the_learning_rate_falls_in_a_straight_line_and_stays_there() -> None:
+    batch, advantages_BR = make_batch()
+    actor = make_actor(lr=1.0e-3, warmup_steps=2, decay_steps=4, min_lr_share=0.2)
+
+    rates = [actor.update(batch, advantages_BR=advantages_BR)[names.LEARNING_RATE] for _ in range(6)]
+
+    assert rates == pytest.approx([0.5e-3, 0.8e-3, 0.6e-3, 0.4e-3, 0.2e-3, 0.2e-3])
 
 
 def test_weights_name_tied_tensors_once_and_restore_the_model() -> None:

@@ -89,7 +89,7 @@ def test_a_bound_of_zero_is_synchronous_training_bit_for_bit(config: Config, tmp
     expected = policy_of(synchronous)
     assert all(torch.equal(value, expected[name]) for name, value in policy_of(asynchronous).items())
     for one, other in zip(lines_of(synchronous), lines_of(asynchronous), strict=True):
-        timings = {name for name in one if name.startswith(("timing_s/", "perf/"))}
+        timings = {name for name in one if name.startswith(("timing_s/", "time/", "perf/"))}
         assert {k: v for k, v in one.items() if k not in timings} == {
             k: v for k, v in other.items() if k not in timings
         }
@@ -110,7 +110,9 @@ def test_every_row_is_trained_once_and_no_token_is_older_than_the_bound(
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert sorted(rollouts.rows_of) == list(range(1, 9))
     assert rollouts.rows_of == reference.rows_of
-    assert [line[names.STALENESS_MAX] for line in lines] == [min(n, max_staleness) for n in range(8)]
+    staleness = [line[names.STALENESS_MAX] for line in lines]
+    assert all(steps <= min(number, max_staleness) for number, steps in enumerate(staleness))
+    assert max(staleness) == max_staleness  # not at each step: a rollout may begin late on a busy machine
     assert all(line[names.STALENESS_MEAN] <= line[names.STALENESS_MAX] for line in lines)
     assert 1 < rollouts.most_running <= max_staleness + 2  # a validation beside them
     assert rollouts.num_running == 0

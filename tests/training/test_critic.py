@@ -73,7 +73,9 @@ def test_a_head_that_was_saved_is_kept(policy_folder: Path, tmp_path: Path) -> N
         assert values_BR.any()
 
 
-@pytest.mark.parametrize("settings", [{}, {"use_packing": True, "max_tokens_per_micro_batch": 50}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_packing": True, "max_tokens_per_micro_batch": 50}, {"share_prefixes": True}]
+)
 def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
     policy_folder: Path, settings: dict[str, Any]
 ) -> None:
@@ -92,7 +94,8 @@ def test_the_value_of_a_token_is_that_of_the_tokens_before_it(
             with torch.no_grad():
                 outputs = critic.model(batch["input_ids"][row][is_token][None]).logits[0, :, 0]
             expected = outputs[num_prompt - 1 : -1]
-        torch.testing.assert_close(values_BR[row, :length], expected, atol=1e-5, rtol=1e-5)
+        is_model = batch["response_mask"][row, :length]
+        torch.testing.assert_close(values_BR[row, :length], expected * is_model, atol=1e-5, rtol=1e-5)
         assert not values_BR[row, length:].any()
 
 

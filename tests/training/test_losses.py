@@ -148,27 +148,47 @@ def test_the_kl_penalty_is_zero_at_the_reference_and_positive_elsewhere() -> Non
 
 
 def test_token_log_probs_and_entropy_are_those_of_the_tempered_softmax() -> None:
-    logits_BTV = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    token_ids_BT = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    logits_NV = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    token_ids_M, place_M = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 1, 2])
 
-    log_probs_BT, entropy_BT = token_log_probs(logits_BTV, token_ids_BT=token_ids_BT, temperature=0.7)
+    log_probs_M, entropy_M = token_log_probs(
+        logits_NV, token_ids_M=token_ids_M, place_M=place_M, temperature=0.7
+    )
 
-    for row in range(2):
-        for place in range(3):
-            weights = [math.exp(x / 0.7) for x in logits_BTV[row, place].tolist()]
-            chances = [w / sum(weights) for w in weights]
-            assert float(log_probs_BT[row, place]) == pytest.approx(
-                math.log(chances[token_ids_BT[row, place]])
-            )
-            assert float(entropy_BT[row, place]) == pytest.approx(-sum(p * math.log(p) for p in chances))
+    for token, place in enumerate(place_M.tolist()):
+        weights = [math.exp(x / 0.7) for x in logits_NV[place].tolist()]
+        chances = [w / sum(weights) for w in weights]
+        assert float(log_probs_M[token]) == pytest.approx(math.log(chances[token_ids_M[token]]))
+        assert float(entropy_M[token]) == pytest.approx(-sum(p * math.log(p) for p in chances))
 
 
 def test_half_precision_logits_are_reduced_in_single_precision() -> None:
-    logits_BTV = torch.randn(1, 2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
 
-    log_probs_BT, _ = token_log_probs(logits_BTV, token_ids_BT=torch.tensor([[1, 2]]), temperature=1.0)
+    log_probs_M, _ = token_log_probs(
+        logits_NV, token_ids_M=torch.tensor([1, 2]), place_M=torch.arange(2), temperature=1.0
+    )
 
-    assert log_probs_BT.dtype == torch.float32
+    assert log_probs_M.dtype == torch.float32
+
+
+def test_the_gradient_of_an_entropy_that_only_metrics_want_is_none() -> None:
+    logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+    def of_tokens(*, entropy_has_gradient: bool) -> tuple[Tensor, Tensor]:
+        return token_log_probs(
+            logits_NV,
+            token_ids_M=torch.tensor([1, 2]),
+            place_M=torch.arange(2),
+            temperature=1.0,
+            entropy_has_gradient=entropy_has_gradient,
+        )
+
+    log_probs_M, entropy_M = of_tokens(entropy_has_gradient=False)
+
+    assert log_probs_M.requires_grad
+    assert not entropy_M.requires_grad
+    torch.testing.assert_close(entropy_M, of_tokens(entropy_has_gradient=True)[1])
 
 
 def test_entropy_and_its_gradient_are_finite_where_a_token_is_impossible() -> None:

@@ -64,10 +64,44 @@ def test_log_probs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: Ro
             attended = batch["attention_mask"][row].bool()
             ids = batch["input_ids"][row][attended]
             num_prompt = int(batch["attention_mask"][row, :9].sum())
-            logits = model(ids[None]).logits[:, num_prompt - 1 : -1]
-            expected, expected_entropy = token_log_probs(
-                logits, token_ids_BT=ids[None, num_prompt:], temperature=0.8
+            logits_TV = model(ids[None]).logits[0, num_prompt - 1 : -1]
+            expected_T = token_log_probs(
+                logits_TV,
+                token_ids_M=ids[num_prompt:],
+                place_M=torch.arange(len(logits_TV)),
+                temperature=0.8,
             )
-            length = expected.shape[1]
-            torch.testing.assert_close(log_probs_BR[place, :length], expected[0], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(entropy_BR[place, :length], expected_entropy[0], atol=1e-5, rtol=1e-5)
+            is_model_T = part.mask_BR[place, : len(logits_TV)].bool()
+            for found_BR, expected in zip((log_probs_BR, entropy_BR), expected_T, strict=True):
+                found_R = found_BR[place]
+                torch.testing.assert_close(
+                    found_R[: len(is_model_T)], expected * is_model_T, atol=1e-5, rtol=1e-5
+                )
+                assert not found_R[len(is_model_T) :].any()
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_packing": True}, {"share_prefixes": True}])
+def test_what_fits_into_one_micro_batch_is_parted_where_several_are_wanted(
+    batch: RolloutBatch, settings: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent_loop.training.micro_batches.SHARED_LINE", 40)
+
+    def parts(*, at_least: int) -> list[MicroBatch]:
+        rows, device = torch.arange(len(batch)), torch.device("cpu")
+        return list(
+            micro_batches(batch, rows=rows, max_tokens=10_000, device=device, at_least=at_least, **settings)
+        )
+
+    [whole] = parts(at_least=1)
+    num_units = len(whole.lines or whole.rows_B)
+    assert num_units > 1
+    for at_least in (2, 3, 1000):
+        each = parts(at_least=at_least)
+        assert min(at_least, num_units) == len(each)
+        assert sorted(torch.cat([part.rows_B for part in each]).tolist()) == list(range(len(batch)))
+        sizes = [len(part.lines or part.rows_B) for part in each]
+        assert max(sizes) - min(sizes) <= 1
+        for part in each:
+            assert sorted(row for line in part.lines for row in line) == list(
+                range(len(part.rows_B) if part.lines else 0)
+            )

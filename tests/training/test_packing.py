@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
@@ -11,8 +12,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, Mamba
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.packing import pack, prove_packing
+from agent_loop.training.packing import pack, prove_packing, prove_sharing
 from agent_loop.training.policy import response_log_probs
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, sample_trajectory, tiny_policy
 
 
@@ -54,7 +57,7 @@ def test_every_row_is_in_one_line_and_lines_keep_to_the_budget(batch: RolloutBat
         assert sorted(row for line in part.lines for row in line) == list(range(len(part.rows_B)))
         assert packed.input_ids_KL.numel() <= max_tokens or len(part.rows_B) == 1
         after_M = packed.input_ids_KL.flatten()[packed.before_M + 1]
-        assert torch.equal(after_M, part.response_ids_BR[part.is_response_BR])
+        assert torch.equal(after_M, part.response_ids_BR[part.mask_BR.bool()])
 
 
 def test_packing_leaves_less_padding() -> None:
@@ -87,11 +90,9 @@ def test_log_probs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind:
         padded = response_log_probs(model, padded_part, temperature=0.8)
         assert torch.equal(part.rows_B, padded_part.rows_B)
         for packed_BR, padded_BR in zip(packed, padded, strict=True):
-            is_response_BR = part.is_response_BR
-            torch.testing.assert_close(
-                packed_BR[is_response_BR], padded_BR[is_response_BR], atol=1e-5, rtol=0
-            )
-            assert not packed_BR[~is_response_BR].any()
+            torch.testing.assert_close(packed_BR, padded_BR, atol=1e-5, rtol=0)
+            assert packed_BR[part.mask_BR.bool()].all()
+            assert not packed_BR[~part.mask_BR.bool()].any()
 
 
 def test_a_model_that_sees_across_rows_is_refused() -> None:
@@ -101,3 +102,85 @@ def test_a_model_that_sees_across_rows_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"use_packing is on, but mamba .* set use_packing=false"):
         prove_packing(model)
+
+
+def turns(*runs: tuple[list[int], bool]) -> Trajectory:
+    """A prompt of three tokens and runs of others, each with whether the model said it."""
+    segments = [Segment(as_token_ids([4, 5, 6]), Origin.PROMPT)]
+    for ids, is_models in runs:
+        tokens = as_token_ids(ids)
+        log_probs = np.full(len(ids), -1.0, np.float32)
+        segments.append(
+            Segment(tokens, Origin.MODEL, log_probs, 0) if is_models else Segment(tokens, Origin.TOOL)
+        )
+    return Trajectory(AgentLoopOutput(segments=segments), {}, 0, 0, 0.0, {})
+
+
+def make_forked_batch() -> RolloutBatch:
+    """Rows that part after the prompt, after a tool's reply, at the last token and nowhere; one ends inside another."""
+    tool = ([8, 9], False)
+    return assemble(
+        [
+            turns(([7, 2], True), tool, ([10, 11, 3], True)),
+            turns(([12], True)),
+            turns(([7, 2], True), tool, ([10, 11, 4], True)),
+            turns(([7, 2], True), tool, ([13], True)),
+            turns(([7, 2], True), tool, ([10, 11, 3], True)),
+            turns(([7, 2], True)),
+        ],
+        pad_token_id=PAD,
+    )
+
+
+def test_a_prefix_is_in_a_line_once() -> None:
+    batch = make_forked_batch()
+    [part] = micro_batches(
+        batch,
+        rows=torch.arange(6),
+        max_tokens=10_000,
+        device=torch.device("cpu"),
+        share_prefixes=True,
+    )
+
+    packed = pack(part)
+
+    # 10 of the longest row; of the others what follows their forks: a 4, a 13, a 12 and nothing.
+    assert packed.input_ids_KL.shape == (1, 13)
+    after = packed.input_ids_KL.flatten()[packed.before_M]
+    assert sorted(after.tolist()) == sorted([6, 7, 9, 10, 11] * 3 + [6] + [6, 7, 9] + [6, 7])
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 25, 10_000])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_log_probs_of_rows_that_share_prefixes_are_the_padded_ones(attention: str, max_tokens: int) -> None:
+    model: Any = tiny_policy()
+    model.set_attn_implementation(attention)
+    prove_sharing(model)
+    for batch in (
+        make_forked_batch(),
+        assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD),
+    ):
+        rows, device = torch.arange(len(batch)), torch.device("cpu")
+        parts = list(
+            micro_batches(batch, rows=rows, max_tokens=max_tokens, device=device, share_prefixes=True)
+        )
+        assert sorted(torch.cat([part.rows_B for part in parts]).tolist()) == rows.tolist()
+        for part in parts:
+            shared = response_log_probs(model, part, temperature=0.8)
+            [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=device)
+            order = [padded_part.rows_B.tolist().index(row) for row in part.rows_B.tolist()]
+            padded = response_log_probs(model, padded_part, temperature=0.8)
+            for shared_BR, padded_BR in zip(shared, padded, strict=True):
+                torch.testing.assert_close(shared_BR, padded_BR[order], atol=1e-5, rtol=0)
+
+
+def test_a_model_that_does_not_attend_as_a_mask_says_shares_no_prefixes() -> None:
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
+
+    with pytest.raises(ConfigError, match=r"share_prefixes is on, but mamba .* set share_prefixes=false"):
+        prove_sharing(MambaForCausalLM(config).eval())
+    with pytest.raises(
+        ConfigError, match=r"share_prefixes is on, but gemma3_text .* not full in every layer"
+    ):
+        prove_sharing(sliding_window_model())

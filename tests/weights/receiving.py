@@ -22,7 +22,8 @@ from agent_loop.weights import WeightReceiver
 
 ROOT = Path(__file__).parent.parent.parent
 SHARED_MEMORY = Path("/dev/shm")
-ANSWER_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 100.0
+"""Longer than a broadcast waits for a receiver that is gone."""
 
 Arrived = tuple[str, str, tuple[int, ...], bytes]
 """Name, dtype, shape and bytes of a tensor."""

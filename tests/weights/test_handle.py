@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -36,6 +37,8 @@ def test_a_handle_survives_the_way_through_json(
     handle = WeightHandle("broadcast", weight_version, tensors, {"port": 1}, has_checksums)
     assert WeightHandle.from_json(handle.to_json()) == handle
     assert WeightHandle.from_json(handle.to_json().encode()) == handle
+    with_base = replace(HANDLE, base=handle, base_id="b")
+    assert WeightHandle.from_json(with_base.to_json()) == with_base
 
 
 def test_a_handle_of_a_thousand_tensors_is_small() -> None:
@@ -70,6 +73,14 @@ def changed(**fields: Any) -> str:
         (changed(tensors=[["a", "int8", [1], 0, -8, None]]), "a tensor is"),
         (changed(tensors=[["a", "int8", [1], 0, 0, "x"]]), "the checksum of 'a' is 'x'"),
         (changed(tensors=[["a", "int8", [1], 0, 0, 1]] * 2), "'a' was published 2 times"),
+        (changed(base_id="b"), "its base_id is 'b'"),
+        (changed(base=json.loads(HANDLE.to_json())), "its base_id is ''"),
+        (changed(base=None, base_id="b"), "a JSON NoneType"),
+        (changed(base=json.loads(changed(tensors=None)), base_id="b"), "the list of tensors is missing"),
+        (
+            changed(base=json.loads(replace(HANDLE, base=HANDLE, base_id="a").to_json()), base_id="b"),
+            "its base has a base",
+        ),
     ],
 )
 def test_garbage_is_refused_with_the_reason(text: str | bytes, complaint: str) -> None:

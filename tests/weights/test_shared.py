@@ -16,7 +16,8 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.weights import SharedWeights, WeightReceiver, WeightSender, offered
 from agent_loop.weights.handle import Transport
-from tests.weights.receiving import blocks
+from tests.weights.adapting import adapted_of, base_weights
+from tests.weights.receiving import blocks, flat
 
 WEIGHTS = {"a": torch.arange(3000.0), "b": torch.arange(7)}
 
@@ -39,12 +40,20 @@ class EngineElsewhere(ScriptedServer):
             with WeightReceiver() as receiver:
                 arrived = await asyncio.to_thread(receiver.receive_all, handle.to_json())
             self.received = {name: tensor.clone() for name, tensor in arrived.items()}
-            if handle.transport == "shared_memory":
-                self.blocks += [name for name, _ in handle.field("blocks", list)]
+            for part in (handle, handle.base):
+                if part is not None and part.transport == "shared_memory":
+                    self.blocks += [name for name, _ in part.field("blocks", list)]
 
     async def close(self) -> None:
         self.sender.close()
         await super().close()
+
+
+class EngineHere(ScriptedServer):
+    received: dict[str, Tensor]
+
+    async def update_weights(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> None:
+        self.received = dict(weights)
 
 
 def pool(*servers: ScriptedServer) -> AsyncLLMServerManager:
@@ -63,6 +72,21 @@ def test_servers_of_a_pool_share_one_copy_and_keep_it_from_update_to_update() ->
         assert all(torch.equal(server.received["a"], WEIGHTS["a"]) for server in servers)
         await manager.close()
         assert not names & blocks()
+
+    asyncio.run(main())
+
+
+def test_servers_of_a_pool_share_one_base_and_one_here_gets_merged_weights() -> None:
+    async def main() -> None:
+        servers, here = [EngineElsewhere(f"engine-{i}") for i in range(2)], EngineHere([], name="here")
+        manager, base = pool(*servers, here), base_weights()
+        for version in (1, 2):
+            weights = adapted_of(base, version=version)
+            await manager.update_weights(weights, weight_version=version)
+            for server in (*servers, here):
+                assert flat(server.received.items()) == flat(weights)
+        assert len({name for server in servers for name in server.blocks}) == 2
+        await manager.close()
 
     asyncio.run(main())
 

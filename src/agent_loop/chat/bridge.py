@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from agent_loop.chat.encoding import ControlledEncoder
-from agent_loop.chat.forms import ReplyForms
+from agent_loop.chat.forms import FormProof
 from agent_loop.chat.rendering import SENTINEL, Renderer
-from agent_loop.chat.stand_ins import CallKey, StandIn, candidates, tool_replies, with_made_up_ids
+from agent_loop.chat.reply_forms import ReplyForms
+from agent_loop.chat.stand_ins import CallKey, StandIn, candidates, with_made_up_ids
 from agent_loop.errors import ChatTemplateError
-from agent_loop.types import Message, ToolCall
+from agent_loop.types import IntArray, Message, ToolCall, as_token_ids
 
 _NAMES = ("first.tool", "other.tool")
 _IDS = ("id0000001", "id0000002")
@@ -66,6 +67,7 @@ class Bridge:
     Args:
         renderer: Of the template.
         encoder: Of the same tokenizer.
+        proof: Tells where the template need not run each time.
         eos_token_id: The tokenizer's own end token, where it has one.
         chat_template: The template's source.
 
@@ -74,7 +76,13 @@ class Bridge:
     """
 
     def __init__(
-        self, renderer: Renderer, *, encoder: ControlledEncoder, eos_token_id: int | None, chat_template: str
+        self,
+        renderer: Renderer,
+        *,
+        encoder: ControlledEncoder,
+        proof: FormProof,
+        eos_token_id: int | None,
+        chat_template: str,
     ) -> None:
         self._renderer = renderer
         self._encoder = encoder
@@ -87,30 +95,30 @@ class Bridge:
             raise self.user
         self.end_ids = self._find_end_ids() | ({eos_token_id} if eos_token_id is not None else set[int]())
         """At any of these the model may end a turn."""
-        self._forms = ReplyForms(self._write, mask=encoder.mask, chat_template=chat_template)
+        self._forms = ReplyForms(self._write, proof=proof, encoder=encoder, chat_template=chat_template)
         for replies in (_FOLLOW_UP, _TOOL_REPLIES[:1], _TOOL_REPLIES):
             self._forms.prove(_key(replies), replies, _ANSWERED[: len(replies)])
 
     def ids(
         self, replies: Sequence[Message], *, last_token_id: int | None, calls: Sequence[ToolCall] = ()
-    ) -> list[int]:
+    ) -> IntArray:
         """See `ChatTemplate.bridge`."""
-        joint = self.joint(replies)
+        key = _key(replies)
+        joint = self._joint(key)
         answered = joint.stand_in.answered(replies, calls=calls)
         try:
-            text = self._text(replies, answered)
+            ids = self._all_ids(key, replies, answered)
         except ChatTemplateError:
             # A model may have written an id that its own template refuses.
             renamed = with_made_up_ids(answered)
             if not joint.stand_in.fills_in or renamed == answered:
                 raise
-            text = self._text(replies, renamed)
-        ids = self._encoder.encode(text)
+            ids = self._all_ids(key, replies, renamed)
         return ids[self._num_sampled(ids, last_token_id, joint) :]
 
-    def _text(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> str:
-        text = self._forms.fill(_key(replies), replies, answered)
-        return self._write(replies, answered) if text is None else text
+    def _all_ids(self, key: str, replies: Sequence[Message], answered: Sequence[CallKey]) -> IntArray:
+        ids = self._forms.ids(key, replies, answered)
+        return as_token_ids(self._encoder.encode(self._write(replies, answered))) if ids is None else ids
 
     def _write(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> str:
         joint = self.joint(replies)
@@ -124,7 +132,10 @@ class Bridge:
         Raises:
             ChatTemplateError: The template does not write such replies after an assistant turn.
         """
-        joint = {"user": self.user, "tool": self.tool, "tools": self.tools}[_key(replies)]
+        return self._joint(_key(replies))
+
+    def _joint(self, key: str) -> Joint:
+        joint = {"user": self.user, "tool": self.tool, "tools": self.tools}[key]
         if isinstance(joint, ChatTemplateError):
             raise joint
         return joint
@@ -138,7 +149,7 @@ class Bridge:
         stand_in = self.joint(replies).stand_in
         return stand_in.filled(replies, stand_in.answered(replies, calls=calls))
 
-    def _num_sampled(self, ids: Sequence[int], last_token_id: int | None, joint: Joint) -> int:
+    def _num_sampled(self, ids: IntArray, last_token_id: int | None, joint: Joint) -> int:
         """How many leading tokens of a bridge the model has already said: those up to where it stopped."""
         if last_token_id is None:
             return 0
@@ -275,4 +286,7 @@ class Bridge:
 
 def _key(replies: Sequence[Message]) -> str:
     """Which joint the replies need."""
-    return ("user", "tool", "tools")[sum(1 for _ in tool_replies(replies[:2]))]
+    roles = [reply.get("role") for reply in replies[:2]]
+    if roles == ["tool", "tool"]:
+        return "tools"
+    return "tool" if roles[:1] == ["tool"] else "user"

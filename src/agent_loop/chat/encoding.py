@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import json
+import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
-from typing import Any, cast
-from uuid import uuid4
+from typing import Any, Literal, TypeAlias
 
-from tokenizers import AddedToken, Encoding, Tokenizer, pre_tokenizers
+from tokenizers import Encoding, Tokenizer
+
+from agent_loop.chat.byte_level import OtherTokenizer
+from agent_loop.chat.controls import anchors, is_control
+from agent_loop.chat.plain_text import PlainTextEncoder
+from agent_loop.chat.tiktoken_encoder import TiktokenEncoder, tiktoken_encoder
+from agent_loop.errors import ConfigError
+
+EncoderChoice: TypeAlias = Literal["auto", "tokenizers", "tiktoken"]
+"""Which library encodes; `auto` is `tiktoken` where it was proved to give the same ids."""
 
 MASK_OPEN, MASK_CLOSE = "\ue000", "\ue001"
 _MASK = re.compile(f"{MASK_OPEN}([0-9a-f]{{1,6}}){MASK_CLOSE}")
+
+_log = logging.getLogger(__name__)
 
 
 class ControlledEncoder:
@@ -26,22 +35,36 @@ class ControlledEncoder:
     Args:
         tokenizer: The `tokenizers` tokenizer. Not changed.
         reserved: More strings that foreign text may not hold while it is rendered.
+        choice: Which library encodes.
+
+    Raises:
+        ConfigError: `tiktoken` is chosen, and cannot give the same ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, reserved: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, reserved: Sequence[str] = (), choice: EncoderChoice = "auto"
+    ) -> None:
         self._tokenizer = tokenizer
+        self._quick = _quick_encoder(tokenizer, choice)
+        self._plain = PlainTextEncoder(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
-        self._controls = {token_id: token.content for token_id, token in added.items() if _is_control(token)}
+        self._controls = {token_id: token.content for token_id, token in added.items() if is_control(token)}
         self.control_ids = frozenset(self._controls)
         """Of all added tokens, special or not, but words and runs of spaces, which mean themselves."""
-        self._word_start = _starts_of({*self._controls.values(), *reserved, MASK_OPEN})
+        found = anchors(added.values(), is_normalised=tokenizer.normalizer is not None)
+        self._anchor_ids = {token_id for token_id, text in self._controls.items() if text in found}
+        words = {*self._controls.values(), *reserved, MASK_OPEN}
+        self._word_start = _starts_of(words)
+        self._word_starts = [_starts_of(group) for group in _by_first_character(words).values()]
         # The tokenizer looks for such tokens in the normalised text: `<TOOL>` may be found as `<tool>`.
         self._finds_normalised = any(token.normalized for token in added.values())
 
     def mask(self, text: str) -> str:
         """Foreign text in which no control token stands, for rendering."""
         text = _encodable(text)
-        masked = self._word_start.sub(_masked_start, text)
+        # One pattern for each first character is searched many times faster than one for all.
+        has_words = any(starts.search(text) for starts in self._word_starts)
+        masked = self._word_start.sub(_masked_start, text) if has_words else text
         normalise = self._normalise
         if normalise is not None and self._word_start.search(normalise(text)):
             masked = "".join(char if normalise(char) == char else _mask_of(char) for char in masked)
@@ -57,18 +80,39 @@ class ControlledEncoder:
 
     def encode(self, rendered: str) -> list[int]:
         """Token ids of a rendered template, masked text as plain text."""
+        ids = self._quick.encode(rendered, read=self.unmask) if self._quick else None
+        if ids is not None:
+            return ids
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
         return self._with_masks_as_text(rendered, encoding) if MASK_OPEN in rendered else encoding.ids
+
+    def encode_between(self, rendered: str, *, before: str, after: str) -> list[int]:
+        """Token ids of what stands between two anchors; either may be empty, for the beginning or end of a text."""
+        ids = self._quick.encode(rendered, read=self.unmask) if self._quick else None
+        if ids is not None:
+            return ids
+        ids = self.encode(f"{before}{rendered}{after}")
+        return ids[bool(before) : len(ids) - bool(after)]
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of foreign text: none of them is a control token."""
         text = _encodable(text)
+        ids = self._quick.encode_text(text) if self._quick else None
+        if ids is not None:
+            return ids
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids if self.control_ids.isdisjoint(ids) else self._encode_text(text, at_start=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, control tokens written out."""
+        if self._quick is not None:
+            return self._quick.decode(token_ids)
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    @property
+    def token_bytes(self) -> Sequence[bytes] | None:
+        """What each id stands for, where it is proved that a text is the bytes of its tokens; else None."""
+        return None if self._quick is None else self._quick.token_bytes
 
     @property
     def control_texts(self) -> list[str]:
@@ -77,9 +121,11 @@ class ControlledEncoder:
 
     def control_spans(self, rendered: str) -> list[tuple[int, int]]:
         """Where control tokens stand in a text: start and end of each, in characters."""
-        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
-        both = zip(encoding.ids, encoding.offsets, strict=True)
-        return [span for token_id, span in both if token_id in self.control_ids]
+        return self._spans(rendered, self.control_ids)
+
+    def anchor_spans(self, rendered: str) -> list[tuple[int, int]]:
+        """Where anchors stand in a text: control tokens at which it can be cut and encoded in parts."""
+        return self._spans(rendered, self._anchor_ids)
 
     def shared(self, rendered: str, other: str) -> str:
         """What two rendered texts begin with; a control token of the first is shared whole or not at all."""
@@ -88,6 +134,11 @@ class ControlledEncoder:
             if start < length < end:
                 length = start
         return rendered[:length]
+
+    def _spans(self, rendered: str, token_ids: Set[int]) -> list[tuple[int, int]]:
+        encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
+        both = zip(encoding.ids, encoding.offsets, strict=True)
+        return [span for token_id, span in both if token_id in token_ids]
 
     def _with_masks_as_text(self, rendered: str, encoding: Encoding) -> list[int]:
         """Replaces the tokens of each stretch between control tokens that holds masks."""
@@ -114,12 +165,8 @@ class ControlledEncoder:
         return ids
 
     def _encode_text(self, text: str, *, at_start: bool) -> list[int]:
-        tokenizer = self._text_tokenizer if at_start else self._inner_text_tokenizer
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if not self.control_ids.isdisjoint(ids):
-            tokenizer = self._strict_tokenizer if at_start else self._inner_strict_tokenizer
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        ids = self._quick.encode_text(text) if self._quick else None
+        return self._plain.encode(text, at_start=at_start) if ids is None else ids
 
     @cached_property
     def _normalise(self) -> Any:
@@ -127,35 +174,25 @@ class ControlledEncoder:
             return None
         return self._tokenizer.normalizer.normalize_str
 
-    @cached_property
-    def _text_tokenizer(self) -> Tokenizer:
-        """The same model without added tokens; costs nothing."""
-        return _without_added_tokens(self._tokenizer, self._tokenizer.model)
 
-    @cached_property
-    def _inner_text_tokenizer(self) -> Tokenizer:
-        return _for_inner_text(self._text_tokenizer)
-
-    @cached_property
-    def _strict_tokenizer(self) -> Tokenizer:
-        """One whose model does not know the control tokens either: some models find them whole."""
-        model = _model_without(set(self._controls.values()), self._tokenizer)
-        return _without_added_tokens(self._tokenizer, model)
-
-    @cached_property
-    def _inner_strict_tokenizer(self) -> Tokenizer:
-        return _for_inner_text(self._strict_tokenizer)
+def _quick_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> TiktokenEncoder | None:
+    if choice == "tokenizers":
+        return None
+    try:
+        return tiktoken_encoder(tokenizer)
+    except OtherTokenizer as error:
+        if choice == "tiktoken":
+            raise ConfigError(
+                f"model.encoder is tiktoken, but the tokenizer is none for it: {error}; set auto"
+            ) from error
+        _log.info("texts are encoded by tokenizers, not by tiktoken, which would be faster: %s", error)
+        return None
 
 
 def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     """How many characters or tokens both begin with."""
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differing, min(len(first), len(second)))
-
-
-def _is_control(token: AddedToken) -> bool:
-    is_word = not token.content.strip() or token.content.replace(" ", "").isalnum()
-    return bool(token.content) and (token.special or not is_word)
 
 
 def _encodable(text: str) -> str:
@@ -169,10 +206,18 @@ def _encodable(text: str) -> str:
 
 def _starts_of(words: Iterable[str]) -> re.Pattern[str]:
     """Matches the first character of each word; sorted by it, which `re` searches fastest."""
-    rests: dict[str, list[str]] = {}
+    rests = {
+        first: "|".join(re.escape(word[1:]) for word in group)
+        for first, group in _by_first_character(words).items()
+    }
+    return re.compile("|".join(f"{re.escape(first)}(?={rest})" for first, rest in rests.items()))
+
+
+def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
     for word in words:
-        rests.setdefault(word[0], []).append(re.escape(word[1:]))
-    return re.compile("|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items()))
+        groups.setdefault(word[0], []).append(word)
+    return groups
 
 
 def _masked_start(found: re.Match[str]) -> str:
@@ -181,44 +226,3 @@ def _masked_start(found: re.Match[str]) -> str:
 
 def _mask_of(char: str) -> str:
     return f"{MASK_OPEN}{ord(char):x}{MASK_CLOSE}"
-
-
-def _without_added_tokens(tokenizer: Tokenizer, model: Any) -> Tokenizer:
-    plain = Tokenizer(model)
-    if tokenizer.normalizer is not None:
-        plain.normalizer = tokenizer.normalizer
-    if tokenizer.pre_tokenizer is not None:
-        plain.pre_tokenizer = tokenizer.pre_tokenizer
-    return plain
-
-
-def _for_inner_text(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer of text that does not begin the prompt: some put a space before the very first word."""
-    pre_tokenizer = tokenizer.pre_tokenizer
-    if not isinstance(pre_tokenizer, pre_tokenizers.Metaspace) or pre_tokenizer.prepend_scheme != "first":
-        return tokenizer
-    inner = _without_added_tokens(tokenizer, tokenizer.model)
-    metaspace = copy.deepcopy(pre_tokenizer)
-    metaspace.prepend_scheme = "never"
-    inner.pre_tokenizer = metaspace
-    return inner
-
-
-def _model_without(words: set[str], tokenizer: Tokenizer) -> Any:
-    """The tokenizer's model with the names of these tokens changed to something that no text holds."""
-    description = cast(dict[str, Any], json.loads(tokenizer.to_str()))
-    description |= {"added_tokens": [], "post_processor": None}
-    model = cast(dict[str, Any], description["model"])
-    new_names = {word: f"{uuid4().hex} {uuid4().hex}" for word in words}
-    vocab: Any = model["vocab"]
-    if isinstance(vocab, list):
-        pieces = cast(list[tuple[str, float]], vocab)
-        model["vocab"] = [[new_names.get(piece, piece), score] for piece, score in pieces]
-    else:
-        model["vocab"] = {new_names.get(piece, piece): token_id for piece, token_id in vocab.items()}
-    if "merges" in model:
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        model["merges"] = [pair for pair in pairs if words.isdisjoint(pair) and "".join(pair) not in words]
-    if model.get("unk_token") in words:
-        model["unk_token"] = new_names[model["unk_token"]]
-    return Tokenizer.from_str(json.dumps(description)).model

@@ -185,6 +185,25 @@ def describe_source(source: Any) -> str:
     return name if size is None else f"{name} of size {size}"
 
 
+def without_pixels(message: Message) -> Message:
+    """The message with its images and videos described instead of held.
+
+    Raises:
+        DataError: A part of it names no image.
+    """
+    [bare], media = split_media([message])
+    if not media:
+        return message
+    sources = iter(media)
+    described = [
+        {**part, part["type"]: describe_source(next(sources).source)}
+        if part.get("type") in ("image", "video")
+        else part
+        for part in bare["content"]
+    ]
+    return {**message, "content": described}
+
+
 def _unwrapped(source: Any) -> Any:
     if not isinstance(source, Mapping):
         return source

@@ -9,10 +9,13 @@ from typing import Any, cast
 
 from agent_loop.attachments import AttachmentKind
 from agent_loop.chat.bridge import Bridge
-from agent_loop.chat.encoding import ControlledEncoder
+from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
+from agent_loop.chat.forms import FormProof
 from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium
 from agent_loop.chat.parsers import ToolParser, detect_parser
+from agent_loop.chat.parsers.walking import Thought
 from agent_loop.chat.processors import load_media_processor
+from agent_loop.chat.prompt_forms import PromptForms
 from agent_loop.chat.rendering import SENTINEL, Renderer
 from agent_loop.chat.sources import Medium, split_media
 from agent_loop.errors import ChatTemplateError, ConfigError
@@ -20,6 +23,8 @@ from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, Tool
 
 MAX_OPENING_TOKENS = 32
 """Where in a generation prompt reasoning may be opened, from its end."""
+FEW_TOKENS = 4
+"""Nearly always enough to see that it is not."""
 
 
 class ChatTemplate:
@@ -30,10 +35,11 @@ class ChatTemplate:
         tool_parser: A `ToolParser` or the name of one; `auto` is the one that the template's own calls are written for,
             or the tokenizer's own response template.
         media: Reads the images in messages; a string says why there is nothing that does.
+        encoder: Which library encodes; the ids are the same.
 
     Raises:
         ChatTemplateError: The tokenizer is not a fast one, has no chat template, or has one that cannot be bridged.
-        ConfigError: There is no parser of that name, or none that fits the template.
+        ConfigError: There is no parser of that name, none that fits the template, or the encoder does not fit.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class ChatTemplate:
         *,
         tool_parser: ToolParser | str = "hermes",
         media: MediaProcessor | str = "the model has no processor for them",
+        encoder: EncoderChoice = "auto",
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -54,17 +61,22 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.media = media
-        self.encoder = ControlledEncoder(backend, reserved=[SENTINEL])
+        self.encoder = ControlledEncoder(backend, reserved=[SENTINEL], choice=encoder)
         self.renderer = Renderer(tokenizer, encoder=self.encoder)
         if tool_parser == "auto":
             tool_parser = self._detect_parser()
         self.tool_parser = ToolParser.get(tool_parser) if isinstance(tool_parser, str) else tool_parser
+        source = str(tokenizer.chat_template)
+        proof = FormProof(mask=self.encoder.mask, chat_template=source)
         self.replies = Bridge(
             self.renderer,
             encoder=self.encoder,
+            proof=proof,
             eos_token_id=cast("int | None", tokenizer.eos_token_id),
-            chat_template=str(tokenizer.chat_template),
+            chat_template=source,
         )
+        self._prompts = PromptForms(self.renderer, proof=proof, encoder=self.encoder, chat_template=source)
+        self._last_of_openings = _last_characters(self.tool_parser.thoughts)
         self._opened_reasoning = self._find_opened_reasoning()
 
     @property
@@ -131,7 +143,9 @@ class ChatTemplate:
             DataError: An image cannot be read.
         """
         messages, media = self._split(messages)
-        ids = self.encoder.encode(self.renderer.text(messages, tools=tools))
+        ids = self._prompts.ids(messages, tools=tools)
+        if ids is None:
+            ids = self.encoder.encode(self.renderer.text(messages, tools=tools))
         return self._attached(ids, media, read)
 
     def bridge(
@@ -190,7 +204,7 @@ class ChatTemplate:
             context: What the model was given. Its end may open reasoning, which nothing else tells where the completion
                 is cut; without it, that is so where every generation prompt does it.
         """
-        ids = as_token_ids(token_ids).tolist()
+        ids = list(token_ids) if isinstance(token_ids, (list, tuple)) else as_token_ids(token_ids).tolist()
         while ids and ids[-1] in self.end_ids and not self.tool_parser.reads_end_tokens:
             ids.pop()
         text = self.encoder.decode(ids)
@@ -238,6 +252,8 @@ class ChatTemplate:
     def _opened_at_end(self, context: TokenIds) -> str:
         if not self.tool_parser.thoughts:
             return ""
+        if self.decode(context[-FEW_TOKENS:]).rstrip()[-1:] not in self._last_of_openings:
+            return ""
         end = self.decode(context[-MAX_OPENING_TOKENS:])
         for opening, _, label in self.tool_parser.thoughts:
             before, found, behind = end.rpartition(opening)
@@ -255,11 +271,13 @@ class ChatTemplate:
         return messages, media
 
     def _attached(
-        self, token_ids: Sequence[int], media: Sequence[Medium], read: Sequence[ReadMedium] | None
+        self, token_ids: TokenIds, media: Sequence[Medium], read: Sequence[ReadMedium] | None
     ) -> Encoded:
         if isinstance(self.media, str):
             return Encoded(as_token_ids(token_ids))
-        return self.media.encode(token_ids, self.media.read(media) if read is None else read)
+        return self.media.encode(
+            as_token_ids(token_ids).tolist(), self.media.read(media) if read is None else read
+        )
 
 
 def load_chat_template(
@@ -268,6 +286,7 @@ def load_chat_template(
     tool_parser: ToolParser | str = "hermes",
     chat_template_path: str | None = None,
     trust_remote_code: bool = False,
+    encoder: EncoderChoice = "auto",
 ) -> ChatTemplate:
     """Loads a tokenizer with its chat template from a folder or the hub.
 
@@ -282,14 +301,28 @@ def load_chat_template(
     try:
         tokenizer = cast(Any, AutoTokenizer).from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
+        is_folder = str(path).startswith(
+            ("/", "./", "../", "~")
+        )  # transformers takes it for a name on the hub
+        reason = "there is no such folder" if is_folder and not Path(path).exists() else str(error)
+        raise ConfigError(
+            f"no tokenizer can be loaded from {path!r}: {reason}; give a folder or a hub name with a model and its "
+            "tokenizer"
+        ) from error
     if chat_template_path is not None:
         file = Path(chat_template_path)
         if not file.is_file():
             raise ConfigError(f"model.chat_template_path is {chat_template_path!r}: no such file")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     media = load_media_processor(path, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    return ChatTemplate(tokenizer, tool_parser=tool_parser, media=media)
+    return ChatTemplate(tokenizer, tool_parser=tool_parser, media=media, encoder=encoder)
+
+
+def _last_characters(thoughts: Sequence[Thought]) -> frozenset[str]:
+    """One of these ends a text that opens reasoning, as far as can be seen of it: white space left out, and in bytes
+    that may be no whole character."""
+    texts = [text for opening, _, label in thoughts for text in (opening, label)]
+    return frozenset({"", "\ufffd", *(text.rstrip()[-1:] for text in texts)})
 
 
 def _ids_alone(encoded: Encoded) -> IntArray:

@@ -13,11 +13,17 @@ from agent_loop.cli.check_sandbox import check_sandbox_command
 from agent_loop.cli.check_server import check_server_command
 from agent_loop.cli.check_tool import check_tool_command
 from agent_loop.cli.eval import eval_command
+from agent_loop.cli.export import export_command
+from agent_loop.cli.replay import replay_command
+from agent_loop.cli.rescore import rescore_command
 from agent_loop.cli.rollout import rollout_command
 from agent_loop.cli.serve import serve_command
+from agent_loop.cli.show import show_command
 from agent_loop.cli.simulate import simulate_command
+from agent_loop.cli.traces import traces_command
 from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
+from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
 
 app = typer.Typer(
@@ -31,6 +37,11 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("rollout")(rollout_command)
 app.command("eval")(eval_command)
+app.command("export")(export_command)
+app.command("show")(show_command)
+app.command("traces")(traces_command)
+app.command("rescore")(rescore_command)
+app.command("replay")(replay_command)
 app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
 app.command("check-server")(check_server_command)
@@ -38,6 +49,7 @@ app.command("check-tool")(check_tool_command)
 app.command("check-interaction")(check_interaction_command)
 app.command("check-sandbox")(check_sandbox_command)
 app.command("simulate")(simulate_command)
+app.command("view")(view_command)
 
 
 def main() -> None:

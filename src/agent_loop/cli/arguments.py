@@ -30,6 +30,16 @@ DataOption = Annotated[
         "--data", help="Row files, or file.py:function; may be given more than once.", show_default=False
     ),
 ]
+RunArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Folder of a run, or Parquet file of trajectories.", show_default=False
+    ),
+]
+StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this step.", show_default=False)]
+SplitOption = Annotated[
+    str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
+]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Only the first so many rows.")]
 SamplesOption = Annotated[int | None, typer.Option("-n", min=1, help="Trajectories per row.")]
 

@@ -124,7 +124,7 @@ def eval_command(
         evaluation, model=settings.model.path, settings=asdict(key), columns=columns, other=other
     )
     if finished is None:
-        folder.finish(trajectories, summary=summary)
+        folder.finish(trajectories, summary=summary, success_threshold=settings.reward.success_threshold)
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
@@ -160,27 +160,9 @@ def _model_folder(path: Path) -> Path:
     """The model of a checkpoint, of a run's last checkpoint, or of a folder that holds nothing else."""
     if (path / "config.json").is_file():
         return path
-    from agent_loop.training.adapters import is_adapter_folder  # late: needs torch
-    from agent_loop.training.checkpoint import (
-        STATE_FILE,
-        latest_checkpoint,
-        list_checkpoints,
-        open_checkpoint,
-    )
+    from agent_loop.training.export import evaluated_model  # late: needs torch
 
-    is_run = bool(list_checkpoints(path))
-    if not is_run and not (path / STATE_FILE).is_file():
-        raise ConfigError(
-            f"--checkpoint is {str(path)!r}, which holds no run (checkpoints/step-...), no checkpoint ({STATE_FILE}) "
-            "and no model (config.json)"
-        )
-    found = latest_checkpoint(path) if is_run else open_checkpoint(path)
-    if is_adapter_folder(found.model_path):
-        raise ConfigError(
-            f"{str(found.path)!r} holds adapters (LoRA) and not the model below them; merge both with `peft` "
-            "(docs/evaluation.md) and give that folder"
-        )
-    return found.model_path
+    return evaluated_model(path)
 
 
 def _other(path: Path, *, rows: Sequence[Row]) -> EvaluationSummary:

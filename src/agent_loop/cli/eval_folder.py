@@ -2,6 +2,7 @@
 
 runs/eval/
     trajectories.jsonl   each trajectory; while it runs, in the order in which they end
+    trajectories.parquet the same, as `agent-loop show` and others read it; there when it is over
     rollout.journal      its turns; removed when it is over
     summary.json         the scores; there when it is over
 """
@@ -90,10 +91,16 @@ class EvalFolder:
         """Yields what adds a trajectory to the file."""
         return writing_records(self.trajectories)
 
-    def finish(self, trajectories: Iterable[Trajectory], *, summary: EvaluationSummary) -> None:
+    def finish(
+        self, trajectories: Iterable[Trajectory], *, summary: EvaluationSummary, success_threshold: float
+    ) -> None:
         """Brings the trajectories in order and writes the summary."""
-        in_order = self.path / ".trajectories.jsonl.tmp"
-        write_records(in_order, sorted(trajectories, key=by_id))
-        os.replace(in_order, self.trajectories)
+        from agent_loop.storage.writer import write_trajectories  # late: keeps `--help` quick
+
+        in_order, temporary = sorted(trajectories, key=by_id), self.path / ".trajectories.jsonl.tmp"
+        write_records(temporary, in_order)
+        os.replace(temporary, self.trajectories)
+        stored = self.trajectories.with_suffix(".parquet")
+        write_trajectories(stored, in_order, step=0, split="eval", success_threshold=success_threshold)
         summary.write(self.summary)
         self.journal.unlink(missing_ok=True)

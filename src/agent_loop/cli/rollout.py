@@ -23,6 +23,7 @@ from agent_loop.cli.arguments import (
     read_rows,
 )
 from agent_loop.cli.running import by_id, run_rows
+from agent_loop.config import Config
 from agent_loop.errors import JournalError, RolloutError
 from agent_loop.rollout.records import write_records
 from agent_loop.trajectory import Trajectory
@@ -32,9 +33,12 @@ def rollout_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     *,
-    out: Annotated[Path, typer.Option("--out", help="Where the trajectories go, as JSON lines.")] = Path(
-        "trajectories.jsonl"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", help="Where the trajectories go: Parquet if it ends in .parquet, else JSON lines."
+        ),
+    ] = Path("trajectories.jsonl"),
     model: ModelOption = None,
     data: DataOption = None,
     max_rows: MaxRowsOption = None,
@@ -50,6 +54,8 @@ def rollout_command(
         agent-loop rollout config.yaml
 
         agent-loop rollout config.yaml --data rows.jsonl --max-rows 8 -n 4 --out sampled.jsonl
+
+        agent-loop rollout config.yaml --out sampled.parquet
 
         agent-loop rollout config.yaml --out sampled.jsonl --resume
 
@@ -76,15 +82,27 @@ def rollout_command(
             )
         )
     except (KeyboardInterrupt, RolloutError):
-        write_records(out, sorted(finished, key=by_id))
+        _write(out, sorted(finished, key=by_id), settings)
         console.print(f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False)
         if settings.rollout.journal:
             console.print("go on with --resume", markup=False)
         raise
-    write_records(out, trajectories)
+    _write(out, trajectories, settings)
     journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
     console.print(f"{len(trajectories)} trajectories in {out}", markup=False)
+
+
+def _write(out: Path, trajectories: Sequence[Trajectory], settings: Config) -> None:
+    if out.suffix != ".parquet":
+        write_records(out, trajectories)
+        return
+    # late: keeps JSON lines free of what they do not need
+    from agent_loop.storage.writer import write_trajectories
+
+    write_trajectories(
+        out, trajectories, step=0, split="rollout", success_threshold=settings.reward.success_threshold
+    )
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> Table:

@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from agent_loop.collector import frozen_objects
 from agent_loop.config import Config
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
@@ -53,7 +54,7 @@ async def run_rows(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     async with create_manager(config) as manager:
-        with Progress(*columns, *times, console=console) as progress:
+        with frozen_objects(), Progress(*columns, *times, console=console) as progress:
             task = progress.add_task("trajectories", total=len(rows) * num_samples)
 
             ended: set[tuple[int, int]] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from agent_loop.cli.arguments import SamplesOption
+from agent_loop.collector import frozen_objects
 from agent_loop.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ def _run(cluster: Cluster, plans: list[Plan], *, perfect: bool, console: Console
     from agent_loop.simulation.cluster import simulate  # late: keeps `--help` quick
     from agent_loop.simulation.report import Bounds, Report
 
-    gc.freeze()  # so that the collector does not walk through the plans again and again
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with frozen_objects(), shown as progress:  # else the collector walks through the plans again and again
 
         def run(cluster: Cluster, name: str) -> Outcome:
             task = progress.add_task(name, total=len(plans))

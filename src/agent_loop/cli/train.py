@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -45,11 +46,21 @@ def train_command(
         agent-loop train config.yaml actor.lr=1e-5 rollout.n=16 trainer.run_dir=runs/second
 
         agent-loop train config.yaml --resume trainer.total_steps=200
+
+        agent-loop train config.yaml trainer.num_processes=4
+
+        torchrun --nproc-per-node 4 -m agent_loop train config.yaml
     """
     settings = read_config(config, overrides)
 
-    from agent_loop.training.ppo_trainer import PPOTrainer  # late: keeps `--help` and config errors quick
+    # late: keeps `--help` and config errors quick
+    from agent_loop.training.follower import follow
+    from agent_loop.training.ppo_trainer import PPOTrainer
+    from agent_loop.training.team_processes import is_follower
 
+    if is_follower():
+        follow(settings, local_rank=int(os.environ["LOCAL_RANK"]))
+        return
     trainer = PPOTrainer(
         settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite
     )

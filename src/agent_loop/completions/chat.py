@@ -118,7 +118,7 @@ class _Chat:
         request = self.request
         reader = completion_reader(request, template=self.template, prompt_ids=self.prompt.token_ids)
         params = request.sampling_params(max_tokens=request.max_new_tokens, choice=index)
-        async with session_on(self.sampler, session) as request_id:
+        with session_on(self.sampler, session) as request_id:
             wanted = Wanted(
                 prompt_ids=self.prompt.token_ids,
                 sampling_params=params,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -13,11 +12,8 @@ from agent_loop.attachments import Attachment
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.decoding import StopTexts, TextStream
 from agent_loop.completions.replies import Usage, usage_of
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import RequestError, ServerError
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
-
-END_SESSION_TIMEOUT_S = 10.0
 
 
 class Sampler(Protocol):
@@ -41,7 +37,7 @@ class Sampler(Protocol):
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]: ...
 
-    async def end_session(self, request_id: str) -> None: ...
+    def end_session(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,8 @@ class Part:
     """The text before which it ended, if it was one that ended it."""
 
 
-@asynccontextmanager
-async def session_on(sampler: Sampler, session: str | None) -> AsyncGenerator[str]:
+@contextmanager
+def session_on(sampler: Sampler, session: str | None) -> Generator[str]:
     """The session of one completion: the caller's, who ends it, or one of its own, which ends with the body."""
     if session is not None:
         yield session
@@ -84,7 +80,7 @@ async def session_on(sampler: Sampler, session: str | None) -> AsyncGenerator[st
     try:
         yield session
     finally:
-        await run_shielded(partial(sampler.end_session, session), timeout_s=END_SESSION_TIMEOUT_S)
+        sampler.end_session(session)
 
 
 class Tally:

@@ -117,7 +117,7 @@ class _Job:
         request = self.request
         prompt, number = divmod(index, request.num_choices)
         params = request.sampling_params(max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS, choice=number)
-        async with session_on(self.sampler, session) as request_id:
+        with session_on(self.sampler, session) as request_id:
             wanted = Wanted(
                 prompt_ids=self.prompts[prompt],
                 sampling_params=params,

@@ -118,5 +118,6 @@ class Cluster:
         wanted = (
             rollout.num_servers * ray.num_cpus_per_server
             + rollout.agent.num_workers * ray.num_cpus_per_worker
+            + (self._config.trainer.num_processes - 1) * ray.num_cpus_per_learner
         )
         return max(os.cpu_count() or 1, math.ceil(wanted))

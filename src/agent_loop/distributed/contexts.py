@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,7 @@ from agent_loop.types import IntArray, as_token_ids
 INITIAL_CAPACITY = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What a context adds to the one before."""
 
     num_held: int

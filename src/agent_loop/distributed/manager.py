@@ -16,6 +16,7 @@ from agent_loop.errors import ServerError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.parts import load_template
 from agent_loop.servers.factory import server_specs
+from agent_loop.tracing.tracer import with_trace_names
 
 START_GRACE_S = 60.0
 """Beyond `rollout.start_timeout_s`, which the engine itself keeps: to find a place in the cluster."""
@@ -51,7 +52,12 @@ class ClusterManager(AgentLoopManager):
             restart_timeout_s=ray.restart_timeout_s,
             max_row_restarts=ray.max_row_restarts,
         )
-        super().__init__(rollout, servers=self.remote_servers, template=template, workers=self.remote_workers)
+        super().__init__(
+            with_trace_names(config),
+            servers=self.remote_servers,
+            template=template,
+            workers=self.remote_workers,
+        )
 
     @classmethod
     def from_config(cls, config: Config) -> Self:

@@ -47,6 +47,7 @@ class Progress:
             del self._known[call]
             if not self._known:
                 self._asking.cancel()
+                self._asking = None
 
     async def _ask_again_and_again(self) -> None:
         while True:
@@ -65,7 +66,7 @@ class Progress:
 def pack_unfinished(chunks: list[TokenChunk]) -> Answer:
     """The form in which parts of a completion travel."""
     open_end = TokenChunk([], [], weight_version=chunks[-1].weight_version, stop_reason="aborted")
-    return Answer.pack(TokenOutput.from_chunks([*chunks, open_end]), num_others=0)
+    return Answer.pack(TokenOutput.from_chunks([*chunks, open_end]))
 
 
 def unfinished(answer: Answer) -> list[TokenChunk]:

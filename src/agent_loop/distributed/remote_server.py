@@ -7,18 +7,18 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
 from agent_loop.concurrency import run_shielded
 from agent_loop.distributed.contexts import SentContexts
+from agent_loop.distributed.mailbox import Mailbox
 from agent_loop.distributed.progress import Parts, Progress
 from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
 from agent_loop.distributed.server_actor import CONTROL_GROUP
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
-from agent_loop.distributed.wire import Answer, Ask, Cancelled, Refusal, Resend, ServerFacts
+from agent_loop.distributed.wire import Answer, Ask, LineLost, Refusal, Resend, ServerFacts
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
@@ -36,7 +36,7 @@ CLOSE_TIMEOUT_S = 10.0
 class RemoteServer(AsyncServerBase):
     """A server in a Ray actor, as one client of several sees it.
 
-    One message per completion, which carries what the server has not seen of the session.
+    A completion carries what the server has not seen of the session; those of one moment share a message.
     """
 
     def __init__(
@@ -59,8 +59,11 @@ class RemoteServer(AsyncServerBase):
         self._calls = count()
         self._contexts = SentContexts()
         self._progress = Progress(self._ask_for_parts)
-        self._ended: list[str] = []
-        self._is_telling = False
+        self._mailbox = Mailbox(
+            open_line=self._open_line,
+            exchange=self._exchange,
+            on_reply=lambda r: self._note_others(r.num_others),
+        )
         self._take(facts)
 
     async def generate(
@@ -72,43 +75,33 @@ class RemoteServer(AsyncServerBase):
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         delta = self._contexts.delta(request_id, prompt_ids, attachments)
-        ask = Ask(next(self._calls), request_id, delta, sampling_params)
-        answer = await self._ask(ask)
-        if isinstance(answer, Resend):
+        response = await self._ask(Ask.pack(next(self._calls), request_id, delta, sampling_params))
+        if isinstance(response, Resend):
             self._contexts.forget(request_id)
             delta = self._contexts.delta(request_id, prompt_ids, attachments)
-            answer = await self._ask(replace(ask, call=next(self._calls), delta=delta))
-        if isinstance(answer, Answer):
-            self._contexts.keep(
-                request_id,
-                delta=delta,
-                prompt_ids=prompt_ids,
-                attachments=attachments,
-                completion=answer.token_ids,
-            )
-            self._note_others(answer.num_others)
-            return answer.unpack()
-        self._contexts.forget(request_id)
-        if isinstance(answer, Refusal):
-            raise answer.error
-        raise ServerError("the call was cancelled at the server", server=self.name, request_id=request_id)
+            response = await self._ask(Ask.pack(next(self._calls), request_id, delta, sampling_params))
+        if isinstance(response, Resend):
+            raise ServerError("it does not keep the session", server=self.name, request_id=request_id)
+        self._contexts.keep(
+            request_id,
+            delta=delta,
+            prompt_ids=prompt_ids,
+            attachments=attachments,
+            completion=response.token_ids,
+        )
+        return response.unpack()
 
     async def abort(self, request_id: str) -> None:
         await self._control("abort", request_id)
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         self._contexts.forget(request_id)
-        self._ended.append(request_id)
-        if self._is_telling:  # whoever is at it tells of this one too
-            return
-        self._is_telling = True
-        try:
-            while self._ended:
-                ended, self._ended = tuple(self._ended), []
-                with suppress(ServerDied):  # then they have ended
-                    await self._control("end_sessions", ended)
-        finally:
-            self._is_telling = False
+        self._mailbox.end(request_id)
+
+    async def settled(self) -> None:
+        """Waits until the server has done all that it was told so far, if it lives."""
+        with suppress(LineLost):
+            await self._mailbox.settled()
 
     async def wake_up(self) -> None:
         await self._control("wake_up")
@@ -134,7 +127,7 @@ class RemoteServer(AsyncServerBase):
         self.abilities = facts.abilities - NOT_ACROSS_PROCESSES
         self.max_concurrent = facts.max_concurrent
 
-    async def _ask(self, ask: Ask) -> Answer | Refusal | Resend | Cancelled:
+    async def _ask(self, ask: Ask) -> Answer | Resend:
         """Raises: ServerDied: With what the server had sampled, as far as it is known."""
         if Ability.STREAMING not in self.facts.abilities:
             return await self._ask_once(ask)
@@ -142,37 +135,47 @@ class RemoteServer(AsyncServerBase):
             try:
                 return await self._ask_once(ask)
             except ServerDied as error:
-                error.chunks = chunks
+                error.chunks = error.chunks or chunks  # one that was started anew knows of none
                 raise
+
+    async def _ask_once(self, ask: Ask) -> Answer | Resend:
+        is_kept = False
+        try:
+            response = await self._mailbox.ask(ask)
+            is_kept = not isinstance(response, Refusal)
+        except LineLost as error:
+            raise ServerDied(str(error), server=self.name, request_id=ask.session) from None
+        finally:
+            if not is_kept:
+                self._contexts.forget(ask.session)
+        if isinstance(response, Refusal):
+            raise response.error
+        return response
 
     async def _ask_for_parts(self, num_known: Mapping[int, int]) -> Parts:
         return await self._control("parts", self._client, num_known)
 
-    async def _ask_once(self, ask: Ask) -> Answer | Refusal | Resend | Cancelled:
-        is_over = False
+    async def _open_line(self) -> str:
+        return await self._line_of(self._actor.open_line.remote(self._client))
+
+    async def _exchange(self, packed: bytes) -> bytes:
+        return await self._line_of(self._actor.exchange.remote(packed))
+
+    async def _line_of(self, call: Any) -> Any:
         try:
-            answer = await self._answer_of(
-                self._actor.generate.remote(self._client, ask), request_id=ask.session
-            )
-            is_over = True
-            return answer
-        except ServerError:
-            is_over = True
-            raise
-        finally:
-            if not is_over:
-                self._contexts.forget(ask.session)
-                self._actor.cancel.options(concurrency_group=CONTROL_GROUP).remote(self._client, ask.call)
+            return await answer_of(call)
+        except ActorLost as error:
+            raise LineLost(str(error)) from None
 
     async def _control(self, method: str, *args: Any) -> Any:
         call = getattr(self._actor, method).options(concurrency_group=CONTROL_GROUP)
         return await self._answer_of(call.remote(*args))
 
-    async def _answer_of(self, call: Any, *, request_id: str = "") -> Any:
+    async def _answer_of(self, call: Any) -> Any:
         try:
             return await answer_of(call)
         except ActorLost as error:
-            raise ServerDied(str(error), server=self.name, request_id=request_id) from None
+            raise ServerDied(str(error), server=self.name) from None
 
     def _note_others(self, num_requests: int) -> None:
         if self._on_other_requests is not None:

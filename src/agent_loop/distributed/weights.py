@@ -1,6 +1,7 @@
 """Weights by Ray's object store: one copy per node, which all servers of the node read where it lies.
 
-What was published last stays there until the next time, for servers that are started again meanwhile.
+What was published last stays there until the next time, for servers that are started again meanwhile. What lies below
+adapters stays until another base comes.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.concurrency import run_in_thread
 from agent_loop.distributed.ray_module import load_ray
+from agent_loop.threads import run_in_thread
+from agent_loop.weights import adapted_weights
+from agent_loop.weights.adapted import AdaptedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +33,10 @@ class PublishedWeights:
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[Any, ...]
     """References to arrays of bytes in the object store."""
+    base: PublishedWeights | None = None
+    """Set if the tensors are factors of adapters."""
+    base_id: str = ""
+    """Of that base; see `AdaptedWeights`."""
 
 
 class WeightStore:
@@ -38,6 +45,8 @@ class WeightStore:
     def __init__(self) -> None:
         self.current: PublishedWeights | None = None
         self._source: object = None
+        self._base: PublishedWeights | None = None
+        self._base_id = ""
         self._lock = asyncio.Lock()
 
     async def publish(
@@ -52,19 +61,48 @@ class WeightStore:
             is_new = self.current is None or self.current.weight_version != weight_version
             if is_new or self._source is not weights:
                 self.current = None
-                self.current = await run_in_thread(_put, tuple(weights), weight_version=weight_version)
+                self.current = await run_in_thread(self._publish, weights, weight_version=weight_version)
                 self._source = weights
             assert self.current is not None
             return self.current
 
+    def _publish(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> PublishedWeights:
+        adapted = adapted_weights(weights)
+        if adapted is None or adapted.base_id != self._base_id:
+            self._base, self._base_id = None, ""
+        if adapted is None:
+            return _put(weights, weight_version=weight_version)
+        if self._base is None:
+            self._base = _put(adapted.base.items(), weight_version=weight_version)
+            self._base_id = adapted.base_id
+        factors = _put(adapted.to_tensors(), weight_version=weight_version)
+        return replace(factors, base=self._base, base_id=self._base_id)
 
-async def fetch_weights(published: PublishedWeights) -> list[tuple[str, Tensor]]:
-    """Names and tensors. They show the object store's memory: who writes to them crashes."""
+
+class WeightFetcher:
+    """A server's side. Keeps the last base, so that the node does not fetch it again."""
+
+    def __init__(self) -> None:
+        self._base: tuple[str, dict[str, Tensor]] = ("", {})
+
+    async def fetch(self, published: PublishedWeights) -> Iterable[tuple[str, Tensor]]:
+        """Names and tensors. They may show the object store's memory: who writes to them crashes."""
+        if published.base is None:
+            return await _read(published)
+        base_id, base = self._base
+        if base_id != published.base_id:
+            base = dict(await _read(published.base))
+            self._base = (published.base_id, base)
+        factors = dict(await _read(published))
+        return AdaptedWeights.from_tensors(factors, base=base, base_id=published.base_id)
+
+
+async def _read(published: PublishedWeights) -> list[tuple[str, Tensor]]:
     buckets = [await bucket for bucket in published.buckets]
     return await run_in_thread(_unpack, published, buckets)
 
 
-def _put(weights: tuple[tuple[str, Tensor], ...], *, weight_version: int) -> PublishedWeights:
+def _put(weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> PublishedWeights:
     import numpy as np
     import torch  # late: driving a cluster needs no torch until somebody publishes
 

@@ -6,16 +6,17 @@ import pickle
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from agent_loop.boundary import describe_error
 from agent_loop.distributed.contexts import Delta, token_bytes
-from agent_loop.errors import AgentLoopError
+from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.rollout.worker import Job
 from agent_loop.servers.base import Ability
-from agent_loop.trajectory import AgentLoopOutput, Failure, Segment, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Failure, Segment, Trace, Trajectory
 from agent_loop.types import Origin, SamplingParams, ServerStopReason, StopReason, TokenOutput, VersionSpan
 
 
@@ -28,20 +29,34 @@ class ServerFacts:
     max_concurrent: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+# -- between a client and a server: tuples, which are packed several times as fast as data classes ---------------------
+
+
+class LineLost(Exception):
+    """The other end is gone, was started again, or has given this one up: what was asked will not be answered."""
+
+
+class Ask(NamedTuple):
     """One completion that a client wants."""
 
     call: int
     """Names it, for a cancellation; unique per client."""
     session: str
     delta: Delta
-    sampling_params: SamplingParams
+    param_values: tuple[Any, ...]
+    """Of its `SamplingParams`."""
+
+    @classmethod
+    def pack(cls, call: int, session: str, delta: Delta, sampling_params: SamplingParams) -> Ask:
+        return cls(call, session, delta, _values_of(sampling_params))
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(*self.param_values)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A completion."""
+class Answer(NamedTuple):
+    """A completion, or a part of one."""
 
     token_ids: bytes
     """int32."""
@@ -51,12 +66,11 @@ class Answer:
     weight_version: int
     num_preempted: int
     num_cached_tokens: int | None
+    prefill_s: float | None
     version_spans: tuple[tuple[int, int], ...]
-    num_others: int
-    """Requests of other clients that the server has."""
 
     @classmethod
-    def pack(cls, output: TokenOutput, *, num_others: int) -> Answer:
+    def pack(cls, output: TokenOutput) -> Answer:
         return cls(
             token_ids=token_bytes(output.token_ids),
             log_probs=None if output.log_probs is None else array("d", output.log_probs).tobytes(),
@@ -64,8 +78,8 @@ class Answer:
             weight_version=output.weight_version,
             num_preempted=output.num_preempted,
             num_cached_tokens=output.num_cached_tokens,
+            prefill_s=output.prefill_s,
             version_spans=tuple((span.weight_version, span.num_tokens) for span in output.version_spans),
-            num_others=num_others,
         )
 
     def unpack(self) -> TokenOutput:
@@ -76,25 +90,63 @@ class Answer:
             weight_version=self.weight_version,
             num_preempted=self.num_preempted,
             num_cached_tokens=self.num_cached_tokens,
+            prefill_s=self.prefill_s,
             version_spans=tuple(VersionSpan(*span) for span in self.version_spans),
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(NamedTuple):
     """Why there is no completion."""
 
-    error: AgentLoopError
+    packed_error: bytes
+
+    @classmethod
+    def pack(cls, error: AgentLoopError) -> Refusal:
+        """One that cannot be sent arrives as a `ServerError` that describes it."""
+        try:
+            packed = pickle.dumps(error, protocol=5)
+            pickle.loads(packed)
+        except Exception:  # noqa: BLE001  (an engine may raise an error of its own, with anything in it)
+            packed = pickle.dumps(ServerError(describe_error(error)), protocol=5)
+        return cls(packed)
+
+    @property
+    def error(self) -> AgentLoopError:
+        return pickle.loads(self.packed_error)
 
 
-@dataclass(frozen=True, slots=True)
-class Resend:
+class Resend(NamedTuple):
     """The server does not have the context that the delta adds to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The client cancelled the call."""
+Response: TypeAlias = Answer | Refusal | Resend
+
+
+class Post(NamedTuple):
+    """What a client has to say to a server."""
+
+    line: str
+    number: int
+    """Posts of a line count from 0, and are taken in their order."""
+    asks: Sequence[Ask]
+    cancelled: Sequence[int]
+    """Calls that nobody waits for any more."""
+    ended: Sequence[str]
+    """Sessions of which no turn will follow."""
+    is_urgent: bool = False
+    """Answered as soon as what it says is done."""
+
+
+class Reply(NamedTuple):
+    """What a server has to say to a client."""
+
+    responses: Sequence[tuple[int, Response]]
+    """By call."""
+    num_others: int
+    """Requests of other clients that the server has."""
+
+
+# -- between a worker and the driver -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +159,6 @@ class News:
     """Trajectory and payload of each record for the journal, in order."""
     is_last: bool
     """The run is over."""
-
-
-# -- trajectories ------------------------------------------------------------------------------------------------------
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
@@ -143,7 +192,10 @@ class _Packed:
     stop_reason: str
     fields: dict[str, Any]
     """All others of the output."""
+    trace: Trace | None
 
+
+_values_of = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 _PLAIN_FIELDS = tuple(
     field.name for field in fields(AgentLoopOutput) if field.name not in ("segments", "stop_reason")
@@ -166,6 +218,7 @@ def _pack(trajectory: Trajectory) -> _Packed:
         ),
         stop_reason=str(output.stop_reason),
         fields={name: getattr(output, name) for name in _PLAIN_FIELDS},
+        trace=trajectory.trace,
     )
 
 
@@ -207,9 +260,10 @@ def _unpack(packed: _Packed, job: Job) -> Trajectory:
         reward=packed.reward,
         reward_extra=packed.reward_extra,
         branch=packed.branch,
+        trace=packed.trace,
     )
 
 
 def job_of(trajectory: Trajectory) -> str:
-    """As `Job.trajectory_id`."""
+    """As `Job.place`."""
     return f"group={trajectory.group}/rollout={trajectory.rollout}"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from agent_loop.concurrency import run_until
+from agent_loop.boundary import DeadlineExpired, run_bounded
+from agent_loop.collector import freeze_objects
+from agent_loop.concurrency import run_shielded, run_together, run_until
 from agent_loop.config import Config
 from agent_loop.distributed.ray_module import enter_folder
 from agent_loop.distributed.relay import Relay
@@ -30,7 +35,11 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Trajectory
 
+logger = logging.getLogger(__name__)
+
 NUM_CALLS = 1000
+NEWS_EVERY_S = 0.02
+SETTLE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class _Run:
         self.is_over = asyncio.Event()
         self.relay = Relay(self.has_news.set)
         self._ended: list[Trajectory] = []
+        self._told_at = -math.inf
 
     def add(self, trajectory: Trajectory) -> None:
         """Those of one job are added together."""
@@ -62,9 +72,14 @@ class _Run:
         self.has_news.set()
 
     async def news(self) -> News:
-        """What there is since the last time, as soon as there is something."""
+        """What there is since the last time, as soon as there is something; but not too often before the end."""
         self.relay.confirm()
         await self.has_news.wait()
+        clock = asyncio.get_running_loop().time
+        if (wait_s := self._told_at + NEWS_EVERY_S - clock()) > 0:
+            with suppress(DeadlineExpired):
+                await run_bounded(self.is_over.wait, timeout_s=wait_s)
+        self._told_at = clock()
         self.has_news.clear()
         ended, self._ended = self._ended, []
         return News(pack_trajectories(ended), self.relay.fetch(), is_last=self.is_over.is_set())
@@ -78,6 +93,7 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self._client = ""
+        self._servers: Sequence[RemoteServer] = ()
         self._pool = ServerPool(())
         self._worker: AgentLoopWorker | None = None
         self._manager: AsyncLLMServerManager | None = None
@@ -97,11 +113,13 @@ class WorkerActor:
         enter_folder(setup.folder)
         rollout = setup.config.rollout
         self._client = f"worker-{setup.index}/{uuid4().hex}"
-        self._manager = make_server_manager(rollout, self._remote_servers(setup))
+        self._servers = self._remote_servers(setup)
+        self._manager = make_server_manager(rollout, self._servers)
         self._pool = self._manager.pool
         context = load_context(rollout, server_manager=self._manager, template=load_template(setup.config))
         reward = load_reward_function(setup.config)
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
+        freeze_objects()
         return self._client, os.getpid()
 
     async def run(
@@ -126,8 +144,13 @@ class WorkerActor:
             async with self._manager.watching():
                 await run_until(self._worker.run(jobs, on_trajectory=run.add), run.is_cancelled)
         finally:
-            run.is_over.set()
-            run.has_news.set()
+            try:
+                await run_shielded(self._settle, timeout_s=SETTLE_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("a server did not hear in %g s which sessions ended", SETTLE_TIMEOUT_S)
+            finally:
+                run.is_over.set()
+                run.has_news.set()
 
     async def take(self, client: str, run_id: str) -> News | None:
         """What there is since the last time, as soon as there is something; to ask is to say that what was taken
@@ -172,6 +195,10 @@ class WorkerActor:
             "tasks": len(asyncio.all_tasks()) - 1,
         }
 
+    async def _settle(self) -> None:
+        """Has the servers hear what they were not told yet: which sessions ended."""
+        await run_together(server.settled() for server in self._servers if server.name not in self._pool.lost)
+
     def _remote_servers(self, setup: WorkerSetup) -> list[RemoteServer]:
         share = setup.config.rollout.agent.num_workers
         first = setup.index % max(len(setup.servers), 1)
@@ -195,8 +222,8 @@ class WorkerActor:
 
 
 def _logged(job: Job, records: Mapping[str, RowRecord], relay: Relay) -> Job:
-    record = records.get(job.trajectory_id)
+    record = records.get(job.place)
     if record is None:
         return job
-    sink = relay.sink(job.trajectory_id)
-    return replace(job, log=RowLog(job.trajectory_id, sink=sink, record=record))
+    sink = relay.sink(job.place)
+    return replace(job, log=RowLog(job.place, sink=sink, record=record))

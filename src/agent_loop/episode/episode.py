@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
-from uuid import uuid4
+from typing import Any, Literal, Self, TypeVar
 
 from agent_loop.cancellation import Cancellation, Cut
 from agent_loop.chat.template import ChatTemplate
@@ -18,8 +16,8 @@ from agent_loop.episode.stopwatch import Stopwatch
 from agent_loop.episode.transcript import Transcript
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
+from agent_loop.identifiers import new_id
 from agent_loop.interactions.session import InteractionReply, InteractionSession
-from agent_loop.ledger import TokenLedger
 from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.surroundings import Surroundings
@@ -35,6 +33,8 @@ from agent_loop.types import (
     TokenOutput,
     ToolCall,
 )
+
+ResultT = TypeVar("ResultT")
 
 
 class Episode:
@@ -59,7 +59,7 @@ class Episode:
         log: TurnLog | None = None,
         cancellation: asyncio.Event | None = None,
     ) -> None:
-        self.request_id = request_id or uuid4().hex
+        self.request_id = request_id or new_id()
         self.limits = limits
         self.stop_reason: StopReason | None = None
         self._transcript = Transcript(messages, template=template, tool_schemas=tool_schemas)
@@ -80,7 +80,7 @@ class Episode:
 
     async def __aenter__(self) -> Self:
         self._stopwatch.start()
-        await self._deadlines.__aenter__()
+        self._deadlines.__enter__()
         self._deadlines.begin(TimeLimit.TRAJECTORY, seconds=self.limits.deadline_s)
         try:
             await self._open()
@@ -93,7 +93,7 @@ class Episode:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            await self._deadlines.__aexit__(kind, error, traceback)
+            self._deadlines.__exit__(kind, error, traceback)
         except TimeoutError:
             if self._deadlines.incident is not None:
                 self.note(*self._deadlines.incident)
@@ -151,23 +151,21 @@ class Episode:
             ServerError: The server failed.
         """
         self._refuse_if_over()
-        used = self._ledger.num_response_tokens
-        forbidden = self.limits.forbids_turn(assistant_turns=self.assistant_turns, num_tokens=used)
+        limits, ledger = self.limits, self._transcript.ledger
+        used = ledger.num_response_tokens
+        forbidden = limits.forbids_turn(assistant_turns=self._transcript.assistant_turns, num_tokens=used)
         if forbidden is not None:
             raise self._stopped(forbidden)
-        params = self.limits.applied(
+        params = limits.applied(
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
-        question = Question(self._ledger.context, params, self._ledger.attachments, hear)
-        self._deadlines.begin(TimeLimit.TURN, seconds=self.limits.turn_timeout_s)
-        self._deadlines.begin(TimeLimit.GENERATE, seconds=self.limits.generate_timeout_s)
+        question = Question(ledger.context, params, ledger.attachments, hear)
+        self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
+        self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
+        sample = partial(self._sampler.sample, question, keep_partial=self._record_turn)
+        completing = self._log.completion(params, num_context=len(ledger), sample=sample)
         try:
-            with self._stopwatch.timing("generate_sequences"), self._stopped_if_cut():
-                sampled = await self._log.completion(
-                    params,
-                    num_context=len(self._ledger),
-                    sample=partial(self._sampler.sample, question, keep_partial=self._record_turn),
-                )
+            sampled = await self._timed("generate_sequences", completing)
         finally:
             self._deadlines.end(TimeLimit.GENERATE)
         completion = self._record_turn(sampled)
@@ -213,11 +211,10 @@ class Episode:
             EpisodeStopped: The episode was cancelled before all calls had ended.
             ToolBug: A tool raised something else than `ToolError`; the calls beside it are cancelled.
         """
-        self._stopwatch.count(num_tool_calls=len(calls))
-        with self._stopwatch.timing("tool_calls"), self._stopped_if_cut():
-            results = await self._surroundings.call_tools(
-                calls, max_parallel=max_parallel, place=self._ledger.last_sampled
-            )
+        self._stopwatch.count("num_tool_calls", len(calls))
+        place = self._transcript.ledger.last_sampled
+        calling = self._surroundings.call_tools(calls, max_parallel=max_parallel, place=place)
+        results = await self._timed("tool_calls", calling)
         for result in results:
             if result.incident is not None:
                 self.note(result.incident.kind, result.incident.detail)
@@ -230,10 +227,8 @@ class Episode:
             EpisodeStopped: The episode was cancelled before there was one.
             InteractionBug: It raised or took too long.
         """
-        with self._stopwatch.timing("tool_calls"), self._stopped_if_cut():
-            return await self._surroundings.interact(
-                list(self._transcript.messages), place=self._ledger.last_sampled
-            )
+        messages, place = list(self._transcript.messages), self._transcript.ledger.last_sampled
+        return await self._timed("tool_calls", self._surroundings.interact(messages, place=place))
 
     def stop(self, reason: StopReason) -> None:
         """Says why the episode ends; no further turn is possible. The first reason stands."""
@@ -272,7 +267,7 @@ class Episode:
             )
         if reward_score is None and self._surroundings.verdicts:
             reward_score = sum(self._surroundings.verdicts)
-        segments = self._ledger.segments()
+        segments = self._transcript.ledger.segments()
         self._log.holds(segments)
         stop_reason = StopReason.FAILED if failure else self.stop_reason or StopReason.ANSWERED
         return AgentLoopOutput(
@@ -343,7 +338,7 @@ class Episode:
     @property
     def context(self) -> IntArray:
         """All tokens so far, shape [num_tokens]; read-only."""
-        return self._ledger.context
+        return self._transcript.ledger.context
 
     @property
     def has_tools(self) -> bool:
@@ -357,19 +352,21 @@ class Episode:
     @property
     def num_tokens_left(self) -> int:
         """What `response_length` leaves."""
-        return self.limits.response_length - self._ledger.num_response_tokens
+        return self.limits.response_length - self._transcript.ledger.num_response_tokens
 
     @property
     def is_last_turn(self) -> bool:
         """Whether nothing that the next assistant turn asks for could be answered: a turn limit stands behind it."""
-        return self.limits.is_last_turn(assistant_turns=self.assistant_turns, user_turns=self.user_turns)
+        told = self._transcript
+        return self.limits.is_last_turn(assistant_turns=told.assistant_turns, user_turns=told.user_turns)
 
     def may_go_on(self) -> bool:
         """Whether a reply and another assistant turn are allowed; if not, the episode is over with the reason."""
+        told = self._transcript
         forbidden = self.limits.forbids_reply(
-            assistant_turns=self.assistant_turns,
-            user_turns=self.user_turns,
-            num_tokens=self._ledger.num_response_tokens,
+            assistant_turns=told.assistant_turns,
+            user_turns=told.user_turns,
+            num_tokens=told.ledger.num_response_tokens,
         )
         if forbidden is not None:
             self.stop(forbidden)
@@ -377,17 +374,14 @@ class Episode:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _ledger(self) -> TokenLedger:
-        return self._transcript.ledger
-
     async def _open(self) -> None:
-        if len(self._ledger):  # a branch has its prompt already
+        transcript = self._transcript
+        if len(transcript.ledger):  # a branch has its prompt already
             return
-        with self._stopped_if_cut():
-            self._transcript.messages = await self._surroundings.opened(self._transcript.messages)
-        encoded = await self._log.tokens(self._transcript.messages, encode=self._transcript.encoded_prompt)
-        if not self._transcript.add_prompt(
+        opening = self._surroundings.opened(transcript.messages)
+        transcript.messages = await self._timed("tool_calls", opening)
+        encoded = await self._log.tokens(transcript.messages, encode=transcript.encoded_prompt)
+        if not transcript.add_prompt(
             encoded, max_tokens=self.limits.prompt_length, truncate=self.limits.truncate_prompt
         ):
             self.stop(StopReason.PROMPT_LENGTH)
@@ -402,15 +396,21 @@ class Episode:
         self.stop(reason)
         return EpisodeStopped(reason)
 
-    @contextmanager
-    def _stopped_if_cut(self) -> Generator[None]:
+    async def _timed(
+        self, metric: Literal["generate_sequences", "tool_calls"], verb: Awaitable[ResultT]
+    ) -> ResultT:
+        """What a verb gives; adds the seconds that it takes. One that is cut ends the episode."""
+        clock = asyncio.get_running_loop().time
+        started_at = clock()
         try:
-            yield
+            return await verb
         except Cut:
             raise self._stopped(StopReason.CANCELLED) from None
+        finally:
+            self._stopwatch.count(metric, clock() - started_at)
 
     def _record_turn(self, sampled: TokenOutput) -> Completion:
-        self._stopwatch.count(num_preempted=sampled.num_preempted)
+        self._stopwatch.count("num_preempted", sampled.num_preempted)
         return self._transcript.add_turn(sampled)
 
     async def _close(self, reason: StopReason) -> None:

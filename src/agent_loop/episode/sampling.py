@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from agent_loop.attachments import Attachment
 from agent_loop.cancellation import Cancellation, Cut
-from agent_loop.concurrency import run_abortable
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
@@ -17,8 +17,7 @@ ABORT_GRACE_S = 5.0
 """How long a server may take to hand over the tokens of an aborted request."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class Question(NamedTuple):
     """What a turn asks of the servers."""
 
     context: IntArray
@@ -33,7 +32,7 @@ class Question:
         limit = self.params.max_tokens
         left = None if limit is None else limit - len(begun.token_ids)
         context = as_token_ids([*self.context.tolist(), *begun.token_ids])
-        return replace(self, context=context, params=replace(self.params, max_tokens=left))
+        return self._replace(context=context, params=replace(self.params, max_tokens=left))
 
 
 class TurnSampler:
@@ -83,21 +82,19 @@ class TurnSampler:
     async def _sample(
         self, question: Question, *, keep_partial: Callable[[TokenOutput], object]
     ) -> TokenOutput:
+        if question.hear is None:
+            generate = partial(
+                self._server_manager.generate,
+                self._request_id,
+                prompt_ids=question.context,
+                sampling_params=question.params,
+                attachments=question.attachments,
+            )
+        else:
+            generate = partial(self._generate_heard, question)
         abort = partial(self._server_manager.abort, self._request_id)
-        generate = self._generate if question.hear is None else self._generate_heard
-        return await run_abortable(
-            self._cancellation.run(partial(generate, question), ask=abort, grace_s=ABORT_GRACE_S),
-            abort=abort,
-            keep_partial=keep_partial,
-            grace_s=ABORT_GRACE_S,
-        )
-
-    async def _generate(self, question: Question) -> TokenOutput:
-        return await self._server_manager.generate(
-            self._request_id,
-            prompt_ids=question.context,
-            sampling_params=question.params,
-            attachments=question.attachments,
+        return await self._cancellation.run_abortable(
+            generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S
         )
 
     async def _generate_heard(self, question: Question) -> TokenOutput:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Literal
+from collections import defaultdict
+from typing import Any
 
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import AgentLoopMetrics
@@ -16,7 +14,8 @@ class Stopwatch:
     """The metrics of one episode, in the event loop's time. Single use."""
 
     def __init__(self) -> None:
-        self._metrics = AgentLoopMetrics()
+        self._sums: defaultdict[str, Any] = defaultdict(int)
+        """By the names of the metrics."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started_at = 0.0
 
@@ -34,25 +33,9 @@ class Stopwatch:
     @property
     def metrics(self) -> AgentLoopMetrics:
         """Up to here."""
-        return replace(self._metrics, total=self._seconds)
+        seconds = 0.0 if self._loop is None else self._loop.time() - self._started_at
+        return AgentLoopMetrics(**self._sums, total=seconds)
 
-    def count(self, **amounts: int) -> None:
-        """Adds to metrics, by their names."""
-        self._add(amounts)
-
-    @contextmanager
-    def timing(self, name: Literal["generate_sequences", "tool_calls"]) -> Generator[None]:
-        """Adds the seconds that the body takes."""
-        started_at = self._seconds
-        try:
-            yield
-        finally:
-            self._add({name: self._seconds - started_at})
-
-    @property
-    def _seconds(self) -> float:
-        return 0.0 if self._loop is None else self._loop.time() - self._started_at
-
-    def _add(self, amounts: dict[str, Any]) -> None:
-        sums = {name: getattr(self._metrics, name) + amount for name, amount in amounts.items()}
-        self._metrics = replace(self._metrics, **sums)
+    def count(self, metric: str, amount: float) -> None:
+        """Adds to a metric."""
+        self._sums[metric] += amount

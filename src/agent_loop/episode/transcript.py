@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from agent_loop.chat.multimodal import Encoded
+from agent_loop.chat.multimodal import Encoded, ReadMedium
+from agent_loop.chat.off_loop import encoded_off_loop
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.turns import Completion, EpisodeMark
 from agent_loop.ledger import TokenLedger
@@ -67,17 +69,16 @@ class Transcript:
 
     async def encoded_prompt(self) -> Encoded:
         """The tokens of the messages, as the first prompt."""
-        with waiting_for(WaitKind.ENCODING):
-            read = await self._template.read(self.messages)
-        return self._template.open_encoded(self.messages, tools=self.tool_schemas, read=read)
+        read = await self._read(self.messages)
+        encode = partial(self._template.open_encoded, self.messages, tools=self.tool_schemas, read=read)
+        return await encoded_off_loop(self.messages, encode)
 
     async def encoded_reply(self, messages: Sequence[Message]) -> Encoded:
         """The tokens that these messages add behind the last turn."""
-        with waiting_for(WaitKind.ENCODING):
-            read = await self._template.read(messages)
-        return self._template.bridge_encoded(
-            messages, last_token_id=self.ledger.last_token_id, calls=self._last_calls, read=read
-        )
+        read = await self._read(messages)
+        last, calls = self.ledger.last_token_id, self._last_calls
+        encode = partial(self._template.bridge_encoded, messages, last_token_id=last, calls=calls, read=read)
+        return await encoded_off_loop(messages, encode)
 
     def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
         """Keeps the first prompt; tells whether it fits, perhaps cut on the side that `truncate` names."""
@@ -120,3 +121,10 @@ class Transcript:
         self.ledger.append(encoded.token_ids, origin=origin, attachments=encoded.attachments)
         self.user_turns += 1
         return True
+
+    async def _read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
+        """The images and videos in messages; the template refuses those that it has nothing to read with."""
+        if not self._template.media_kinds:
+            return ()
+        with waiting_for(WaitKind.ENCODE):
+            return await self._template.read(messages)

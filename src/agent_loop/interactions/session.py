@@ -157,7 +157,10 @@ class InteractionSession:
         """
         self._is_closed = True
         await close_instances(
-            [self._instance], timeout_s=self._config.close_timeout_s, incidents=self._incidents
+            [self._instance],
+            what="its interaction",
+            timeout_s=self._config.close_timeout_s,
+            incidents=self._incidents,
         )
         return list(self._incidents)
 

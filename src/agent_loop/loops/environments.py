@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.boundary import OnReplay, as_finite_number, describe_error, describe_value
-from agent_loop.concurrency import OneThread
 from agent_loop.errors import ConfigError, EnvironmentBug, ToolError
 from agent_loop.loading import load_object
+from agent_loop.threads import OneThread
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.signature import function_schema
 from agent_loop.types import Message

@@ -13,7 +13,7 @@ from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.selection import kwargs_of_selected, select_tools
 from agent_loop.tools.truncation import truncate_tokens
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
-from agent_loop.types import AgentState, MalformedCall, Message, StopReason, ToolCall
+from agent_loop.types import AgentState, MalformedCall, Message, SamplingParams, StopReason, ToolCall
 
 MAX_MALFORMED_ANSWERS = 8
 """So many of a turn's malformed calls are answered one by one; the rest, with their number."""
@@ -28,7 +28,6 @@ class ToolAgentLoop(AgentLoopBase):
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        self._sampling_params = sampling_params
         self._invalid_turns = 0
         self.state = AgentState.PENDING
         tools = select_tools(self.context.tools, row.get("tool_selection"), where="tool_selection")
@@ -38,6 +37,7 @@ class ToolAgentLoop(AgentLoopBase):
             tools_kwargs=kwargs_of_selected(row.get("tools_kwargs"), tools=tools, known=self.context.tools),
             interaction_kwargs=row.get("interaction_kwargs"),
         ) as episode:
+            self._sampling_params = SamplingParams.parse(sampling_params)
             self.state = AgentState.GENERATING
             while self.state is not AgentState.TERMINATED:
                 completion = await self._generate(episode)

@@ -17,10 +17,13 @@ MAX_RECOMPUTED = 0.5
 the time of sampling one in a full batch, so that this costs about a twentieth."""
 IDLE_LINE = 0.05
 """Of the trajectories in flight: where so few wait for a place, fewer trajectories would leave servers idle."""
+IDLE = 0.5
+"""Of the servers' places, and of their KV caches: where requests take less of both, whatever is computed again costs
+less than what stands idle."""
 DECREASE = 0.7
 INCREASE = 0.05
 INCREASE_WITH_ROOM = 0.25
-"""While the KV caches have room for twice as much."""
+"""While the KV caches have room for twice as much, or servers stand idle."""
 FREE_DEMAND = 0.25
 """Of the KV caches, below which the bound doubles with every look at the beginning."""
 HALF_DEMAND = 0.5
@@ -32,13 +35,15 @@ class AdmissionControl:
     """The bound on trajectories in flight. It holds back new ones only.
 
     It begins with as many as the servers compute at once, and doubles while the KV caches are almost empty. Then it
-    grows after each round that was not costly; after one that was, with requests waiting, it falls by as many as wait,
-    so that the servers stay as full as they can be. Servers that say nothing of themselves are not costly.
+    grows after each round that was not costly, and with every look while servers stand idle, as when most trajectories
+    wait for slow tools. After a costly round with requests waiting it falls by as many as wait, so that the servers
+    stay as full as they can be. Servers that say nothing of themselves are not costly.
     """
 
     def __init__(self, *, num_places: int | None) -> None:
         """Args: num_places: Requests that all servers compute at once; None is any number, and bounds nothing until
         a round was costly."""
+        self._num_places = num_places or 0
         self.bound: float = math.inf if num_places is None else max(num_places, 1)
         """At least 1; whole, or infinite."""
         self.is_probing = True
@@ -47,19 +52,31 @@ class AdmissionControl:
         self._lines: list[float] = []
 
     def update(
-        self, use: ServerUse, *, num_in_flight: int, num_waiting: float, demand: float | None
+        self,
+        use: ServerUse,
+        *,
+        num_in_flight: int,
+        num_running: float,
+        num_waiting: float,
+        kv_cache_share: float | None,
+        demand: float | None,
     ) -> float:
         """Takes note of what the servers did since the last look, and returns the bound.
 
         Args:
+            num_running: Of the trajectories in flight, those whose turn has a place in a server's batch.
             num_waiting: Of the trajectories in flight, those whose turn waits for a place in a server's batch.
+            kv_cache_share: What running requests take of the servers' KV caches; None if it is not known.
             demand: What the contexts of the trajectories in flight take, in relation to the servers' KV caches; None if
                 it is not known.
         """
         if self.is_probing:
             self.is_probing = demand is None or demand < FREE_DEMAND
-        if self.is_probing and num_in_flight >= self.bound:
-            self.bound *= 2
+        if num_in_flight >= self.bound:
+            if self.is_probing:
+                self.bound *= 2
+            elif num_running < IDLE * self._num_places and (kv_cache_share or 0.0) < IDLE:
+                self._grow(INCREASE_WITH_ROOM)
         self._round = self._round.plus(use)
         self._lines.append(num_waiting)
         if self._round.num_turns >= max(num_in_flight, 1):
@@ -78,5 +95,7 @@ class AdmissionControl:
         if was_costly and has_line and (demand is None or demand > FULL_DEMAND):
             self.bound = max(1, math.floor(max(num_in_flight * DECREASE, num_in_flight - num_waiting)))
         elif num_in_flight >= self.bound and (has_room or not was_costly):
-            increase = INCREASE_WITH_ROOM if has_room else INCREASE
-            self.bound += max(1, math.floor(increase * self.bound))
+            self._grow(INCREASE_WITH_ROOM if has_room else INCREASE)
+
+    def _grow(self, share: float) -> None:
+        self.bound += max(1, math.floor(share * self.bound))

@@ -21,7 +21,8 @@ ASSUMED_PLACES = 64
 
 
 class AdmissionGate:
-    """Lets trajectories begin in their order, so many at once. One that has begun is never stopped."""
+    """Lets trajectories begin in their order, so many at once, each with `async with`. One that has begun is never
+    stopped."""
 
     def __init__(self, *, bound: float = math.inf) -> None:
         self.bound = bound
@@ -33,18 +34,16 @@ class AdmissionGate:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @asynccontextmanager
-    async def admitted(self) -> AsyncGenerator[None]:
-        """Waits for its turn, and counts as in flight while it lasts."""
+    async def __aenter__(self) -> None:
+        """Waits for its turn, and counts as in flight from here on."""
         if self._waiting or self.num_in_flight >= self.bound:
             await self._wait()
         else:
             self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            self.set_bound(self.bound)
+
+    async def __aexit__(self, *_: object) -> None:
+        self.num_in_flight -= 1
+        self.set_bound(self.bound)
 
     def set_bound(self, bound: float) -> None:
         """Changes the bound, and lets in whoever fits."""
@@ -108,7 +107,9 @@ class AdaptiveGate(AdmissionGate):
             bound = control.update(
                 self._use.since(earlier),
                 num_in_flight=self.num_in_flight,
+                num_running=self._pool.num_running,
                 num_waiting=self._pool.num_waiting,
+                kv_cache_share=self._pool.kv_cache_share,
                 demand=self._pool.kv_cache_demand,
             )
             self.set_bound(bound)

@@ -26,11 +26,14 @@ from agent_loop.rollout.parts import (
     make_server_manager,
     make_worker,
 )
+from agent_loop.rollout.reports import Reports
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
+from agent_loop.threads import run_in_thread
 from agent_loop.tools.selection import read_selection
+from agent_loop.tracing.tracer import with_trace_names
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
@@ -71,6 +74,9 @@ class AgentLoopManager:
         self._context = load_context(config, server_manager=self.server_manager, template=template)
         self._loops = load_loops(config)
         self._workers = workers or LocalWorkers(self._make_local_workers(reward))
+        self.reports = Reports(
+            config, template=template, pool=self.server_manager.pool, workers=self._workers
+        )
         self._waking = asyncio.Lock()
         self._num_awake = 0
 
@@ -86,7 +92,7 @@ class AgentLoopManager:
         multi_turn = config.rollout.multi_turn
         require_template(template, tools=multi_turn.has_tools)
         servers = create_servers(config.model, rollout=config.rollout)
-        return cls(config.rollout, servers=servers, template=template, reward=reward)
+        return cls(with_trace_names(config), servers=servers, template=template, reward=reward)
 
     async def generate_sequences(
         self, rows: Sequence[Row], *, n: int | None = None, validate: bool = False
@@ -100,24 +106,28 @@ class AgentLoopManager:
 
         Returns:
             A `tensordict.TensorDict` with one row per trajectory, ordered by row, then sample; `batch["timing"]` holds
-            the timing metrics. See `agent_loop.rollout.batch` for the fields.
+            the timing metrics. See `agent_loop.rollout.batch` for the fields, and `agent_loop.rollout.jagged` for those
+            of `rollout.pad_to=none`.
 
         Raises:
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
         """
-        from agent_loop.rollout.batch import (
-            assemble,
-            timing_metrics,
-        )  # late: needs torch; running loops does not
+        # late: needs torch; running loops does not
+        from agent_loop.rollout.batch import assemble, timing_metrics
+        from agent_loop.rollout.jagged import assemble_jagged
 
         trajectories = await self.run(rows, n=n, validate=validate)
-        fixed = self.config.pad_to == "limits"
-        batch = assemble(
-            trajectories,
-            pad_token_id=self.template.pad_token_id,
-            prompt_width=self.config.prompt_length if fixed else None,
-            response_width=self.config.response_length if fixed else None,
-        )
+        if self.config.pad_to == "none":
+            batch = await run_in_thread(assemble_jagged, trajectories)
+        else:
+            fixed = self.config.pad_to == "limits"
+            batch = await run_in_thread(
+                assemble,
+                trajectories,
+                pad_token_id=self.template.pad_token_id,
+                prompt_width=self.config.prompt_length if fixed else None,
+                response_width=self.config.response_length if fixed else None,
+            )
         batch.set_non_tensor("timing", timing_metrics(trajectories))
         return batch
 
@@ -156,6 +166,7 @@ class AgentLoopManager:
             JournalError: The journal cannot be written.
         """
         jobs = self._jobs(rows, n=n, validate=validate, label=label, greedy=greedy)
+        on_trajectory = self.reports.tracing.telling(rows, label=label, validate=validate, then=on_trajectory)
         outcome = None if journal is None else journal.outcome()
         if outcome is not None:
             _tell(outcome, on_trajectory)
@@ -210,10 +221,11 @@ class AgentLoopManager:
         """
         jobs = self._jobs(rows, n=n, validate=validate)
         ended: asyncio.Queue[Trajectory | None] = asyncio.Queue()
+        tell = self.reports.tracing.telling(rows, label="", validate=validate, then=ended.put_nowait)
 
         async def run_all() -> None:
             try:
-                await self._run_jobs(jobs, on_trajectory=ended.put_nowait)
+                await self._run_jobs(jobs, on_trajectory=tell)
             finally:
                 ended.put_nowait(None)
 
@@ -274,6 +286,7 @@ class AgentLoopManager:
         await self.server_manager.start()
         try:
             await self._workers.start()
+            self.reports.start()
         except BaseException:
             await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
             raise
@@ -283,14 +296,18 @@ class AgentLoopManager:
         try:
             await self._workers.close()
         finally:
-            await self.server_manager.close()
+            try:
+                await self.server_manager.close()
+            finally:
+                await self.reports.close()
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await run_shielded(self.close, timeout_s=CLOSE_TIMEOUT_S)
+        timeout_s = CLOSE_TIMEOUT_S + self.config.trace.flush_timeout_s
+        await run_shielded(self.close, timeout_s=timeout_s)
 
     async def _no_longer_needed(self) -> None:
         async with self._waking:
@@ -337,8 +354,9 @@ class AgentLoopManager:
         _tell(ended, on_trajectory)
         if not jobs:
             return _in_order(ended)
-        async with self.awake(), self.server_manager.watching():
-            ran = await self._workers.run(jobs, budget=budget, on_trajectory=on_trajectory)
+        with self.reports.counting(len(jobs), then=on_trajectory) as note:
+            async with self.awake(), self.server_manager.watching():
+                ran = await self._workers.run(jobs, budget=budget, on_trajectory=note)
         return _in_order([*ended, *ran]) if ended else ran
 
     def _check_row(self, row: Row, *, number: int) -> None:

@@ -11,7 +11,7 @@ from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_lag import LagMonitor
 from agent_loop.rollout.watchdog import Watchdog
 from agent_loop.servers.pool import ServerPool
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import Trace, Trajectory
 from agent_loop.waits import Board
 
 
@@ -31,15 +31,15 @@ class Oversight:
             async with running_beside(self._watchdog.watch()):
                 yield
 
-    def timed(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the event loop's lag up to its end."""
+    def timed(self, trajectory: Trajectory, trace: Trace) -> Trajectory:
+        """The trajectory with what it waited for, and the event loop's lag up to its end."""
         lag = self._lag.lag
         if lag.max_s == 0.0:
-            return trajectory
+            return replace(trajectory, trace=trace)
         metrics = replace(
             trajectory.output.metrics,
             event_loop_lag_max=lag.max_s,
             event_loop_lag_mean=lag.mean_s,
             event_loop_late_share=lag.late_share,
         )
-        return replace(trajectory, output=trajectory.output.measured(metrics))
+        return replace(trajectory, trace=trace, output=trajectory.output.measured(metrics))

@@ -34,6 +34,7 @@ def load_template(config: Config) -> ChatTemplate:
         tool_parser=config.rollout.multi_turn.format,
         chat_template_path=config.model.chat_template_path,
         trust_remote_code=config.model.trust_remote_code,
+        encoder=config.model.encoder,
     )
 
 

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from agent_loop.chat.sources import describe_source, split_media
+from agent_loop.chat.sources import without_pixels
 from agent_loop.trajectory import Segment, Trajectory
-from agent_loop.types import Message
 
 
 def to_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
             {name: getattr(feedback, name) for name in feedback.__slots__} for feedback in output.feedback
         ],
         "num_turns": output.num_turns,
-        "messages": [_without_pixels(message) for message in output.messages],
+        "messages": [without_pixels(message) for message in output.messages],
         "incidents": [
             {"kind": str(incident.kind), "detail": incident.detail, "assistant_turn": incident.assistant_turn}
             for incident in output.incidents
@@ -82,18 +81,3 @@ def _segment(segment: Segment) -> dict[str, Any]:
             for attachment in segment.attachments
         ]
     return record
-
-
-def _without_pixels(message: Message) -> Message:
-    """The message with its images described instead of held."""
-    [bare], media = split_media([message])
-    if not media:
-        return message
-    sources = iter(media)
-    described = [
-        {**part, part["type"]: describe_source(next(sources).source)}
-        if part.get("type") in ("image", "video")
-        else part
-        for part in bare["content"]
-    ]
-    return {**message, "content": described}

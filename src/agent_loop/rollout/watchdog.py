@@ -35,7 +35,7 @@ class Watchdog:
     async def watch(self) -> None:
         """For ever. Several may watch the same board: each report is made once."""
         clock = asyncio.get_running_loop().time
-        self._board.note("the rollout", "began")
+        self._board.note("the rollout", "began", at=clock())
         while math.isfinite(self._silence_s):
             silence_s = clock() - self._board.progressed_at
             if silence_s < self._silence_s:

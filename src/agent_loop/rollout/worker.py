@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from agent_loop.boundary import describe_error, describe_value
+from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_together
 from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError, JournalError
@@ -20,10 +21,14 @@ from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.oversight import Oversight
+from agent_loop.time_scope import TimeScope
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
 from agent_loop.waits import WaitKind, waiting_for
 
+BEGIN_AT_ONCE = 64
+"""So many trajectories are set up and send their first request before the next ones are: else all requests of a large
+rollout would wait until the last trajectory is set up."""
 DEADLINE_GRACE_S = 15.0
 """A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
 
@@ -42,8 +47,6 @@ class Job:
     """Of its rollout; it tells those apart that run at the same time."""
     partial_output: AgentLoopOutput | None = None
     """What there is of it from before; its loop's `run` gets it."""
-    cancellation: asyncio.Event | None = None
-    """That of the worker which runs it."""
 
     @property
     def place(self) -> str:
@@ -90,11 +93,11 @@ class AgentLoopWorker:
         self._loops = loops
         self._default_agent_loop = default_agent_loop
         self._reward = reward
-        self._gate = gate or AdmissionGate()
+        self.gate = gate or AdmissionGate()
         self._oversight = oversight
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._cancelled: set[str] = set()
-        self._cancellation = asyncio.Event()
+        self._renew_cancellation()
 
     @property
     def running(self) -> Sequence[str]:
@@ -120,9 +123,8 @@ class AgentLoopWorker:
         """
 
         async def run_one(job: Job) -> list[Trajectory]:
-            job = replace(job, cancellation=self._cancellation)
-            async with self._gate.admitted():
-                trajectories = await self._run_watched(job)
+            async with self.gate:
+                trajectories = await self._run_watched(job, context, asked_at=asked_at)
             for trajectory in trajectories:
                 if on_trajectory is not None:
                     on_trajectory(trajectory)
@@ -130,9 +132,14 @@ class AgentLoopWorker:
                     budget.count(trajectory)
             return trajectories
 
+        if not self._running:
+            # An event belongs to the event loop in which it is first waited for.
+            self._renew_cancellation()
+        context, asked_at = self._context, asyncio.get_running_loop().time()
         watching = nullcontext() if self._oversight is None else self._oversight.watching()
-        async with self._gate.adapting(), watching:
-            parts = await run_together(run_one(job) for job in jobs)
+        with rare_collections():
+            async with self.gate.adapting(), watching:
+                parts = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
         return [trajectory for part in parts for trajectory in part]
 
     def cancel(self, trajectory_id: str) -> bool:
@@ -150,26 +157,33 @@ class AgentLoopWorker:
         what it takes to go on; loops on token ids do not notice.
         """
         self._cancellation.set()
+        self._renew_cancellation()
+
+    def _renew_cancellation(self) -> None:
+        """Has what begins from here on listen to another event."""
         self._cancellation = asyncio.Event()
+        self._context = replace(self._context, cancellation=self._cancellation)
 
-    async def _run_watched(self, job: Job) -> list[Trajectory]:
+    async def _run_watched(self, job: Job, context: LoopContext, *, asked_at: float) -> list[Trajectory]:
         if self._oversight is None:
-            return await self._run_job(job)
-        with self._oversight.board.trajectory(job.trajectory_id):
-            trajectories = await self._run_job(job)
-        return [self._oversight.timed(trajectory) for trajectory in trajectories]
+            return await self._run_job(job, context)
+        with self._oversight.board.trajectory(job.trajectory_id, asked_at=asked_at) as activity:
+            trajectories = await self._run_job(job, context)
+        trace = activity.trace()
+        return [self._oversight.timed(trajectory, trace) for trajectory in trajectories]
 
-    async def _run_job(self, job: Job) -> list[Trajectory]:
+    async def _run_job(self, job: Job, context: LoopContext) -> list[Trajectory]:
         task = asyncio.current_task()
         assert task is not None
-        self._running[job.trajectory_id] = task
+        trajectory_id = job.trajectory_id
+        self._running[trajectory_id] = task
         try:
-            outputs = await self._run_loop(job)
+            outputs = await self._run_loop(job, context)
             if job.log is not None and job.log.mismatch is not None:
-                outputs = await self._begin_anew(job, job.log, outputs)
+                outputs = await self._begin_anew(job, job.log, outputs, context=context)
         finally:
-            del self._running[job.trajectory_id]
-            self._cancelled.discard(job.trajectory_id)
+            del self._running[trajectory_id]
+            self._cancelled.discard(trajectory_id)
         if isinstance(outputs, AgentLoopOutput):
             trajectories = [await self._scored(outputs, job)]
         else:
@@ -182,7 +196,12 @@ class AgentLoopWorker:
         return trajectories
 
     async def _begin_anew(
-        self, job: Job, log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]
+        self,
+        job: Job,
+        log: RowLog,
+        outputs: AgentLoopOutput | list[AgentLoopOutput],
+        *,
+        context: LoopContext,
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """What was recorded before a crash cannot be followed: runs the row from its prompt, if that is allowed."""
         why = log.mismatch or ""
@@ -193,28 +212,23 @@ class AgentLoopWorker:
             output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
             return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))
         log.restart()
-        outputs = await self._run_loop(job)
+        outputs = await self._run_loop(job, context)
         incident = Incident(IncidentKind.RESTARTED, f"begun anew after a crash: {why}")
         if isinstance(outputs, AgentLoopOutput):
             return outputs.noted(incident)
         return [output.noted(incident) for output in outputs]
 
-    async def _run_loop(self, job: Job) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def _run_loop(self, job: Job, context: LoopContext) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
         loop: AgentLoopBase | None = None
-        deadline_s = self._context.limits.deadline_s
-        backstop = asyncio.timeout(None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
+        deadline_s = context.limits.deadline_s
+        backstop = TimeScope.of(None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
+        new_log = None if job.log is None else job.log.new_lane
         try:
-            async with self._context.server_manager.scope() as server_manager, backstop:
-                new_log = None if job.log is None else job.log.new_lane
-                context = replace(
-                    self._context,
-                    server_manager=server_manager,
-                    new_log=new_log,
-                    cancellation=job.cancellation,
-                )
+            with context.server_manager.scope() as server_manager, backstop:
+                context = replace(context, server_manager=server_manager, new_log=new_log)
                 loop = self._make_loop(job, context)
-                output = cast(Any, await loop.run(dict(job.sampling_params), **job.columns))
+                output: Any = await loop.run(dict(job.sampling_params), **job.columns)
             return _checked(output, loop)
         except EpisodeStopped as stopped:
             return _record(loop, stopped.reason)
@@ -225,7 +239,7 @@ class AgentLoopWorker:
         except JournalError:
             raise
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
-            if backstop.expired():
+            if backstop.has_expired:
                 return _record(loop, StopReason.DEADLINE)
             return _record(loop, StopReason.FAILED, failure=_failure(error))
 

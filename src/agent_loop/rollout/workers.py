@@ -8,6 +8,7 @@ from typing import Protocol
 
 from agent_loop.concurrency import run_together
 from agent_loop.rollout.failures import FailureBudget
+from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.trajectory import Trajectory
 
@@ -51,6 +52,11 @@ class LocalWorkers:
 
     def __init__(self, workers: Sequence[AgentLoopWorker]) -> None:
         self._workers = tuple(workers)
+
+    @property
+    def gates(self) -> set[AdmissionGate]:
+        """Where their trajectories wait before they begin; workers may share one."""
+        return {worker.gate for worker in self._workers}
 
     async def start(self) -> None:
         pass

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.policy import (
@@ -25,8 +26,7 @@ __all__ = ["BalancerConfig", "Lease", "LoadBalancer", "Request"]
 NUM_STEAL_CANDIDATES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """A place on a server, held until it is released."""
 
     request: Request
@@ -66,6 +66,8 @@ class LoadBalancer:
         self._with_place: Ranking[Rank] = Ranking()
         self._with_line: Ranking[Rank] = Ranking()
         """Servers for which requests wait, the busiest first."""
+        self._changed: dict[str, ServerState] = {}
+        """Servers whose rank is to be told anew before one is chosen."""
         self._homeless: Line = Ranking()
         """Requests that any server may take."""
         self._sessions: dict[str, SessionState] = {}
@@ -128,17 +130,18 @@ class LoadBalancer:
         Raises:
             ServerDied: There is no server.
         """
-        if request.id in self._leases:
-            return self._leases[request.id]
-        if request.id in self._waiting:
-            return None
+        lease = self._leases.get(request.id)
+        if lease is not None or request.id in self._waiting:
+            return lease
         if not self._servers:
             raise ServerDied("no server is left", request_id=request.session)
-        session = self._session(request.session)
+        session = self._sessions.get(request.session)
+        if session is None:
+            session = self._sessions[request.session] = SessionState(request.session)
         session.num_tokens = request.num_prompt_tokens
         server = self._choose(session)
         if server is not None:
-            return self._grant(request, server)
+            return self._grant(request, session, server)
         priority = -request.expected_remaining if self.config.longest_first else 0.0
         line = self._homeless if session.server is None else session.server.waiting
         self._line_up(_Waiting(request, line, (priority, next(self._order))), session.server)
@@ -156,23 +159,19 @@ class LoadBalancer:
         Returns:
             The leases of requests that waited and got a place by this.
         """
-        if request_id in self._waiting:
-            self._leave_line(request_id)
-            return []
         lease = self._leases.pop(request_id, None)
         if lease is None:
+            if request_id in self._waiting:
+                self._leave_line(request_id)
             return []
-        server = self._servers.get(lease.server)
-        if server is None:
-            return []
+        server = self._servers[lease.server]
         self.policy.ended(lease.request, on=server, num_new_tokens=num_new_tokens, seconds=seconds)
         server.num_in_flight -= 1
         server.work = max(0.0, server.work - lease.work) if server.num_in_flight else 0.0
         session = self._sessions.get(lease.request.session)
         if session is not None and session.server is server and num_new_tokens is not None:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
-        self._rank(server)
-        self._rank_all_if_changed()
+        self._changed[server.name] = server
         return self._fill(server)
 
     @contextmanager
@@ -198,7 +197,7 @@ class LoadBalancer:
         if known is None or known.server is None:
             return None
         known.server.num_sessions -= 1
-        self._rank(known.server)
+        self._changed[known.server.name] = known.server
         return known.server.name
 
     def drop_owner(self, owner: str) -> list[Lease]:
@@ -232,7 +231,7 @@ class LoadBalancer:
         number = next(self._order)
         server = self._servers[name] = ServerState(name, number, limit or float("inf"), speed)
         server.last_chosen = next(self._order)
-        self._rank(server)
+        self._changed[name] = server
         return self._fill(server)
 
     def remove_server(self, name: str) -> list[str]:
@@ -243,6 +242,7 @@ class LoadBalancer:
             return []
         self._with_place.discard(name)
         self._with_line.discard(name)
+        self._changed.pop(name, None)
         self.policy.left(server)
         for lease in [lease for lease in self._leases.values() if lease.server == name]:
             del self._leases[lease.request.id]
@@ -260,7 +260,7 @@ class LoadBalancer:
         server = self._servers.get(name)
         if server is not None:
             server.num_outside = num_requests
-            self._rank(server)
+            self._changed[name] = server
 
     def fill(self) -> list[Lease]:
         """Gives free places to requests that wait, as after `remove_server`."""
@@ -271,22 +271,17 @@ class LoadBalancer:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _session(self, session_id: str) -> SessionState:
-        session = self._sessions.get(session_id)
-        if session is None:
-            session = self._sessions[session_id] = SessionState(session_id)
-        return session
-
     def _choose(self, session: SessionState) -> ServerState | None:
         """Where a request of this session goes now; None if it is to wait."""
+        self._rank_changed()
         best = self._with_place.first()
         return None if best is None else self.policy.choose(session, best=self._servers[best])
 
     def _fill(self, server: ServerState) -> list[Lease]:
         """Gives a server's free places to requests that wait."""
         granted: list[Lease] = []
-        while server.has_place and self._waiting and (request := self._next_for(server)) is not None:
-            granted.append(self._grant(request, server))
+        while self._waiting and server.has_place and (request := self._next_for(server)) is not None:
+            granted.append(self._grant(request, self._sessions[request.session], server))
         return granted
 
     def _next_for(self, server: ServerState) -> Request | None:
@@ -297,6 +292,7 @@ class LoadBalancer:
             return self._leave_line(server.waiting.first() or "")
         if anyone is not None:
             return self._leave_line(self._homeless.first() or "")
+        self._rank_changed()
         busiest = self._with_line.first()
         if busiest is None:
             return None
@@ -313,7 +309,7 @@ class LoadBalancer:
         self._waiting[waiting.request.id] = waiting
         waiting.line.put(waiting.request.id, waiting.place)
         if home is not None:
-            self._rank(home)
+            self._changed[home.name] = home
 
     def _leave_line(self, request_id: str) -> Request:
         waiting = self._waiting.pop(request_id)
@@ -323,13 +319,13 @@ class LoadBalancer:
             self._with_line.discard(home.name)
         return waiting.request
 
-    def _grant(self, request: Request, server: ServerState) -> Lease:
-        session = self._session(request.session)
-        moved_from = session.server
+    def _grant(self, request: Request, session: SessionState, server: ServerState) -> Lease:
+        moved_from = None
         if session.server is not server:
             if session.server is not None:
+                moved_from = session.server.name
                 session.server.num_sessions -= 1
-                self._rank(session.server)
+                self._changed[moved_from] = session.server
             session.server, session.num_cached = server, 0
             server.num_sessions += 1
         work = self.policy.work_of(request, num_cached=session.num_cached)
@@ -337,24 +333,21 @@ class LoadBalancer:
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
         self.policy.begun(request, on=server)
-        self._rank(server)
-        left = moved_from.name if moved_from is not None and moved_from is not server else None
-        lease = self._leases[request.id] = Lease(request, server.name, work, left, session.num_cached)
+        self._changed[server.name] = server
+        lease = self._leases[request.id] = Lease(request, server.name, work, moved_from, session.num_cached)
         return lease
 
-    def _rank_all_if_changed(self) -> None:
+    def _rank_changed(self) -> None:
         if self._epoch != self.policy.epoch:
             self._epoch = self.policy.epoch
-            for server in self._servers.values():
-                self._rank(server)
-
-    def _rank(self, server: ServerState) -> None:
-        if server.name not in self._servers:
-            return
-        rank = load, num_sessions, last_chosen = self.policy.rank(server)
-        if server.has_place:
-            self._with_place.put(server.name, rank)
-        else:
-            self._with_place.discard(server.name)
-        if len(server.waiting):
-            self._with_line.put(server.name, (-load, num_sessions, last_chosen))
+            self._changed |= self._servers
+        for name, server in self._changed.items():
+            rank = self.policy.rank(server)
+            if server.has_place:
+                self._with_place.put(name, rank)
+            else:
+                self._with_place.discard(name)
+            if self._waiting and len(server.waiting):
+                load, num_sessions, last_chosen = rank
+                self._with_line.put(name, (-load, num_sessions, last_chosen))
+        self._changed.clear()

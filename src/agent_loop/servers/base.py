@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -106,6 +107,14 @@ class AsyncServerBase(ABC):
     """Requests that it computes at once. The pool keeps the rest in line and gives them to whichever server has a place
     first; None gives the server all of them."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises: ConfigError: `end_session` is async, and would never run."""
+        super().__init_subclass__(**kwargs)
+        if inspect.iscoroutinefunction(cls.end_session):
+            raise ConfigError(
+                f"end_session of {cls.__name__} is async; make it a plain method, which tells and does not wait"
+            )
+
     @classmethod
     def create(cls, spec: ServerSpec) -> AsyncServerBase:
         """Makes a server as a configuration asks for it.
@@ -201,8 +210,9 @@ class AsyncServerBase(ABC):
         `aborted`. Does nothing if none runs."""
 
     @abstractmethod
-    async def end_session(self, request_id: str) -> None:
-        """Tells that no turn of this session will follow, so that what was kept for it may go."""
+    def end_session(self, request_id: str) -> None:
+        """Tells that no turn of this session will follow, so that what was kept for it may go. Does not wait until it
+        is gone; does nothing for a session that is not known."""
 
     @abstractmethod
     async def wake_up(self) -> None:

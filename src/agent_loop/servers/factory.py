@@ -10,6 +10,7 @@ from agent_loop.servers.setting_aside import SetsRequestsAside
 
 ENGINES = {
     "embedded": "agent_loop.servers.embedded:EmbeddedServer",
+    "embedded_process": "agent_loop.servers.embedded_process:EmbeddedProcess",
     "scripted": "agent_loop.servers.scripted:ScriptedServer",
     "sglang": "agent_loop.servers.sglang:SGLangServer",
     "vllm": "agent_loop.servers.vllm:VLLMServer",

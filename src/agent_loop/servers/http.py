@@ -46,6 +46,8 @@ class HttpClient:
         self._headers = dict(headers or {})
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
+        self._answers: set[aiohttp.ClientResponse] = set()
+        """Those that are being read."""
 
     async def get_json(self, path: str, *, timeout_s: float | None = None) -> Any:
         """Raises: ServerError: As `post_json`."""
@@ -104,6 +106,8 @@ class HttpClient:
     async def close(self) -> None:
         """Closes the connections. What still waits fails, and so does what is asked later."""
         self._is_closed = True
+        for answer in self._answers:  # closing the session alone would leave their readers waiting
+            answer.close()
         if self._session is not None:
             await self._session.close()
 
@@ -153,15 +157,19 @@ class HttpClient:
                 read_bufsize=MAX_LINE_BYTES,
             )
         async with self._session.request(method, self.url + path, json=body, timeout=limits) as answer:
-            if not answer.ok:
-                said = one_line(await answer.text(), max_length=500)
-                raise HttpStatusError(
-                    f"{method} {path} was answered with {answer.status} {answer.reason}: {said}",
-                    status=answer.status,
-                    server=self._server,
-                    request_id=request_id,
-                )
-            yield answer
+            self._answers.add(answer)
+            try:
+                if not answer.ok:
+                    said = one_line(await answer.text(), max_length=500)
+                    raise HttpStatusError(
+                        f"{method} {path} was answered with {answer.status} {answer.reason}: {said}",
+                        status=answer.status,
+                        server=self._server,
+                        request_id=request_id,
+                    )
+                yield answer
+            finally:
+                self._answers.discard(answer)
 
     def _refuse_if_closed(self, request_id: str) -> None:
         if self._is_closed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
-from agent_loop.concurrency import run_shielded, running_beside
+from agent_loop.concurrency import running_beside
 from agent_loop.errors import ServerDied
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
@@ -24,8 +24,6 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, Tok
 
 if TYPE_CHECKING:
     import torch
-
-END_SESSIONS_TIMEOUT_S = 10.0
 
 
 class AsyncLLMServerManager:
@@ -80,15 +78,14 @@ class AsyncLLMServerManager:
         work = Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
         # With another server at hand, tokens are taken as they come, so that none are lost with this one.
-        keeps_parts = len(self._pool.servers) > 1
+        keeps_parts = self._pool.num_servers > 1
         while True:
-            num_before = len(work.chunks)
             try:
                 async with self._place(work) as place:
                     streams = keeps_parts and Ability.STREAMING in place.server.abilities
-                    await place.run(partial(work.take_parts if streams else work.take_whole, place.server))
-                    place.chunks = work.chunks[num_before:]
-                return TokenOutput.from_chunks(work.chunks)
+                    take = work.take_parts if streams else work.take_whole
+                    place.fill(await place.run(partial(take, place.server)))
+                return work.output
             except RequestAborted:
                 return TokenOutput.from_chunks([*work.chunks, self._nothing()])
             except ServerDied as error:
@@ -121,7 +118,7 @@ class AsyncLLMServerManager:
                     while (chunk := await place.run(partial(anext, chunks, None))) is not None:
                         work.chunks.append(chunk)
                         yield chunk
-                    place.chunks = work.chunks[num_before:]
+                    place.fill(TokenOutput.from_chunks(work.chunks[num_before:]))
                 return
             except RequestAborted:
                 yield self._nothing()
@@ -193,20 +190,20 @@ class AsyncLLMServerManager:
         """Ends the running completion of a session early; its `generate` returns the tokens so far."""
         await self._pool.abort(request_id)
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         """Tells that no turn of this session will follow."""
         self._sessions.discard(request_id)
-        await self._pool.end_session(request_id)
+        self._pool.end_session(request_id)
 
-    @asynccontextmanager
-    async def scope(self) -> AsyncGenerator[AsyncLLMServerManager]:
+    @contextmanager
+    def scope(self) -> Generator[AsyncLLMServerManager]:
         """A manager on the same servers, whose sessions end when the scope does."""
         scoped = AsyncLLMServerManager(self._pool, request_timeout_s=self._request_timeout_s)
         try:
             yield scoped
         finally:
-            if scoped._sessions:
-                await run_shielded(scoped._end_sessions, timeout_s=END_SESSIONS_TIMEOUT_S)
+            for request_id in scoped._sessions:
+                self._pool.end_session(request_id)
 
     async def wake_up(self) -> None:
         """Makes all servers ready to generate."""
@@ -230,11 +227,7 @@ class AsyncLLMServerManager:
         """Ends all servers."""
         await self._pool.close()
 
-    async def _end_sessions(self) -> None:
-        for request_id in list(self._sessions):
-            await self.end_session(request_id)
-
-    def _place(self, work: Work) -> AbstractAsyncContextManager[Place]:
+    def _place(self, work: Work) -> Place:
         return self._pool.place(
             work.request_id,
             num_prompt_tokens=len(work.prompt_ids) + work.num_tokens,
@@ -282,5 +275,5 @@ class _PoolSampler:
             request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, attachments=attachments
         )
 
-    async def end_session(self, request_id: str) -> None:
-        await self._pool.end_session(request_id)
+    def end_session(self, request_id: str) -> None:
+        self._pool.end_session(request_id)

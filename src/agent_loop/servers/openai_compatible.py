@@ -162,7 +162,7 @@ class OpenAIServer(AsyncServerBase):
         if request_id in self._running:
             self._running[request_id].reschedule(asyncio.get_running_loop().time())
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         """Nothing to do: the server drops prefixes as it likes."""
 
     async def wake_up(self) -> None:

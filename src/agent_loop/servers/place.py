@@ -3,39 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, Self, TypeVar
 
 from agent_loop.errors import ServerDied, ServerTimeout
 from agent_loop.servers.base import AsyncServerBase
-from agent_loop.types import TokenChunk
+from agent_loop.servers.policy import Request
+from agent_loop.time_scope import TimeScope
+from agent_loop.types import TokenOutput
 from agent_loop.waits import WaitKind, waiting_for
 
 ResultT = TypeVar("ResultT")
 
 
-class Place:
-    """A place on a server, while it lasts."""
+class Desk(Protocol):
+    """Who gives places out."""
 
-    def __init__(
-        self,
-        server: AsyncServerBase,
-        *,
-        request_id: str,
-        num_known_tokens: int,
-        ends_at: float | None,
-        timeout_s: float | None,
-    ) -> None:
-        self.server = server
-        self.num_known_tokens = num_known_tokens
-        """Of the prompt, those that the server has computed or sampled before."""
-        self.chunks: Sequence[TokenChunk] | None = None
-        """The completion, once it is there."""
-        self._request_id = request_id
-        self._ends_at = ends_at
+    async def occupy(self, place: Place) -> None:
+        """Gives it a server; waits in line if all are full."""
+        ...
+
+    def leave(self, place: Place) -> None:
+        """Takes it back, or out of the line."""
+        ...
+
+
+class Place:
+    """A place on a server for one completion, for `async with`. Single use.
+
+    Args:
+        request: The completion.
+        desk: Gives the place out and takes it back.
+        timeout_s: How long the request may take, its time in line included; None is no limit.
+    """
+
+    server: AsyncServerBase
+    """Once it is given out, as are the others."""
+    granted_at: float | None = None
+    """In the event loop's time."""
+    num_known_tokens: int = 0
+    """Of the prompt, those that the server has computed or sampled before."""
+    output: TokenOutput | None = None
+    """What the server made, once it is there."""
+    _scope: TimeScope | None = None
+    _loss: ServerDied | None = None
+
+    def __init__(self, request: Request, *, desk: Desk, timeout_s: float | None) -> None:
+        self.request = request
+        self.ends_at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+        self._desk = desk
         self._timeout_s = timeout_s or 0.0
-        self._scope: asyncio.Timeout | None = None
-        self._loss: ServerDied | None = None
+        self._details: dict[str, Any] = {"num_prompt_tokens": request.num_prompt_tokens}
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._desk.occupy(self)
+        except BaseException:
+            self._desk.leave(self)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._desk.leave(self)
+
+    def give(self, server: AsyncServerBase, *, num_known_tokens: int) -> None:
+        """Of the desk: this is the place."""
+        self.server, self.num_known_tokens = server, num_known_tokens
+        self.granted_at = asyncio.get_running_loop().time()
 
     async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Awaits a call to the server until the request's time is over or the server is lost.
@@ -46,25 +80,34 @@ class Place:
         """
         if self._loss is not None:
             raise self._loss
-        scope = self._scope = asyncio.timeout_at(self._ends_at)
+        scope = self._scope = TimeScope(self.ends_at)
         try:
-            with waiting_for(WaitKind.COMPLETION, f"of {self.server.name}"):
-                async with scope:
-                    return await call()
+            with waiting_for(WaitKind.GENERATE, self.server.name, details=self._details), scope:
+                return await call()
         except TimeoutError:
-            if not scope.expired():
+            if not scope.has_expired:
                 raise
             raise self._loss or ServerTimeout(
                 f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or see what "
                 "holds the server up",
                 server=self.server.name,
-                request_id=self._request_id,
+                request_id=self.request.session,
             ) from None
         finally:
             self._scope = None
 
+    def fill(self, output: TokenOutput) -> None:
+        """This is what the server made."""
+        self.output = output
+        self._details |= {
+            "num_tokens": len(output.token_ids),
+            "num_cached_tokens": output.num_cached_tokens,
+            "num_preempted": output.num_preempted,
+            "prefill_s": output.prefill_s,
+        }
+
     def lose(self, reason: str) -> None:
         """Has the running call fail."""
-        self._loss = ServerDied(reason, server=self.server.name, request_id=self._request_id)
+        self._loss = ServerDied(reason, server=self.server.name, request_id=self.request.session)
         if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
+            self._scope.move(asyncio.get_running_loop().time())

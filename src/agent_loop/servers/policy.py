@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from agent_loop.servers.ranking import Ranking
 from agent_loop.servers.speeds import SpeedEstimate
@@ -40,8 +40,7 @@ class BalancerConfig:
     """Of the requests that wait, first the one whose trajectory has the most left to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One completion that wants a place on a server."""
 
     id: str
@@ -165,7 +164,7 @@ class LeastWork(Policy):
 
     def choose(self, session: SessionState, *, best: ServerState) -> ServerState | None:
         home = session.server
-        if home is None or self.is_worth_moving(session, home=home, to=best):
+        if home is None or home is best or self.is_worth_moving(session, home=home, to=best):
             return best
         return home if home.has_place else None
 

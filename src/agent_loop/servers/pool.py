@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
 from agent_loop.concurrency import run_shielded, run_together
@@ -19,6 +17,7 @@ from agent_loop.servers.forecast import Forecast, TurnsLeft
 from agent_loop.servers.place import Place
 from agent_loop.servers.policy import Policy
 from agent_loop.servers.use import ServerUse
+from agent_loop.time_scope import TimeScope
 from agent_loop.waits import WaitKind, waiting_for
 from agent_loop.weights.shared import SenderPool, SharedWeights
 
@@ -32,7 +31,6 @@ CLOSE_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 10.0
 """A server that does not say in this time how it is, is lost."""
 HEALTH_EVERY_S = 5.0
-FORGET_TIMEOUT_S = 5.0
 
 
 class RequestAborted(Exception):
@@ -69,8 +67,10 @@ class ServerPool:
         self._healths: dict[str, ServerHealth] = {}
         """What each server last said."""
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
-        self._places: dict[str, dict[str, Place]] = {}
+        self._places: dict[str, Place] = {}
+        """By the ids of their requests."""
         self._weight_senders: SenderPool = {}
+        self._numbers = count()
         for server in servers:
             self._join(server)
 
@@ -80,76 +80,87 @@ class ServerPool:
         return tuple(self._servers.values())
 
     @property
+    def num_servers(self) -> int:
+        return len(self._servers)
+
+    @property
     def lost(self) -> dict[str, str]:
         """The servers that are left out, and why."""
         return dict(self._lost)
 
     @property
+    def healths(self) -> dict[str, ServerHealth]:
+        """What each server said when it was last asked."""
+        return dict(self._healths)
+
+    @property
     def num_waiting(self) -> float:
         """Requests that wait for a place, or in a server for its batch, as far as the servers said when they were last
         asked."""
+        return self.balancer.num_waiting + self.balancer.num_leases - self.num_running
+
+    @property
+    def num_running(self) -> float:
+        """Requests in the batches of servers, as far as these said."""
         here = self._here
         num_waiting = sum(health.num_waiting for health in here)
         share = num_waiting / max(num_waiting + sum(health.num_running for health in here), 1)
-        return self.balancer.num_waiting + share * self.balancer.num_leases
+        return (1 - share) * self.balancer.num_leases
+
+    @property
+    def kv_cache_share(self) -> float | None:
+        """What running requests take of the servers' KV caches, mean of those that say so; None if none does."""
+        shares = [health.kv_cache_share for health in self._here if health.kv_cache_share is not None]
+        return sum(shares) / len(shares) if shares else None
 
     @property
     def kv_cache_demand(self) -> float | None:
-        """What the contexts of all sessions would take of the servers' KV caches, of which it is told how much running
-        requests take; None if no server says that, or nothing runs."""
-        shares = [health.kv_cache_share for health in self._here if health.kv_cache_share is not None]
-        running = self.balancer.num_running_tokens
-        if not shares or not running:
-            return None
-        return sum(shares) / len(shares) * self.balancer.num_session_tokens / running
+        """What the contexts of all sessions would take of the servers' KV caches; None if no server says what running
+        requests take, or nothing runs."""
+        share, running = self.kv_cache_share, self.balancer.num_running_tokens
+        return None if share is None or not running else share * self.balancer.num_session_tokens / running
 
-    @asynccontextmanager
-    async def place(
+    def place(
         self, session: str, *, num_prompt_tokens: int, max_tokens: int | None, timeout_s: float | None
-    ) -> AsyncGenerator[Place]:
-        """A place for one completion; waits in line for it if all servers are full.
+    ) -> Place:
+        """A place for one completion, for `async with`; waits in line for it if all servers are full.
 
-        Raises:
+        Raises, when it is entered:
             ServerDied: No server is left.
             ServerTimeout: None became free in `timeout_s`.
             RequestAborted: `abort` came before there was a place.
         """
-        clock = asyncio.get_running_loop().time
-        ends_at = None if timeout_s is None else clock() + timeout_s
         remaining = 0.0 if self._forecast is None else self._forecast.begin_turn(session)
-        request = Request(f"{session}/{uuid4().hex}", session, "", num_prompt_tokens, max_tokens, remaining)
-        place: Place | None = None
-        granted_at = 0.0
-        try:
-            lease = self._acquire(request) or await self._wait_for_place(request, ends_at=ends_at)
-            server, granted_at = self._servers[lease.server], clock()
-            place = Place(
-                server,
-                request_id=session,
-                num_known_tokens=lease.num_known_tokens,
-                ends_at=ends_at,
-                timeout_s=timeout_s,
+        request_id = f"{session}/{next(self._numbers)}"
+        request = Request(request_id, session, "", num_prompt_tokens, max_tokens, remaining)
+        return Place(request, desk=self, timeout_s=timeout_s)
+
+    async def occupy(self, place: Place) -> None:
+        """For the place itself."""
+        request = place.request
+        if len(self._lost) == len(self._servers):
+            raise self._none_left(request.session)
+        lease = self.balancer.acquire(request) or await self._wait_for_place(request, ends_at=place.ends_at)
+        place.give(self._servers[lease.server], num_known_tokens=lease.num_known_tokens)
+        self._places[request.id] = place
+        if lease.moved_from is not None:
+            self._forget(request.session, on=lease.moved_from)
+
+    def leave(self, place: Place) -> None:
+        """For the place itself."""
+        request = place.request
+        self._places.pop(request.id, None)
+        num_new_tokens = seconds = None
+        if place.granted_at is not None:
+            seconds = asyncio.get_running_loop().time() - place.granted_at
+        if place.output is not None:
+            num_new_tokens = len(place.output.token_ids)
+            self.use = self.use.with_completion(
+                place.output,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_known_tokens=place.num_known_tokens,
             )
-            self._places.setdefault(server.name, {})[request.id] = place
-            if lease.moved_from is not None:
-                await self._forget(session, on=lease.moved_from)
-            yield place
-        finally:
-            new_tokens = None
-            if place is not None:
-                self._places.get(place.server.name, {}).pop(request.id, None)
-            if place is not None and place.chunks is not None:
-                new_tokens = sum(len(chunk.token_ids) for chunk in place.chunks)
-                self.use = self.use.plus(
-                    ServerUse.of(
-                        place.chunks,
-                        num_prompt_tokens=num_prompt_tokens,
-                        num_known_tokens=place.num_known_tokens,
-                    )
-                )
-            self._hand_out(
-                self.balancer.release(request.id, num_new_tokens=new_tokens, seconds=clock() - granted_at)
-            )
+        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
 
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""
@@ -161,14 +172,14 @@ class ServerPool:
         if server is not None:
             await server.abort(session)
 
-    async def end_session(self, session: str) -> None:
+    def end_session(self, session: str) -> None:
         """Tells that no turn of this session will follow."""
         server = self._home_of(session)
         self.balancer.end_session(session)
         if self._forecast is not None:
             self._forecast.end(session)
         if server is not None:
-            await server.end_session(session)
+            server.end_session(session)
 
     # -- who is alive ----------------------------------------------------------------------------------------------
 
@@ -179,10 +190,11 @@ class ServerPool:
         logger.warning("server %s is lost: %s", name, reason)
         self._lost[name] = reason
         self.balancer.remove_server(name)
-        places = self._places.pop(name, {})
-        self.num_failovers += len(places)
-        for place in places.values():
-            place.lose(reason)
+        for request_id, place in list(self._places.items()):
+            if place.server.name == name:
+                del self._places[request_id]
+                self.num_failovers += 1
+                place.lose(reason)
         if self.balancer.servers:
             self._hand_out(self.balancer.fill())
             return
@@ -268,20 +280,14 @@ class ServerPool:
         name = self.balancer.server_of(session)
         return None if name is None else self._servers[name]
 
-    def _acquire(self, request: Request) -> Lease | None:
-        if not self.balancer.servers:
-            raise self._none_left(request.session)
-        return self.balancer.acquire(request)
-
     async def _wait_for_place(self, request: Request, *, ends_at: float | None) -> Lease:
         future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
-        scope = asyncio.timeout_at(ends_at)
+        scope = TimeScope(ends_at)
         try:
-            with waiting_for(WaitKind.PLACE):
-                async with scope:
-                    return await future
+            with waiting_for(WaitKind.QUEUE), scope:
+                return await future
         except TimeoutError:
-            if not scope.expired():
+            if not scope.has_expired:
                 raise
             raise ServerTimeout(
                 f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
@@ -299,14 +305,14 @@ class ServerPool:
             else:
                 future.set_result(lease)
 
-    async def _forget(self, session: str, *, on: str) -> None:
+    def _forget(self, session: str, *, on: str) -> None:
         """Tells a server that a session has left it. What goes wrong there is no concern of the session's."""
         server = self._servers.get(on)
         if server is None or on in self._lost:
             return
         try:
-            await run_bounded(partial(server.end_session, session), timeout_s=FORGET_TIMEOUT_S)
-        except (DeadlineExpired, ServerError) as error:
+            server.end_session(session)
+        except ServerError as error:
             logger.debug("server %s did not forget session %s: %s", on, session, error)
 
     async def _each(self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]]) -> None:

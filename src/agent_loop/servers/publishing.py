@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +13,10 @@ from torch import Tensor
 from agent_loop.config import ModelConfig, WeightTransfer
 from agent_loop.errors import WeightsError
 from agent_loop.weights import (
+    AdaptedWeights,
     WeightHandle,
     WeightSender,
+    adapted_weights,
     check_weights,
     choose_transport,
     expected_weights,
@@ -38,16 +40,19 @@ class WeightPublisher:
         is_same_host: bool,
         num_receivers: int,
         folder: Path | None = None,
+        as_checkpoints: bool = False,
     ) -> None:
         """Args:
         num_receivers: The engine's ranks.
         folder: Where weights that go by disk are written; a temporary folder if None.
+        as_checkpoints: The engine loads weights that go by disk itself, as a model's folder.
         """
         self._model = model
         self._transfer: WeightTransfer = transfer
         self._is_same_host = is_same_host
         self._num_receivers = num_receivers
         self._folder = folder
+        self._as_checkpoints = as_checkpoints
         self._expected: dict[str, tuple[int, ...]] | None = None
         self._tied: tuple[tuple[str, ...], ...] = ()
         self._model_folder: Path | None = None
@@ -60,7 +65,7 @@ class WeightPublisher:
         """Makes the weights available to the engine's processes while the context is open.
 
         Args:
-            weights: As `AsyncServerBase.update_weights` got them.
+            weights: As `AsyncServerBase.update_weights` got them. Of `AdaptedWeights` the base is checked.
 
         Raises:
             WeightsError: A name or a shape does not fit, or a weight is missing.
@@ -68,22 +73,25 @@ class WeightPublisher:
         """
         if iter(weights) is weights:
             weights = list(weights)
-        tensors = list(weights)
-        self._check(tensors)
+        adapted = adapted_weights(weights)
+        tensors = list(weights if adapted is None else adapted.base.items())
+        self._check(tensors, adapted)
         transport = choose_transport(
             self._transfer,
-            weights_on_gpu=any(weight.is_cuda for _, weight in tensors),
+            weights_on_gpu=any(weight.is_cuda for _, weight in tensors) or self._merges_on_gpu(adapted),
             same_host=self._is_same_host,
         )
         if self._sender is None or self._sender.transport != transport:
             self.close()
             self._sender = WeightSender(
-                transport, num_receivers=self._num_receivers, like=self._model_folder, folder=self._folder
+                transport,
+                num_receivers=self._num_receivers,
+                like=self._model_folder if self._as_checkpoints else None,
+                folder=self._folder,
             )
-        renamed = self._with_embeddings(tensors)
-        async with offered(
-            weights if renamed is None else renamed, sender=self._sender, weight_version=weight_version
-        ) as handle:
+        if new_names := self._embeddings({name for name, _ in tensors}):
+            weights = [(new_names.get(name, name), weight) for name, weight in weights]
+        async with offered(weights, sender=self._sender, weight_version=weight_version) as handle:
             yield handle
 
     def close(self) -> None:
@@ -92,7 +100,12 @@ class WeightPublisher:
             self._sender.close()
             self._sender = None
 
-    def _check(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def _merges_on_gpu(self, adapted: AdaptedWeights | None) -> bool:
+        """Whether a base in host memory is to be merged for an engine that takes memory of a GPU."""
+        device = None if adapted is None else adapted.device
+        return self._transfer == "cuda_ipc" and device is not None and device.type == "cuda"
+
+    def _check(self, weights: Sequence[tuple[str, Tensor]], adapted: AdaptedWeights | None) -> None:
         for name, weight in weights:
             if not torch.is_tensor(weight):
                 raise WeightsError(f"weight {name!r} is a {type(weight).__name__}; give a torch.Tensor")
@@ -107,22 +120,21 @@ class WeightPublisher:
             self._model_folder = folder
         check_weights(self._expected, [(name, weight.shape) for name, weight in weights], tied=self._tied)
         given = dict(weights)
+        value_of = given.__getitem__ if adapted is None else adapted.merged
         for group in self._tied:
             first, *others = [name for name in group if name in given] or [""]
             for name in others:
-                if not torch.equal(given[name], given[first]):
+                if not torch.equal(value_of(name), value_of(first)):
                     raise WeightsError(
                         f"weights {first!r} and {name!r} are one in this model but were published with different "
                         "values; publish either, or untie them in the model's config"
                     )
 
-    def _with_embeddings(self, weights: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
-        """The weights under the names that engines load tied ones by; None if they have these already."""
-        names = {name for name, _ in weights}
-        new_names = {
+    def _embeddings(self, names: Collection[str]) -> dict[str, str]:
+        """By the names of tied weights the ones that engines load them by, where these are others."""
+        return {
             name: group[0] for group in self._tied if group[0] not in names for name in group if name in names
         }
-        return [(new_names.get(name, name), weight) for name, weight in weights] if new_names else None
 
 
 def local_folder(model: ModelConfig) -> Path | None:

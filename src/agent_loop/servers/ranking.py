@@ -24,8 +24,10 @@ class Ranking(Generic[KeyT]):
 
     def put(self, name: str, key: KeyT) -> None:
         """Adds a name, or moves it to where its new key belongs."""
-        if self._keys.get(name) != key:
-            self._keys[name] = key
+        self._keys[name] = key
+        if self._heap and self._heap[0][1] == name:
+            heapq.heapreplace(self._heap, (key, name))
+        else:
             heapq.heappush(self._heap, (key, name))
 
     def discard(self, name: str) -> None:
@@ -33,8 +35,16 @@ class Ranking(Generic[KeyT]):
 
     def first(self) -> str | None:
         """The name with the least key; None if there is none."""
-        self._drop_stale()
-        return self._heap[0][1] if self._heap else None
+        heap, keys = self._heap, self._keys
+        if len(heap) > 2 * len(keys) + 64:
+            heap = self._heap = [(key, name) for name, key in keys.items()]
+            heapq.heapify(heap)
+        while heap:
+            key, name = heap[0]
+            if keys.get(name) == key:
+                return name
+            heapq.heappop(heap)
+        return None
 
     def first_key(self) -> KeyT | None:
         """The least key; None if there is none."""
@@ -55,10 +65,3 @@ class Ranking(Generic[KeyT]):
             for entry in taken:
                 if self._keys.get(entry[1]) == entry[0]:
                     heapq.heappush(self._heap, entry)
-
-    def _drop_stale(self) -> None:
-        while self._heap and self._keys.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        if len(self._heap) > 2 * len(self._keys) + 64:
-            self._heap = [(key, name) for name, key in self._keys.items()]
-            heapq.heapify(self._heap)

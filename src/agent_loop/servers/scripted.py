@@ -166,6 +166,7 @@ class ScriptedServer(AsyncServerBase):
                     None if output.log_probs is None else [output.log_probs[place]],
                     weight_version=self._weight_version,
                     stop_reason=output.stop_reason if is_last else None,
+                    prefill_s=None if place else output.prefill_s,
                 )
         finally:
             del self._aborts[request_id]
@@ -174,7 +175,7 @@ class ScriptedServer(AsyncServerBase):
         if request_id in self._aborts:
             self._aborts[request_id].set()
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         self._turns.pop(request_id, None)
 
     def die(self, reason: str = "the engine was killed") -> None:
@@ -299,6 +300,7 @@ class ScriptedServer(AsyncServerBase):
             stop_reason=stop_reason,
             weight_version=spans[-1].weight_version if spans else version,
             version_spans=spans if len(spans) > 1 else (),
+            prefill_s=_prefill_s(reply),
         )
 
     def _version_spans(
@@ -313,6 +315,11 @@ class ScriptedServer(AsyncServerBase):
                 version = changes.pop(0)[1]
             counts[version] = counts.get(version, 0) + 1
         return tuple(VersionSpan(v, n) for v, n in counts.items())
+
+
+def _prefill_s(reply: ScriptedReply) -> float | None:
+    """Tokens come evenly spread over the latency; None where that is none."""
+    return reply.latency_s / max(len(reply.token_ids), 1) if 0 < reply.latency_s < math.inf else None
 
 
 async def _waits(event: asyncio.Event, seconds: float) -> bool:

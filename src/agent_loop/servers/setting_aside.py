@@ -103,8 +103,8 @@ class SetsRequestsAside(AsyncServerBase):
             request.is_aborted, request.is_set_aside = True, False
             await self._server.abort(request_id)
 
-    async def end_session(self, request_id: str) -> None:
-        await self._server.end_session(request_id)
+    def end_session(self, request_id: str) -> None:
+        self._server.end_session(request_id)
 
     async def wake_up(self) -> None:
         await self._server.wake_up()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 
-SERVER_MEMORY = 1 / 64
-"""Share of the newest completion in what is known of its server."""
-FLEET_MEMORY = 1 / 2048
-"""Share of the newest completion in what is known of the step of all servers together."""
+SERVER_KEEPS = 1 - 1 / 64
+"""Of what is known of a server, with each completion of its own."""
+FLEET_KEEPS = 1 - 1 / 2048
+"""Of what is known of the step of all servers together, with each completion."""
 MIN_SPREAD = 0.2
 """Relative spread of the requests in flight from which on the cost of an empty step can be told apart."""
 PRIOR_COMPLETIONS = 8.0
@@ -23,7 +24,7 @@ SPEED_STEP = 1.1
 
 
 @dataclass(slots=True)
-class _Record:
+class _Server:
     """Decaying sums over a server's completions, weighted by their tokens."""
 
     in_flight_seen: int = 0
@@ -32,6 +33,11 @@ class _Record:
     token_requests: float = 0.0
     """Tokens times the requests in flight meanwhile."""
     seconds: float = 0.0
+
+    def learn(self, num_tokens: int, *, in_flight: float, seconds: float) -> None:
+        self.tokens = SERVER_KEEPS * self.tokens + num_tokens
+        self.token_requests = SERVER_KEEPS * self.token_requests + num_tokens * in_flight
+        self.seconds = SERVER_KEEPS * self.seconds + seconds
 
 
 @dataclass(slots=True)
@@ -47,22 +53,50 @@ class _Fleet:
     """As if all servers were ordinary ones."""
     even_second_requests: float = 0.0
 
+    def learn(self, num_tokens: int, *, in_flight: float, seconds: float, speed: float) -> None:
+        token_requests, even_seconds = num_tokens * in_flight, seconds * speed
+        self.completions = FLEET_KEEPS * self.completions + 1
+        self.tokens = FLEET_KEEPS * self.tokens + num_tokens
+        self.token_requests = FLEET_KEEPS * self.token_requests + token_requests
+        self.token_requests_squared = FLEET_KEEPS * self.token_requests_squared + token_requests * in_flight
+        self.seconds = FLEET_KEEPS * self.seconds + seconds
+        self.even_seconds = FLEET_KEEPS * self.even_seconds + even_seconds
+        self.even_second_requests = FLEET_KEEPS * self.even_second_requests + even_seconds * in_flight
+
+    def overhead(self) -> float | None:
+        """Lays a straight line through seconds per token over requests in flight, each completion weighted by its
+        tokens and corrected for its server's speed; the overhead is where it meets the axis. None where the requests
+        in flight differ too little to tell."""
+        tokens = self.tokens
+        mean, mean_seconds = self.token_requests / tokens, self.even_seconds / tokens
+        variance = self.token_requests_squared / tokens - mean * mean
+        if variance < (MIN_SPREAD * mean) ** 2:
+            return None
+        slope = (self.even_second_requests / tokens - mean_seconds * mean) / variance
+        base = mean_seconds - slope * mean
+        return min(max(base, 0.0) / slope, MAX_OVERHEAD) if slope > 0 else MAX_OVERHEAD
+
 
 class SpeedEstimate:
     """A server decodes one token for each request in flight in `(overhead + requests in flight) / speed` units of
-    time. The overhead is the servers' in common, the speed each one's own; an ordinary server has speed 1."""
+    time. The overhead is the servers' in common, the speed each one's own; an ordinary server has speed 1. While there
+    is one server only, nothing is learnt of it: there is none to choose."""
 
     def __init__(self) -> None:
         self.overhead = 0.0
         """What a step costs beside its requests, in requests; 0 before any completion was timed."""
-        self._records: dict[str, _Record] = {}
+        self._servers: defaultdict[str, _Server] = defaultdict(_Server)
         self._begun: dict[str, tuple[str, int, int]] = {}
         self._fleet = _Fleet()
+        self._speeds: dict[str, float] = {}
+        """Worked out since the last completion that was timed."""
 
     def begin(self, request_id: str, *, server: str, num_in_flight: int) -> None:
         """A request went to a server, which has so many by that."""
-        record = self._see(server, num_in_flight)
-        self._begun[request_id] = (server, record.in_flight_seen - num_in_flight, record.num_seen - 1)
+        known = self._servers[server]
+        self._begun[request_id] = (server, known.in_flight_seen, known.num_seen)
+        known.in_flight_seen += num_in_flight
+        known.num_seen += 1
 
     def end(
         self,
@@ -82,70 +116,38 @@ class SpeedEstimate:
         if begun is None:
             return
         server, seen_before, num_before = begun
-        record = self._see(server, num_in_flight)
-        if not num_new_tokens or not seconds:
-            return
-        in_flight = (record.in_flight_seen - seen_before) / (record.num_seen - num_before)
-        _decay(record, SERVER_MEMORY)
-        record.tokens += num_new_tokens
-        record.token_requests += num_new_tokens * in_flight
-        record.seconds += seconds
-        self._learn_step(num_new_tokens, in_flight=in_flight, seconds=seconds, speed=self.of(server))
+        known = self._servers[server]
+        known.in_flight_seen += num_in_flight
+        known.num_seen += 1
+        if num_new_tokens and seconds and len(self._servers) > 1:
+            in_flight = (known.in_flight_seen - seen_before) / (known.num_seen - num_before)
+            known.learn(num_new_tokens, in_flight=in_flight, seconds=seconds)
+            speed = self._work_out(known)
+            self._fleet.learn(num_new_tokens, in_flight=in_flight, seconds=seconds, speed=speed)
+            overhead = self._fleet.overhead()
+            self.overhead = self.overhead or DEFAULT_OVERHEAD if overhead is None else overhead
+            self._speeds.clear()
 
     def forget(self, server: str) -> None:
         """A server is gone, with all that ran on it."""
-        self._records.pop(server, None)
+        self._servers.pop(server, None)
+        self._speeds.pop(server, None)
         self._begun = {request: begun for request, begun in self._begun.items() if begun[0] != server}
 
     def of(self, server: str) -> float:
         """The server's speed, relative to the others."""
-        record, fleet = self._records.get(server), self._fleet
-        if record is None or not record.seconds or not fleet.seconds:
+        speed = self._speeds.get(server)
+        if speed is None:
+            speed = self._speeds[server] = self._work_out(self._servers[server])
+        return speed
+
+    def _work_out(self, server: _Server) -> float:
+        fleet, overhead = self._fleet, self.overhead
+        if not server.seconds or not fleet.seconds:
             return 1.0
-        fleet_work = fleet.tokens * self.overhead + fleet.token_requests
-        seconds_per_work = fleet.seconds / fleet_work
-        expected = seconds_per_work * (record.tokens * self.overhead + record.token_requests)
+        seconds_per_work = fleet.seconds / (fleet.tokens * overhead + fleet.token_requests)
+        expected = seconds_per_work * (server.tokens * overhead + server.token_requests)
         prior = PRIOR_COMPLETIONS * fleet.seconds / fleet.completions
         slowest, fastest = SPEEDS
-        speed = min(max((prior + expected) / (prior + record.seconds), slowest), fastest)
+        speed = min(max((prior + expected) / (prior + server.seconds), slowest), fastest)
         return SPEED_STEP ** round(math.log(speed, SPEED_STEP))
-
-    def _see(self, server: str, num_in_flight: int) -> _Record:
-        record = self._records.setdefault(server, _Record())
-        record.in_flight_seen += num_in_flight
-        record.num_seen += 1
-        return record
-
-    def _learn_step(self, num_tokens: int, *, in_flight: float, seconds: float, speed: float) -> None:
-        """Lays a straight line through seconds per token over requests in flight, each completion weighted by its
-        tokens and corrected for its server's speed; the overhead is where it meets the axis."""
-        fleet = self._fleet
-        _decay(fleet, FLEET_MEMORY)
-        fleet.completions += 1
-        fleet.tokens += num_tokens
-        fleet.token_requests += num_tokens * in_flight
-        fleet.token_requests_squared += num_tokens * in_flight * in_flight
-        fleet.seconds += seconds
-        fleet.even_seconds += seconds * speed
-        fleet.even_second_requests += seconds * speed * in_flight
-        mean = fleet.token_requests / fleet.tokens
-        mean_seconds = fleet.even_seconds / fleet.tokens
-        variance = fleet.token_requests_squared / fleet.tokens - mean * mean
-        if variance < (MIN_SPREAD * mean) ** 2:
-            self.overhead = self.overhead or DEFAULT_OVERHEAD
-            return
-        slope = (fleet.even_second_requests / fleet.tokens - mean_seconds * mean) / variance
-        base = mean_seconds - slope * mean
-        self.overhead = min(max(base, 0.0) / slope, MAX_OVERHEAD) if slope > 0 else MAX_OVERHEAD
-
-
-def _decay(record: _Record | _Fleet, memory: float) -> None:
-    keep = 1 - memory
-    record.tokens *= keep
-    record.token_requests *= keep
-    record.seconds *= keep
-    if isinstance(record, _Fleet):
-        record.completions *= keep
-        record.token_requests_squared *= keep
-        record.even_seconds *= keep
-        record.even_second_requests *= keep

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from agent_loop.types import TokenChunk
+from agent_loop.types import TokenOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ServerUse:
+class ServerUse(NamedTuple):
     """What came of some completions."""
 
     num_turns: int = 0
@@ -19,21 +17,21 @@ class ServerUse:
     """Of contexts that a server had computed before, and had dropped: between two turns, or when it set a request
     aside."""
 
-    @classmethod
-    def of(cls, chunks: Sequence[TokenChunk], *, num_prompt_tokens: int, num_known_tokens: int) -> ServerUse:
-        """Of one completion.
+    def with_completion(
+        self, output: TokenOutput, *, num_prompt_tokens: int, num_known_tokens: int
+    ) -> ServerUse:
+        """With one more.
 
         Args:
-            chunks: As the server gave them.
+            output: As one server gave it.
             num_known_tokens: Of the prompt, those that this server has computed or sampled before.
         """
-        num_cached = chunks[-1].num_cached_tokens if chunks else None
+        num_cached = output.num_cached_tokens
         num_dropped = 0 if num_cached is None else max(num_known_tokens - num_cached, 0)
-        num_preempted = sum(chunk.num_preempted for chunk in chunks)
-        return cls(
-            num_turns=1,
-            num_sampled_tokens=sum(len(chunk.token_ids) for chunk in chunks),
-            num_recomputed_tokens=num_dropped + num_preempted * num_prompt_tokens,
+        return ServerUse(
+            self.num_turns + 1,
+            self.num_sampled_tokens + len(output.token_ids),
+            self.num_recomputed_tokens + num_dropped + output.num_preempted * num_prompt_tokens,
         )
 
     def plus(self, other: ServerUse, *, sign: int = 1) -> ServerUse:

@@ -153,7 +153,7 @@ class _Routes:
                 await source.aclose()
                 raise
             return EventStream(first, source, connection=connection)
-        async with self._sessions.use(name) as own_session:
+        with self._sessions.use(name) as own_session:
             call = answer(body, template=self._served.template, sampler=self._sampler, session=own_session)
             reply = await connection.hold(call)
         return Response(reply.model_dump_json(), media_type="application/json")
@@ -161,7 +161,7 @@ class _Routes:
     async def _streamed(
         self, body: RequestT, name: str | None, stream: _Stream[RequestT]
     ) -> AsyncGenerator[Reply]:
-        async with self._sessions.use(name) as session:
+        with self._sessions.use(name) as session:
             replies = stream(body, template=self._served.template, sampler=self._sampler, session=session)
             async with aclosing(replies):
                 async for reply in replies:

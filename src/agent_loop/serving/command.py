@@ -52,7 +52,7 @@ async def serve(
                 _greeting(served, url=url, num_servers=len(servers)), highlight=False, soft_wrap=True
             )
             async with pool.watching():
-                stopped_by = await run_app(create_app(served), listener=listener)
+                stopped_by = await run_app(create_app(served), listener=listener, tell=console.print)
         finally:
             await run_shielded(pool.close, timeout_s=CLOSE_TIMEOUT_S)
     console.print("stopped")
@@ -67,11 +67,13 @@ def _template_of(config: Config) -> tuple[ChatTemplate, str]:
         tool_parser="hermes" if tool_format == "auto" else tool_format,
         chat_template_path=config.model.chat_template_path,
         trust_remote_code=config.model.trust_remote_code,
+        encoder=config.model.encoder,
     )
     if tool_format != "auto":
         return template, ""
     try:
-        return ChatTemplate(template.tokenizer, tool_parser="auto", media=template.media), ""
+        media, encoder = template.media, config.model.encoder
+        return ChatTemplate(template.tokenizer, tool_parser="auto", media=media, encoder=encoder), ""
     except ConfigError as error:
         return template, f"this server knows no format of tool calls ({error})"
 

@@ -58,8 +58,8 @@ class Gate:
                 self._metrics.completion_tokens.inc(len(chunk.token_ids))
                 yield chunk
 
-    async def end_session(self, request_id: str) -> None:
-        await self._sampler.end_session(request_id)
+    def end_session(self, request_id: str) -> None:
+        self._sampler.end_session(request_id)
 
     def _check(self, prompt_ids: IntArray) -> None:
         longest = self._max_model_len

@@ -10,6 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from agent_loop.serving.health import ServerReply
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PROMPT_TOKENS = ("agent_loop_prompt_tokens", "Tokens of prompts.")
+COMPLETION_TOKENS = ("agent_loop_completion_tokens", "Tokens sampled.")
+RUNNING = ("agent_loop_running", "Completions in the engine's batch.")
+WAITING = ("agent_loop_waiting", "Completions that wait for a place in it.")
+ALIVE = ("agent_loop_server_alive", "1 for a server that works.")
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -33,11 +38,11 @@ class Metrics:
             buckets=SECONDS,
             **own,
         )
-        self.prompt_tokens = Counter("agent_loop_prompt_tokens", "Tokens of prompts.", **own)
-        self.completion_tokens = Counter("agent_loop_completion_tokens", "Tokens sampled.", **own)
-        self._running = Gauge("agent_loop_running", "Completions in the engine's batch.", ["server"], **own)
-        self._waiting = Gauge("agent_loop_waiting", "Completions that wait for a place.", ["server"], **own)
-        self._is_alive = Gauge("agent_loop_server_alive", "1 for a server that works.", ["server"], **own)
+        self.prompt_tokens = Counter(*PROMPT_TOKENS, **own)
+        self.completion_tokens = Counter(*COMPLETION_TOKENS, **own)
+        self._running = Gauge(*RUNNING, ["server"], **own)
+        self._waiting = Gauge(*WAITING, ["server"], **own)
+        self._is_alive = Gauge(*ALIVE, ["server"], **own)
 
     def render(self, servers: Sequence[ServerReply]) -> bytes:
         """The text format, with how full the servers are."""

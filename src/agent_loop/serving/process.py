@@ -6,12 +6,12 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from agent_loop.errors import ConfigError
 
@@ -55,19 +55,24 @@ def base_url(listener: socket.socket, *, host: str) -> str:
     return f"http://{reachable}:{port}/v1"
 
 
-async def run_app(app: FastAPI, *, listener: socket.socket) -> int | None:
+async def run_app(
+    app: Starlette, *, listener: socket.socket, tell: Callable[[str], None] | None = None
+) -> int | None:
     """Serves until SIGINT or SIGTERM. Requests in flight may end within `GRACE_S`, or until a second signal.
+
+    Args:
+        tell: Is given a line at each of the two signals.
 
     Returns:
         The signal that ended it.
     """
-    server = AppServer(app)
+    server = AppServer(app, tell=tell)
     await server.serve(sockets=[listener])
     return server.stopped_by
 
 
 @asynccontextmanager
-async def listening(app: FastAPI, *, host: str = "127.0.0.1") -> AsyncGenerator[str]:
+async def listening(app: Starlette, *, host: str = "127.0.0.1") -> AsyncGenerator[str]:
     """Serves on a free port meanwhile, beside whatever else the event loop does; no signal is touched.
 
     Yields:
@@ -96,7 +101,7 @@ class AppServer(uvicorn.Server):
     stopped_by: int | None = None
     """The signal that did."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette, *, tell: Callable[[str], None] | None = None) -> None:
         settings: dict[str, Any] = {
             "log_level": "warning",
             "access_log": False,
@@ -106,6 +111,7 @@ class AppServer(uvicorn.Server):
         }
         super().__init__(uvicorn.Config(app, **settings))
         self._stopping: asyncio.Event = app.state.stopping
+        self._tell: Callable[[str], None] = tell or _say_nothing
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes no more requests, and waits for those in flight."""
@@ -136,6 +142,13 @@ class AppServer(uvicorn.Server):
 
     def _stop(self, kind: int) -> None:
         if self.should_exit:
+            self._tell("cutting the requests in flight")
             self._stopping.set()
+        else:
+            self._tell(f"stopping; requests in flight have {GRACE_S} s, or until Ctrl-C comes again")
         self.should_exit = True
         self.stopped_by = self.stopped_by or kind
+
+
+def _say_nothing(line: str) -> None:
+    """Where nobody is told."""

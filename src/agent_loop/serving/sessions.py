@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from agent_loop.completions.sampling import Sampler
 
@@ -23,8 +23,8 @@ class SessionTable:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: set[str] = set()
 
-    @asynccontextmanager
-    async def use(self, name: str | None) -> AsyncGenerator[str | None]:
+    @contextmanager
+    def use(self, name: str | None) -> Generator[str | None]:
         """The session of that name; None if there is no name, or the session is in use: one takes one request at
         a time, and the second one is sampled in a session of its own."""
         if name is None or name in self._busy:
@@ -39,4 +39,4 @@ class SessionTable:
             self._idle[name] = None
             if len(self._idle) > self._max_sessions:
                 oldest, _ = self._idle.popitem(last=False)
-                await self._sampler.end_session(f"named-{oldest}")
+                self._sampler.end_session(f"named-{oldest}")

@@ -63,6 +63,9 @@ class Running:
     num_cached: int = 0
     """Prompt tokens that it did not have to compute."""
     num_preempted: int = 0
+    asked_at: float = 0.0
+    first_token_after_s: float | None = None
+    """Since it was asked for; None until it first decodes."""
     prefill_s: float = 0.0
     """Left until it decodes."""
     size: int = 0
@@ -114,7 +117,8 @@ class Engine:
     def submit(self, request_id: str, *, session: str, num_prompt_tokens: int, num_tokens: int) -> None:
         """Takes a request, at the time to which it was advanced. One that outgrows the cache ends there."""
         self._order += 1
-        self._waiting.append(Running(request_id, session, num_prompt_tokens, num_tokens, self._order))
+        running = Running(request_id, session, num_prompt_tokens, num_tokens, self._order, asked_at=self.now)
+        self._waiting.append(running)
         self._admit()
 
     def withdraw(self, request_id: str) -> Running | None:
@@ -196,6 +200,8 @@ class Engine:
 
     def _begin_decoding(self, running: Running) -> None:
         running.begun_at = self.steps
+        if running.first_token_after_s is None:
+            running.first_token_after_s = self.now + self._step_s() - running.asked_at
         running.ends_at = self.steps + running.num_tokens - running.num_done
         self._kv_fixed -= self.steps
         self._decoding[running.id] = running

@@ -75,6 +75,7 @@ class SimulatedServer(AsyncServerBase):
             weight_version=self._weight_version,
             num_preempted=end.running.num_preempted,
             num_cached_tokens=end.running.num_cached,
+            prefill_s=end.running.first_token_after_s,
         )
 
     async def stream(
@@ -94,6 +95,7 @@ class SimulatedServer(AsyncServerBase):
             stop_reason=end.reason,
             num_preempted=end.running.num_preempted,
             num_cached_tokens=end.running.num_cached,
+            prefill_s=end.running.first_token_after_s,
         )
         if end.reason is None:
             raise self._death(request_id)
@@ -101,7 +103,7 @@ class SimulatedServer(AsyncServerBase):
     async def abort(self, request_id: str) -> None:
         self._withdraw(request_id)
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         """Changes nothing: what was cached goes when its room is needed, as in engines that cache by content."""
 
     def die(self, reason: str = "the engine was killed") -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from agent_loop.boundary import OnReplay
+from agent_loop.tools.schema import ArgumentsCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,21 @@ class BaseTool(ABC):
         """The name that the model calls it by."""
         return str(self.tool_schema["function"]["name"])
 
+    @cached_property
+    def arguments_check(self) -> ArgumentsCheck:
+        """Holds the arguments of calls against the schema."""
+        return ArgumentsCheck(self.tool_schema)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has instances to create and release: it defines either."""
+        return _is_own(self.create, BaseTool.create) or _is_own(self.release, BaseTool.release)
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether it defines `calc_reward`."""
+        return _is_own(self.calc_reward, BaseTool.calc_reward)
+
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """Sets up what one trajectory needs. `kwargs` are the row's `tools_kwargs[name]["create_kwargs"]`."""
 
@@ -79,6 +96,10 @@ class BaseTool(ABC):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Frees what `create` set up."""
+
+
+def _is_own(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
+    return getattr(method, "__func__", None) is not default
 
 
 def trajectory_of(instance_id: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -41,17 +41,14 @@ def check_declarations(tool: BaseTool) -> None:
         )
 
 
-@asynccontextmanager
-async def place_for_call(tool: BaseTool) -> AsyncGenerator[None]:
+def place_for_call(tool: BaseTool) -> AbstractAsyncContextManager[None]:
     """Waits until fewer than `max_concurrent` calls of the tool run on this event loop."""
     if tool.max_concurrent is None:
-        yield
-        return
+        return _NO_LIMIT
     places = _PLACES.setdefault(asyncio.get_running_loop(), WeakKeyDictionary())
     if tool not in places:
         places[tool] = asyncio.Semaphore(tool.max_concurrent)
-    async with places[tool]:
-        yield
+    return places[tool]
 
 
 async def with_retries(tool: BaseTool, run: Callable[[], Awaitable[ResultT]]) -> ResultT:
@@ -68,11 +65,10 @@ async def with_retries(tool: BaseTool, run: Callable[[], Awaitable[ResultT]]) ->
     try:
         return await run()
     except ToolUnavailable as error:
-        if not tool.retries:
-            raise
         raise ToolUnavailable(f"{error} (tried {tool.retries + 1} times)") from error
 
 
+_NO_LIMIT = nullcontext()
 _PLACES: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Any, asyncio.Semaphore]] = (
     WeakKeyDictionary()
 )

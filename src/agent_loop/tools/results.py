@@ -53,7 +53,7 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
             f"tool {name!r} returned {describe_value(response)} as its response; return ToolResponse(text=str)"
         )
     for kind, media in (("image", response.image), ("video", response.video)):
-        if not isinstance(cast(Any, media), list | tuple | None):
+        if not _are_media_or_none(media):
             raise ToolBug(
                 f"tool {name!r} returned ToolResponse({kind}={describe_value(media)}); return a list of them"
             )
@@ -61,8 +61,8 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
     if reward is not None:
         reward = read_reward(reward, where=f"tool {name!r}")
-    if response.text is not None:
-        response = replace(response, text=_encodable(response.text))
+    if response.text is not None and (text := _encodable(response.text)) != response.text:
+        response = replace(response, text=text)
     return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
 
 
@@ -78,6 +78,10 @@ def read_reward(reward: Any, *, where: str) -> float:
 
 def _is_text_or_none(value: Any) -> bool:
     return value is None or isinstance(value, str)
+
+
+def _are_media_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, (list, tuple))
 
 
 def _encodable(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Any, Literal, Protocol, cast
 
 from jsonschema import Draft202012Validator
@@ -47,20 +46,68 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
             )
 
 
-def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with the arguments of a call, in words for the model; None if they fit.
+class ArgumentsCheck:
+    """Holds the arguments of calls against the schema of one tool.
 
     An argument that the schema does not name is wrong too, unless the schema itself says what else is allowed.
     """
-    parameters: Mapping[str, Any] = tool_schema["function"].get("parameters") or {}
-    try:
-        faults = _validator(json.dumps(parameters)).iter_errors(arguments)
-        sentences = dict.fromkeys(_describe_fault(fault) for fault in faults)
-    except OverflowError:
-        return "a number in the call is too large"
-    except RecursionError:
-        return "the call is nested too deeply"
-    return "; ".join(list(sentences)[:MAX_FAULTS]) or None
+
+    def __init__(self, tool_schema: Mapping[str, Any]) -> None:
+        parameters: dict[str, Any] = dict(tool_schema["function"].get("parameters") or {})
+        self._plain_types = _plain_types(parameters)
+        self._required = frozenset[str](parameters.get("required", ()))
+        schema = {"type": "object", **parameters}
+        if "properties" in parameters and not any(key in parameters for key in _OPENERS):
+            schema["additionalProperties"] = False
+        self._validator = cast(_Validator, Draft202012Validator(schema))
+
+    def fault(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call, in words for the model; None if they fit."""
+        if self._fits_plainly(arguments):
+            return None
+        try:
+            faults = self._validator.iter_errors(arguments)
+            sentences = dict.fromkeys(_describe_fault(fault) for fault in faults)
+        except OverflowError:
+            return "a number in the call is too large"
+        except RecursionError:
+            return "the call is nested too deeply"
+        return "; ".join(list(sentences)[:MAX_FAULTS]) or None
+
+    def _fits_plainly(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether the arguments fit beyond doubt. Most do, and the validator takes ten times as long to say so."""
+        types = self._plain_types
+        if types is None or not isinstance(arguments, dict):
+            return False
+        for name, value in arguments.items():
+            if types.get(name) is not type(value):
+                return False
+        return self._required.issubset(arguments)
+
+
+def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
+    """As `ArgumentsCheck`, for a schema that is used once."""
+    return ArgumentsCheck(tool_schema).fault(arguments)
+
+
+def _plain_types(parameters: Mapping[str, Any]) -> dict[str, type] | None:
+    """The arguments of which the schema says a plain type and no more; None if it says something of all together."""
+    if not parameters.keys() <= _PLAIN_KEYWORDS:
+        return None
+    properties: Mapping[str, Any] = parameters.get("properties", {})
+    return {name: _PLAIN_TYPES[schema["type"]] for name, schema in properties.items() if _is_plain(schema)}
+
+
+def _is_plain(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    keywords = cast(dict[str, Any], schema)
+    return keywords.keys() <= _ANNOTATIONS | {"type"} and keywords.get("type") in tuple(_PLAIN_TYPES)
+
+
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples"})
+_PLAIN_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalProperties"}
+_PLAIN_TYPES: Mapping[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
 def _check_references(parameters: Mapping[str, Any], *, where: str) -> None:
@@ -115,15 +162,6 @@ _OPENERS = (
     "$ref",
     "unevaluatedProperties",
 )
-
-
-@lru_cache(maxsize=1024)
-def _validator(parameters_json: str) -> _Validator:
-    parameters = json.loads(parameters_json)
-    schema = {"type": "object", **parameters}
-    if "properties" in parameters and not any(key in parameters for key in _OPENERS):
-        schema["additionalProperties"] = False
-    return Draft202012Validator(schema)
 
 
 def _describe_fault(fault: ValidationError) -> str:

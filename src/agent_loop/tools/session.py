@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
-from uuid import uuid4
 
 from agent_loop.boundary import (
     DeadlineExpired,
@@ -20,10 +19,10 @@ from agent_loop.boundary import (
     run_bounded,
 )
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
+from agent_loop.identifiers import new_id
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.calls import check_declarations, place_for_call, with_retries
 from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
-from agent_loop.tools.schema import check_arguments
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.types import ToolCall
 
@@ -69,7 +68,7 @@ class ToolSession:
         self._tools = tools
         self._config = config
         self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
-        self._trajectory = uuid4().hex
+        self._trajectory = new_id()
         self._instances: dict[str, TrajectoryInstance] = {}
         self._incidents: list[Incident] = []
         self._is_closed = False
@@ -82,6 +81,12 @@ class ToolSession:
     def num_open(self) -> int:
         """Tool instances that were opened and not yet closed."""
         return sum(instance.num_open for instance in self._instances.values())
+
+    @property
+    def has_verdict(self) -> bool:
+        """Whether a tool that was used has one."""
+        used = [name for name, instance in self._instances.items() if instance.instance_id is not None]
+        return any(self._tools[name].has_verdict for name in used)
 
     def on_replay(self, name: str) -> OnReplay:
         """What a tool declares; nothing is lost where there is none of that name."""
@@ -114,10 +119,12 @@ class ToolSession:
         if tool is None:
             detail = f"there is no tool {call.name!r}{did_you_mean(call.name, self._tools)}"
             return refusal(IncidentKind.UNKNOWN_TOOL, detail)
-        fault = check_arguments(tool.tool_schema, call.arguments)
+        fault = tool.arguments_check.fault(call.arguments)
         if fault is not None:
             return refusal(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {fault}")
-        run = partial(with_retries, tool, partial(self._run, tool, call))
+        run = partial(self._run, tool, call)
+        if tool.retries:
+            run = partial(with_retries, tool, run)
         try:
             async with place_for_call(tool):
                 returned = await run_bounded(run, timeout_s=tool.timeout_s or self._config.timeout_s)
@@ -143,7 +150,7 @@ class ToolSession:
         """
         rewards: dict[str, float] = {}
         for name, instance in self._instances.items():
-            if instance.instance_id is None:
+            if instance.instance_id is None or not self._tools[name].has_verdict:
                 continue
             kwargs = self._kwargs_of(name, "calc_reward_kwargs")
             verdict = partial(self._tools[name].calc_reward, instance.instance_id, **kwargs)
@@ -168,14 +175,18 @@ class ToolSession:
         """
         self._is_closed = True
         await close_instances(
-            self._instances.values(), timeout_s=self._config.close_timeout_s, incidents=self._incidents
+            self._instances.values(),
+            what="its tools",
+            timeout_s=self._config.close_timeout_s,
+            incidents=self._incidents,
         )
         return list(self._incidents)
 
     async def _run(self, tool: BaseTool, call: ToolCall) -> Any:
         instance_id = await self._instance(tool, name=call.name).open()
-        arguments = copy.deepcopy(call.arguments)
-        return await tool.execute(instance_id, arguments, **self._kwargs_of(call.name, "execute_kwargs"))
+        return await tool.execute(
+            instance_id, _copied(call.arguments), **self._kwargs_of(call.name, "execute_kwargs")
+        )
 
     def _instance(self, tool: BaseTool, *, name: str) -> TrajectoryInstance:
         if name not in self._instances:
@@ -184,11 +195,18 @@ class ToolSession:
                 trajectory=self._trajectory,
                 open_as=partial(tool.create, **self._kwargs_of(name, "create_kwargs")),
                 close_as=partial(tool.release, **self._kwargs_of(name, "release_kwargs")),
+                has_state=tool.has_state,
             )
         return self._instances[name]
 
     def _kwargs_of(self, name: str, key: str) -> dict[str, Any]:
         return self._kwargs.get(name, {}).get(key, {})
+
+
+def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for a tool to do with as it likes."""
+    is_flat = not any(isinstance(value, (dict, list)) for value in arguments.values())
+    return dict(arguments) if is_flat else copy.deepcopy(arguments)
 
 
 def _read_tools_kwargs(

@@ -34,6 +34,10 @@ def truncate_tokens(
     for tokenizers that join tokens across the cut. Where the limit leaves no room for marker and text, the text is
     cut without a marker.
     """
+    if (
+        len(text.encode(errors="replace")) < max_tokens
+    ):  # no tokenizer makes more tokens than bytes, but a first one
+        return text, False
     head_ids, tail_ids = _encode_ends(text, max_tokens=max_tokens, encode=encode)
     if len(head_ids) <= max_tokens:
         return text, False

@@ -6,7 +6,8 @@ B rows of a batch, P prompt width, R response width.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,14 +17,20 @@ from transformers import PreTrainedModel
 from agent_loop.config import ActorConfig
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
-from agent_loop.training.adapters import has_adapters, merged_parameters
+from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
+from agent_loop.training.adapters import merged_parameters, persistent_buffers
+from agent_loop.training.learned import TRAIN_LOG_PROBS
 from agent_loop.training.losses import Aggregation, kl_penalty, loss_denominator, policy_loss
-from agent_loop.training.micro_batches import MicroBatch, micro_batches, trainable_rows
+from agent_loop.training.master_weights import save_model, take_weights
+from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.packing import prove_packing
+from agent_loop.training.packing import prove_lines
+from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import make_exact, response_log_probs
 from agent_loop.training.tally import StepNames, UpdateTally
 from agent_loop.training.targets import PastLogProbs, Targets, importance
+from agent_loop.training.team import ALONE, Team
+from agent_loop.training.team_share import own_micro_batches
 
 STEP_NAMES = StepNames(
     grad_norm=names.GRAD_NORM,
@@ -42,7 +49,10 @@ class Actor:
         config: ActorConfig,
         temperature: float = 1.0,
         reference: PreTrainedModel | None = None,
+        dtype: torch.dtype | None = None,
         seed: int = 0,
+        team: Team = ALONE,
+        num_threads: int = 1,
     ) -> None:
         """Takes over a loaded model.
 
@@ -52,10 +62,13 @@ class Actor:
             temperature: That of the rollout. Log-probs are compared at this temperature; at 0 (greedy) servers
                 give them at 1, and so does the actor.
             reference: The policy that a KL penalty pulls towards; needed if `config.kl_loss_coef` is not 0.
+            dtype: What the models compute in; None is that of their parameters.
             seed: Decides how rows are dealt into mini-batches.
+            team: Over whose processes the models are sharded.
+            num_threads: So many micro-batches are trained on at once; 1 in a team.
 
         Raises:
-            ConfigError: The model cannot be trained on packed rows.
+            ConfigError: The model cannot be trained on rows that share lines, or prefixes.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
@@ -68,12 +81,18 @@ class Actor:
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
         if reference is not None:
             make_exact(reference.requires_grad_(False), gradient_checkpointing=False)
-        if config.use_packing:
-            prove_packing(model)
-        self._optimizer = Optimizer(model, config=config, seed=seed)
+        prove_lines(model, config=config)
+        self._team = team
+        self._num_threads = num_threads
+        self._weights = take_weights(model, team=team, dtype=dtype)
+        self._dtype = dtype or model.dtype
+        self._adapted = AdaptedModel(model, dtype=self._dtype, team=team) if are_low_rank(model) else None
+        if reference is not None:
+            take_weights(reference, team=team, dtype=dtype)
+        self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     def log_probs(self, batch: RolloutBatch) -> Tensor:
-        """Log-probs of the response tokens under the weights of this moment; [B, R] float32, 0 at padding."""
+        """Log-probs of the model's tokens under the weights of this moment; [B, R] float32, 0 elsewhere."""
         return self._log_probs_of(self.model, batch, torch.arange(batch.batch_size[0]))
 
     def past_log_probs(self, batch: RolloutBatch, *, rows: Tensor) -> PastLogProbs:
@@ -123,10 +142,15 @@ class Actor:
             advantages_BR=advantages_BR.expand(batch["responses"].shape), weights_BR=weights_BR, past=past
         )
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES)
-        for mini_batch_rows in self._optimizer.mini_batches(rows):
-            self._step(batch, mini_batch_rows, targets, tally)
+        tally = UpdateTally(STEP_NAMES, team=self._team)
+        mini_batches = list(self._optimizer.mini_batches(rows))
+        first_BR = torch.zeros(batch["responses"].shape)
+        for mini_batch_rows in mini_batches:
+            self._step(batch, mini_batch_rows, targets, tally, first_BR)
         self._optimizer.end_update()
+        batch[TRAIN_LOG_PROBS] = self._own_log_probs(
+            past, rows, first_BR=first_BR, first_rows=mini_batches[0]
+        )
         return tally.metrics() | {
             **metrics,
             names.SKIPPED_UPDATE: 0.0,
@@ -134,19 +158,23 @@ class Actor:
             names.LEARNING_RATE: lr,
         }
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def trains_factors_alone(self) -> bool:
+        """Low-rank adapters are all that is trained."""
+        return self._adapted is not None
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
         """All weights under the names of the model's state dict, tied ones once; adapters are merged into them.
 
-        What has no adapter shares the actor's memory: take what is needed before the next update.
+        They are as precise as what the model computes in. If it `trains_factors_alone`, these are `AdaptedWeights`
+        of this moment. Otherwise, what has no adapter and is not sharded shares the actor's memory:
+        take what is needed before the next update.
         """
-        persistent = self.model.state_dict().keys()
-        if has_adapters(self.model):
-            yield from merged_parameters(self.model)
-        else:
-            yield from ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
-        for name, buffer in self.model.named_buffers():
-            if name in persistent:
-                yield name, buffer.detach()
+        return self._merged_weights() if self._adapted is None else self._adapted.weights()
+
+    def save(self, folder: Path) -> None:
+        """Writes the model as `transformers` loads it, in full precision."""
+        save_model(self.model, folder, weights=self._weights, team=self._team)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the actor holds beside the model: optimiser, warm-up and random state."""
@@ -156,7 +184,27 @@ class Actor:
         """Goes on from what `state_dict` gave."""
         self._optimizer.load_state_dict(state)
 
-    def _step(self, batch: RolloutBatch, rows: Tensor, targets: Targets, tally: UpdateTally) -> None:
+    def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in merged_parameters(self.model):
+            yield name, parameter.to(self._dtype)
+        yield from persistent_buffers(self.model)
+
+    def _own_log_probs(
+        self, past: PastLogProbs, rows: Tensor, *, first_BR: Tensor, first_rows: Tensor
+    ) -> Tensor:
+        """Under the weights before the update, as far as it needed them; NaN in other rows."""
+        if past.old_BR is past.rollout_BR:
+            found_BR, rows = self._team.sum_tensor(first_BR), first_rows
+        else:
+            found_BR = past.old_BR
+        own_BR = torch.full_like(first_BR, torch.nan)
+        own_BR[rows] = found_BR[rows]
+        return own_BR
+
+    def _step(
+        self, batch: RolloutBatch, rows: Tensor, targets: Targets, tally: UpdateTally, first_BR: Tensor
+    ) -> None:
+        """One optimiser step; the first one puts the log-probs that it finds into `first_BR`."""
         config = self._config
         reduce = Aggregation(
             mode=config.loss_agg_mode,
@@ -164,15 +212,26 @@ class Actor:
                 batch["response_mask"][rows], mode=config.loss_agg_mode, length=config.loss_length
             ),
         )
-        sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch in self._cut(batch, rows):
+
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
             log_probs_BR, entropy_BR = response_log_probs(
-                self.model, micro_batch, temperature=self._temperature
+                self.model,
+                micro_batch,
+                temperature=self._temperature,
+                entropy_has_gradient=config.entropy_coeff > 0,
             )
+            loss, metrics = self._loss(log_probs_BR, entropy_BR, micro_batch, targets, reduce)
+            return loss, (log_probs_BR.detach(), metrics)
+
+        sums: defaultdict[str, float] = defaultdict(float)
+        for micro_batch, (log_probs_BR, metrics) in add_gradients(
+            loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
+        ):
             if tally.num_steps == 0:
-                tally.compare(log_probs_BR.detach(), targets.past.rollout_BR, micro_batch)
-            loss = self._loss(log_probs_BR, entropy_BR, micro_batch, targets, reduce, sums)
-            cast(Any, loss).backward()
+                tally.compare(log_probs_BR, targets.past.rollout_BR, micro_batch)
+                micro_batch.put(log_probs_BR, into=first_BR)
+            for name, value in metrics.items():
+                sums[name] += float(value)
         tally.add_step(sums, grad_norm=self._optimizer.step())
 
     def _loss(
@@ -182,9 +241,8 @@ class Actor:
         micro_batch: MicroBatch,
         targets: Targets,
         reduce: Aggregation,
-        sums: defaultdict[str, float],
-    ) -> Tensor:
-        """This micro-batch's share of the mini-batch's loss; adds its share of the metrics to `sums`."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """This micro-batch's share of the mini-batch's loss, and of the metrics."""
         config, past, mask_BR = self._config, targets.past, micro_batch.mask_BR
         policy = policy_loss(
             log_probs_BR,
@@ -201,6 +259,11 @@ class Actor:
         )
         entropy = reduce(entropy_BR, mask_BT=mask_BR)
         loss = policy.loss - config.entropy_coeff * entropy
+        metrics = {
+            names.PPO_KL: policy.ppo_kl.detach(),
+            names.CLIP_FRACTION: policy.clip_fraction.detach(),
+            names.ENTROPY: entropy.detach(),
+        }
         if past.reference_BR is not None and config.kl_loss_coef:
             kl_BR = kl_penalty(
                 log_probs_BR,
@@ -210,28 +273,31 @@ class Actor:
             )
             kl = reduce(kl_BR, mask_BT=mask_BR)
             loss = loss + config.kl_loss_coef * kl
-            sums[names.KL_LOSS] += float(kl.detach())
-        sums[names.LOSS] += float(loss.detach())
-        sums[names.PPO_KL] += float(policy.ppo_kl.detach())
-        sums[names.CLIP_FRACTION] += float(policy.clip_fraction.detach())
+            metrics[names.KL_LOSS] = kl.detach()
         if config.clip_ratio_c is not None:
-            sums[names.DUAL_CLIP_FRACTION] += float(policy.dual_clip_fraction.detach())
-        sums[names.ENTROPY] += float(entropy.detach())
-        return loss
+            metrics[names.DUAL_CLIP_FRACTION] = policy.dual_clip_fraction.detach()
+        return loss, metrics | {names.LOSS: loss.detach()}
 
-    @torch.no_grad()
     def _log_probs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
+        @torch.no_grad()
+        def log_probs_of(micro_batch: MicroBatch) -> Tensor:
+            return response_log_probs(model, micro_batch, temperature=self._temperature)[0]
+
         log_probs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
-        for micro_batch in self._cut(batch, rows):
-            part_BR, _ = response_log_probs(model, micro_batch, temperature=self._temperature)
+        for micro_batch, part_BR in compute_each(
+            log_probs_of, self._cut(batch, rows), num_threads=self._num_threads
+        ):
             micro_batch.put(part_BR, into=log_probs_BR)
-        return log_probs_BR
+        return self._team.sum_tensor(log_probs_BR)
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
-        return micro_batches(
+        return own_micro_batches(
             batch,
             rows=rows,
+            team=self._team,
             max_tokens=self._config.max_tokens_per_micro_batch,
             device=self.model.device,
             use_packing=self._config.use_packing,
+            share_prefixes=self._config.share_prefixes,
+            at_least=self._num_threads,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,9 +13,12 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
+from agent_loop.training.master_weights import whole
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = ".lora_"
 BASE = ".base_layer."
+"""In the names of parameters: those of adapters have the one, what lies below an adapter the other."""
 
 
 def add_adapters(model: PreTrainedModel, *, config: ModelConfig, seed: int) -> None:
@@ -61,8 +65,19 @@ def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) 
     cast(Any, model).load_adapter(str(folder), is_trainable=True)
 
 
-def has_adapters(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+def merged_adapters(model: PreTrainedModel, *, folder: Path) -> PreTrainedModel:
+    """The model with the adapters that `save_pretrained` wrote in its weights.
+
+    Raises:
+        ConfigError: `peft` is missing.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise _needs_peft() from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute by its former name
+        return cast(Any, PeftModel).from_pretrained(model, str(folder)).merge_and_unload()
 
 
 def is_adapter_folder(path: str | Path) -> bool:
@@ -73,21 +88,29 @@ def is_adapter_folder(path: str | Path) -> bool:
 def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """All parameters under the names that they have without adapters, tied ones once, what adapters add included.
 
-    Those without an adapter share the model's memory.
+    Those without an adapter share the model's memory, unless they are sharded; then all processes are to ask for them.
     """
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ADAPTER in name:
             continue
         owner, is_adapted, own_name = name.partition(BASE)
         if not is_adapted:
-            yield name, parameter.detach()
+            yield name, whole(parameter.detach())
             continue
-        merged = parameter.detach()
+        merged = whole(parameter.detach())
         if own_name == "weight":
             layer: Any = model.get_submodule(owner)
-            delta = sum(layer.get_delta_weight(adapter).float() for adapter in layer.active_adapters)
+            delta = sum(whole(layer.get_delta_weight(adapter)).float() for adapter in layer.active_adapters)
             merged = (merged.float() + delta).to(parameter.dtype)
         yield f"{owner}.{own_name}", merged
+
+
+def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What the model's state dict has beside parameters; shares the model's memory."""
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer.detach()
 
 
 def _needs_peft() -> ConfigError:

@@ -3,7 +3,7 @@
 checkpoints/step-000040/
     model/       what `transformers` loads: weights, config, tokenizer
     critic/      the same for the critic, where there is one
-    trainer.pt   optimiser, warm-up and random states
+    trainer/     what `torch.distributed.checkpoint` loads into any number of processes: optimiser, random states
     state.json   step, weight version, configuration, and the size of every other file
 """
 
@@ -14,20 +14,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol, cast
 
-import torch
-from transformers import PreTrainedModel
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
 
 STATE_FILE = "state.json"
-TRAINER_FILE = "trainer.pt"
+TRAINER_FOLDER = "trainer"
 MODEL_FOLDER = "model"
 
 
@@ -35,6 +37,12 @@ class SavesPretrained(Protocol):
     """A tokenizer, as far as a checkpoint is concerned."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+class SavesItself(Protocol):
+    """A learner, as far as a checkpoint is concerned."""
+
+    def save(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,44 +63,25 @@ class Checkpoint:
     def model_path(self) -> Path:
         return self.path / MODEL_FOLDER
 
-    def trainer_state(self) -> dict[str, Any]:
-        """What was given to `save_checkpoint`.
-
-        Raises:
-            CheckpointError: The file is damaged.
-        """
-        try:
-            return torch.load(self.path / TRAINER_FILE, map_location="cpu", weights_only=True)
-        except (RuntimeError, UnpicklingError, EOFError, OSError) as error:
-            raise _damaged(self.path, f"{TRAINER_FILE} cannot be read ({error})") from error
-
 
 def save_checkpoint(
     run_dir: Path,
     *,
     step: int,
     weight_version: int,
-    models: Mapping[str, PreTrainedModel],
+    learner: SavesItself,
     tokenizer: SavesPretrained,
-    trainer_state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint, then removes all but the last `keep` of the run.
-
-    Args:
-        models: The `policy`, and others by the names of their folders.
-    """
+    """Writes a checkpoint, then removes all but the last `keep` of the run."""
     folder = checkpoints_folder(run_dir)
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     for half_written in folder.glob(".step-*.tmp"):
         shutil.rmtree(half_written)
     temporary.mkdir(parents=True)
-    for name, model in models.items():
-        folder_name = MODEL_FOLDER if name == "policy" else name
-        cast(Any, model).save_pretrained(str(temporary / folder_name))
+    learner.save(temporary)
     tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
-    torch.save(dict(trainer_state), temporary / TRAINER_FILE)
     state = {
         "step": step,
         "weight_version": weight_version,
@@ -109,6 +98,26 @@ def save_checkpoint(
     for old in list_checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def save_state(state: dict[str, Any], folder: Path) -> None:
+    """Writes nested tensors into the folder of a checkpoint; sharded ones together with the other processes."""
+    with _in_any_number_of_processes():
+        cast(Any, dcp).save(state, checkpoint_id=folder / TRAINER_FOLDER)
+
+
+def load_state(state: dict[str, Any], checkpoint: Checkpoint) -> None:
+    """Fills nested tensors with what was saved under their names, however it was sharded.
+
+    Raises:
+        CheckpointError: The files are damaged, or lack some of them.
+    """
+    try:
+        with _in_any_number_of_processes():
+            cast(Any, dcp).load(state, checkpoint_id=checkpoint.path / TRAINER_FOLDER)
+    except (CheckpointException, RuntimeError, UnpicklingError, EOFError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise _damaged(checkpoint.path, f"{TRAINER_FOLDER} cannot be read ({reason})") from error
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
@@ -138,6 +147,21 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint:
             "trainer.run_dir to the folder of the run to go on with"
         )
     return open_checkpoint(checkpoints[-1])
+
+
+def named_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in this folder, or the last one of the run in it.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    if list_checkpoints(path):
+        return latest_checkpoint(path)
+    if path.is_dir() and not (path / STATE_FILE).is_file():
+        raise CheckpointError(
+            f"{str(path)!r} holds no run (checkpoints/step-...) and no checkpoint ({STATE_FILE}); give one"
+        )
+    return open_checkpoint(path)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -184,6 +208,14 @@ def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {str(path)!r} is damaged: {why}; remove it and resume from the one before it"
     )
+
+
+@contextmanager
+def _in_any_number_of_processes() -> Generator[None]:
+    """One of them is right too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _files(folder: Path) -> list[Path]:

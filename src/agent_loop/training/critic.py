@@ -20,11 +20,15 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.forward import predict_response
 from agent_loop.training.losses import Aggregation, loss_denominator, masked_mean, value_loss
-from agent_loop.training.micro_batches import MicroBatch, micro_batches, trainable_rows
+from agent_loop.training.master_weights import save_model, take_weights
+from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.packing import prove_packing
+from agent_loop.training.packing import prove_lines
+from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import device_of, make_exact
 from agent_loop.training.tally import StepNames, UpdateTally
+from agent_loop.training.team import ALONE, Team
+from agent_loop.training.team_share import own_micro_batches
 
 STEP_NAMES = StepNames(
     grad_norm=names.CRITIC_GRAD_NORM,
@@ -36,35 +40,55 @@ STEP_NAMES = StepNames(
 class Critic:
     """Owns the critic's model and its optimiser. One call at a time, from any thread."""
 
-    def __init__(self, model: PreTrainedModel, *, config: CriticConfig, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        config: CriticConfig,
+        dtype: torch.dtype | None = None,
+        seed: int = 0,
+        team: Team = ALONE,
+        num_threads: int = 1,
+    ) -> None:
         """Takes over a loaded model.
 
         Args:
             model: Gives one number per token, as `load_critic` loads it; stays on its device.
             config: How to train it.
+            dtype: What the model computes in; None is that of its parameters.
             seed: Decides how rows are dealt into mini-batches.
+            team: Over whose processes the model is sharded.
+            num_threads: So many micro-batches are trained on at once; 1 in a team.
 
         Raises:
-            ConfigError: The model cannot be trained on packed rows.
+            ConfigError: The model cannot be trained on rows that share lines, or prefixes.
         """
         self.model = model
         self._config = config
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
-        if config.use_packing:
-            prove_packing(model)
-        self._optimizer = Optimizer(model, config=config, seed=seed)
+        prove_lines(model, config=config)
+        self._team = team
+        self._num_threads = num_threads
+        self._weights = take_weights(model, team=team, dtype=dtype)
+        self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     @property
     def num_updates(self) -> int:
         return self._optimizer.num_updates
 
-    @torch.no_grad()
     def values(self, batch: RolloutBatch, *, rows: Tensor) -> Tensor:
-        """What is expected just before each response token; [B, R] float32, 0 in other rows and at padding."""
+        """What is expected just before each token of the model's; [B, R] float32, 0 elsewhere."""
+
+        @torch.no_grad()
+        def values_of(micro_batch: MicroBatch) -> Tensor:
+            return _response_values(self.model, micro_batch)
+
         values_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
-        for micro_batch in self._cut(batch, rows):
-            micro_batch.put(_response_values(self.model, micro_batch), into=values_BR)
-        return values_BR
+        for micro_batch, part_BR in compute_each(
+            values_of, self._cut(batch, rows), num_threads=self._num_threads
+        ):
+            micro_batch.put(part_BR, into=values_BR)
+        return self._team.sum_tensor(values_BR)
 
     def update(
         self, batch: RolloutBatch, *, returns_BR: Tensor, old_values_BR: Tensor, keep_B: Tensor | None = None
@@ -87,12 +111,16 @@ class Critic:
         if not len(rows):
             return {}
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES)
+        tally = UpdateTally(STEP_NAMES, team=self._team)
         for mini_batch_rows in self._optimizer.mini_batches(rows):
             self._step(batch, mini_batch_rows, returns_BR, old_values_BR, tally)
         self._optimizer.end_update()
         fit = _fit(old_values_BR[rows], returns_BR[rows], mask_BR=batch["response_mask"][rows])
         return tally.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
+
+    def save(self, folder: Path) -> None:
+        """Writes the model as `transformers` loads it, in full precision."""
+        save_model(self.model, folder, weights=self._weights, team=self._team)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the critic holds beside the model: optimiser, warm-up and random state."""
@@ -112,8 +140,8 @@ class Critic:
                 batch["response_mask"][rows], mode=config.loss_agg_mode, length=config.loss_length
             ),
         )
-        sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch in self._cut(batch, rows):
+
+        def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             result = value_loss(
                 _response_values(self.model, micro_batch),
                 old_values_BT=micro_batch.cut(old_values_BR),
@@ -122,18 +150,26 @@ class Critic:
                 clip_range=config.clip_range_value,
                 reduce=reduce,
             )
-            cast(Any, result.loss).backward()
-            sums[names.CRITIC_LOSS] += float(result.loss.detach())
-            sums[names.CRITIC_CLIP_FRACTION] += float(result.clip_fraction.detach())
+            return result.loss, (result.loss.detach(), result.clip_fraction.detach())
+
+        sums: defaultdict[str, float] = defaultdict(float)
+        for _, (loss, clip_fraction) in add_gradients(
+            loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
+        ):
+            sums[names.CRITIC_LOSS] += float(loss)
+            sums[names.CRITIC_CLIP_FRACTION] += float(clip_fraction)
         tally.add_step(sums, grad_norm=self._optimizer.step())
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
-        return micro_batches(
+        return own_micro_batches(
             batch,
             rows=rows,
+            team=self._team,
             max_tokens=self._config.max_tokens_per_micro_batch,
             device=self.model.device,
             use_packing=self._config.use_packing,
+            share_prefixes=self._config.share_prefixes,
+            at_least=self._num_threads,
         )
 
 
@@ -157,7 +193,7 @@ def load_critic(
         model, report = cast(Any, AutoModelForTokenClassification).from_pretrained(
             source,
             num_labels=1,
-            dtype=model_config.dtype,
+            dtype=torch.float32,
             trust_remote_code=model_config.trust_remote_code,
             output_loading_info=True,
         )
@@ -175,8 +211,9 @@ def load_critic(
 def _response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     """Shape [B, R]; in float32, or in float64 where the outputs are."""
     predictions = predict_response(model, micro_batch)
-    values = predictions.outputs.squeeze(-1)
-    return predictions.spread(values.to(torch.promote_types(values.dtype, torch.float32)))
+    values_N = predictions.outputs_NX.squeeze(-1)
+    precise_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
+    return predictions.spread(precise_N[predictions.place_M])
 
 
 def _fit(values_BR: Tensor, returns_BR: Tensor, *, mask_BR: Tensor) -> dict[str, float]:

@@ -1,12 +1,12 @@
-"""What a model says just before each token of the responses: the one place where training calls models.
+"""What a model says just before each token of its own: the one place where training calls models.
 
-B rows, R response width, W prompt and response, M response tokens, X outputs of the model per token.
+B rows, R response width, W prompt and response, M tokens of the model's, N places before them, X outputs per place.
 """
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -21,19 +21,18 @@ from agent_loop.training.packing import pack
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """The outputs before each response token, [B, R, X]; of packed rows [M, X], without padding."""
+    """The outputs before each token of the model's. Rows that share a prefix share the outputs in it."""
 
-    outputs: Tensor
-    token_ids: Tensor
-    """The response tokens: the shape of `outputs` without X."""
-    is_response_BR: Tensor
-    """Bool: where there is a response token."""
+    outputs_NX: Tensor
+    place_M: Tensor
+    """Which of the N places each token comes after; row by row."""
+    token_ids_M: Tensor
+    mask_BR: Tensor
+    """1 where these tokens are."""
 
-    def spread(self, values: Tensor) -> Tensor:
-        """One value for each token, in rows and columns, [B, R]; 0 where packed rows have no token."""
-        if values.dim() > 1:
-            return values
-        return values.new_zeros(self.is_response_BR.shape).masked_scatter(self.is_response_BR, values)
+    def spread(self, values_M: Tensor) -> Tensor:
+        """One value for each token, in rows and columns, [B, R]; 0 elsewhere."""
+        return values_M.new_zeros(self.mask_BR.shape).masked_scatter(self.mask_BR.bool(), values_M)
 
 
 def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predictions:
@@ -44,29 +43,62 @@ def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predict
     Raises:
         ConfigError: There are images, which a model of this kind is not trained with.
     """
-    is_response_BR, response_ids_BR = micro_batch.is_response_BR, micro_batch.response_ids_BR
+    mask_BR = micro_batch.mask_BR
     if micro_batch.lines:
         packed = pack(micro_batch)
-        outputs_KLX = _call(model, input_ids=packed.input_ids_KL, position_ids=packed.position_ids_KL)
-        outputs_MX = outputs_KLX.flatten(0, 1)[packed.before_M]
-        return Predictions(outputs_MX, response_ids_BR[is_response_BR], is_response_BR)
-    width = micro_batch.mask_BR.shape[1]
-    inputs: dict[str, Any] = {
-        "attention_mask": micro_batch.attention_mask_BW,
-        "position_ids": micro_batch.position_ids,
-    }
-    if any(micro_batch.attachments):
-        inputs["inputs_embeds"] = _embed(model, micro_batch)
+        inputs, before_M = packed.inputs(model.dtype), packed.before_M
     else:
-        inputs["input_ids"] = micro_batch.input_ids_BW
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        inputs["logits_to_keep"] = width + 1
-    outputs_BTX = _call(model, **inputs)
-    return Predictions(outputs_BTX[:, -width - 1 : -1], response_ids_BR, is_response_BR)
+        inputs, before_M = _padded_inputs(model, micro_batch), _places_before(micro_batch)
+    before_N, place_M = before_M, torch.arange(len(before_M), device=before_M.device)
+    if micro_batch.shares_prefixes:
+        before_N, place_M = cast(tuple[Tensor, Tensor], cast(Any, before_M).unique(return_inverse=True))
+    outputs_NX = _outputs_at(model, before_N, inputs)
+    return Predictions(outputs_NX, place_M, micro_batch.response_ids_BR[mask_BR.bool()], mask_BR)
 
 
-def _call(model: PreTrainedModel, **inputs: Any) -> Tensor:
-    return cast(nn.Module, model)(**inputs, use_cache=False).logits
+def _padded_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    inputs = {"attention_mask": micro_batch.attention_mask_BW, "position_ids": micro_batch.position_ids}
+    if any(micro_batch.attachments):
+        return inputs | {"inputs_embeds": _embed(model, micro_batch)}
+    return inputs | {"input_ids": micro_batch.input_ids_BW}
+
+
+def _places_before(micro_batch: MicroBatch) -> Tensor:
+    """Of the flattened input, [M]."""
+    num_rows, width = micro_batch.input_ids_BW.shape
+    places_BW = torch.arange(num_rows * width, device=micro_batch.mask_BR.device).view(num_rows, width)
+    response_width = micro_batch.mask_BR.shape[1]
+    return places_BW[:, -response_width - 1 : -1][micro_batch.mask_BR.bool()]
+
+
+def _outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """The outputs at some places of the flattened input, [N, X]. A head of logits computes no others."""
+    head: nn.Module | None = cast(Any, model).get_output_embeddings()
+    selection = _Selection(places_N)
+    hook = None if head is None else head.register_forward_pre_hook(selection)
+    try:
+        outputs_KLX = cast(nn.Module, model)(**inputs, use_cache=False).logits
+    finally:
+        if hook is not None:
+            hook.remove()
+    outputs_NX = outputs_KLX.flatten(0, 1)
+    return outputs_NX if selection.is_made else outputs_NX.index_select(0, places_N)
+
+
+@dataclass(slots=True)
+class _Selection:
+    """Lets a head see some places only, as one row, in the thread that made this."""
+
+    places_N: Tensor
+    is_made: bool = False
+    _thread: int = field(default_factory=get_ident)
+
+    def __call__(self, head: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if not arguments or get_ident() != self._thread:
+            return None
+        self.is_made = True
+        hidden_KLH, *others = arguments
+        return (hidden_KLH.flatten(0, 1).index_select(0, self.places_N).unsqueeze(0), *others)
 
 
 def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:

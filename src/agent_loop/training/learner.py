@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -10,49 +11,55 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agent_loop.config import Config, OptimConfig
-from agent_loop.errors import DataError
-from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
+from agent_loop.training import learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import Estimate, Rewards, collect_rewards, estimate_advantages
-from agent_loop.training.checkpoint import Checkpoint
+from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
-from agent_loop.training.policy import load_policy
+from agent_loop.training.policy import compute_dtype, device_of, load_policy
 from agent_loop.training.targets import PastLogProbs
+from agent_loop.training.team import ALONE, Order, Team
 
 CRITIC_FOLDER = "critic"
 """Of a checkpoint: what `transformers` loads as the critic."""
+LEARNED_COLUMNS = (*TENSOR_COLUMNS, "stop_reason", "trajectory_id")
+"""Of a batch: what the other processes of a team need."""
 OptimConfigT = TypeVar("OptimConfigT", bound=OptimConfig)
 
 
 class Learner:
-    """Everything that is trained. One call at a time, from any thread."""
+    """Everything that is trained. One call at a time, from any thread.
 
-    def __init__(self, config: Config, *, actor: Actor, critic: Critic | None = None) -> None:
+    In a team, rank 0 calls and `obey` makes the others do the same.
+    """
+
+    def __init__(
+        self, config: Config, *, actor: Actor, critic: Critic | None = None, team: Team = ALONE
+    ) -> None:
         """Takes over what is trained.
 
         Args:
             config: Of the whole run.
             actor: The policy.
             critic: Needed for `algorithm.adv_estimator=gae`.
+            team: Over whose processes both are sharded.
         """
         if config.algorithm.adv_estimator == "gae" and critic is None:
             raise ValueError("algorithm.adv_estimator is gae, which needs a critic; give one")
         self._config = config
         self._actor = actor
         self._critic = critic
+        self._team = team
 
     @property
     def model(self) -> PreTrainedModel:
         """The policy."""
         return self._actor.model
-
-    def models(self) -> dict[str, PreTrainedModel]:
-        """All that is trained: `policy` and, where there is one, `critic`."""
-        models = {"policy": self._actor.model}
-        return models if self._critic is None else models | {"critic": self._critic.model}
 
     def learn(
         self, batch: RolloutBatch, *, baseline_rewards: Mapping[int, float] | None = None
@@ -60,14 +67,70 @@ class Learner:
         """One step, from what was rolled out to new weights; returns metrics.
 
         Args:
-            batch: As `assemble` makes it.
+            batch: As `assemble` makes it; gets the columns of `agent_loop.training.learned`.
             baseline_rewards: For `remax`: by group, what a greedy trajectory of its prompt earned, its turns' rewards
                 as `algorithm.turn_reward_weight` has it included. Groups that are missing, or NaN, are not trained.
 
         Raises:
+            ConfigError: There are images, and several processes.
             DataError: A trajectory has no prompt, or something that the configuration compares with is missing.
         """
-        torch.set_num_threads(self._config.trainer.num_threads)
+        if self._team.size > 1 and "attachments" in batch:
+            raise ConfigError(
+                "the batch has images or videos, which one process alone can train on; set trainer.num_processes=1"
+            )
+        needed = batch.select(*LEARNED_COLUMNS, strict=False)
+        with self._team.together("learn", batch=needed, baseline_rewards=baseline_rewards):
+            return self._learn(batch, baseline_rewards)
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """The policy's weights, as servers want them; see `Actor.weights`. They may share the trainer's memory."""
+        if not self._actor.trains_factors_alone:
+            return self._each_weight()
+        with self._team.together("weights"):
+            return self._actor.weights()
+
+    def _each_weight(self) -> Iterator[tuple[str, Tensor]]:
+        with self._team.together("weights"):
+            is_read = True
+            for weight in self._actor.weights():
+                try:
+                    if is_read:
+                        yield weight
+                except GeneratorExit:  # the others go through all of them, so this process does
+                    is_read = False
+
+    def save(self, folder: Path) -> None:
+        """Writes all that is trained, and all that is to be kept beside it."""
+        with self._team.together("save", folder=folder):
+            self._actor.save(folder / MODEL_FOLDER)
+            if self._critic is not None:
+                self._critic.save(folder / CRITIC_FOLDER)
+            save_state(self._state_dict(), folder)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Goes on with what was kept beside the models, which are loaded. A critic that was not there begins anew.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        state = self._state_dict()
+        if _critic_folder(checkpoint) is None:
+            state.pop("critic", None)
+        load_state(state, checkpoint)
+        self._actor.load_state_dict(state["actor"])
+        if self._critic is not None and "critic" in state:
+            self._critic.load_state_dict(state["critic"])
+
+    def obey(self, order: Order) -> None:
+        """This process's part of what rank 0 does."""
+        result: Any = getattr(self, order.method)(**order.arguments)
+        for _ in result if order.method == "weights" else ():
+            pass
+
+    def _learn(self, batch: RolloutBatch, baseline_rewards: Mapping[int, float] | None) -> dict[str, float]:
+        is_alone = self._team.size == 1  # then threads have micro-batches of their own
+        torch.set_num_threads(1 if is_alone else self._config.trainer.num_threads)
 
         # 1. What each trajectory earned, and at which tokens.
         rewards, past, metrics = self._rewards(batch)
@@ -84,6 +147,7 @@ class Learner:
             baselines_B=self._baselines(batch, baseline_rewards),
         )
         metrics |= _estimate_metrics(estimate, mask_BR=batch["response_mask"])
+        batch[learned.ADVANTAGES], batch[learned.IS_TRAINED] = estimate.advantages_BR, estimate.keep_B
 
         # 3. New weights.
         if self._critic is not None and estimate.returns_BR is not None and values_BR is not None:
@@ -97,20 +161,9 @@ class Learner:
             batch, advantages_BR=estimate.advantages_BR, keep_B=estimate.keep_B, past=past
         )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights, as servers want them. They may share the trainer's memory."""
-        return self._actor.weights()
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is to be kept beside the models."""
-        state = self._actor.state_dict()
+    def _state_dict(self) -> dict[str, Any]:
+        state = {"actor": self._actor.state_dict()}
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. A critic that was not there begins anew."""
-        self._actor.load_state_dict(state)
-        if self._critic is not None and "critic" in state:
-            self._critic.load_state_dict(state["critic"])
 
     def _rewards(self, batch: RolloutBatch) -> tuple[Rewards, PastLogProbs | None, dict[str, float]]:
         """With the log-probs that they needed, and metrics."""
@@ -149,40 +202,58 @@ class Learner:
         return torch.tensor([baseline_rewards.get(group, torch.nan) for group in groups])
 
 
-def load_learner(config: Config, *, checkpoint: Checkpoint | None = None) -> Learner:
+def load_learner(config: Config, *, checkpoint: Checkpoint | None = None, team: Team = ALONE) -> Learner:
     """The learner at the start of a run, or as a checkpoint left it.
 
     Raises:
         ConfigError: A model cannot be loaded or not be trained so.
         CheckpointError: The checkpoint is damaged.
     """
-    seed = config.trainer.seed
-    reference = None
-    if config.actor.kl_loss_coef or config.algorithm.kl_reward_coef:
-        reference = load_policy(config.model.model_copy(update={"lora_rank": 0}))
-    actor = Actor(
-        load_policy(config.model, path=None if checkpoint is None else checkpoint.model_path, seed=seed),
-        config=_with_loss_length(config.actor, config),
-        temperature=config.rollout.temperature,
-        reference=reference,
-        seed=seed,
-    )
-    learner = Learner(config, actor=actor, critic=_load_critic(config, checkpoint))
-    if checkpoint is not None:
-        learner.load_state_dict(checkpoint.trainer_state())
+    with team.together("load", checkpoint=checkpoint):
+        learner = _load_models(config, checkpoint, team)
+        if checkpoint is not None:
+            learner.load(checkpoint)
     return learner
 
 
-def _load_critic(config: Config, checkpoint: Checkpoint | None) -> Critic | None:
-    if config.algorithm.adv_estimator != "gae":
-        return None
-    folder = None if checkpoint is None else checkpoint.path / CRITIC_FOLDER
-    model = load_critic(
-        config.critic,
-        model_config=config.model,
-        path=folder if folder is not None and folder.is_dir() else None,
+def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> Learner:
+    model_config, seed, dtype = config.model, config.trainer.seed, compute_dtype(config.model)
+    if team.mesh is not None:  # sharding brings them to their device, one layer after the other
+        model_config = model_config.model_copy(update={"device": "cpu"})
+    # Shards are gathered in one order by all processes, and a GPU runs one kernel after the other.
+    num_threads = (
+        config.trainer.num_threads if team.size == 1 and device_of(model_config).type == "cpu" else 1
     )
-    return Critic(model, config=_with_loss_length(config.critic, config), seed=config.trainer.seed)
+    reference = None
+    if config.actor.kl_loss_coef or config.algorithm.kl_reward_coef:
+        reference = load_policy(model_config.model_copy(update={"lora_rank": 0}))
+    actor = Actor(
+        load_policy(model_config, path=None if checkpoint is None else checkpoint.model_path, seed=seed),
+        config=_with_loss_length(config.actor, config),
+        temperature=config.rollout.temperature,
+        reference=reference,
+        dtype=dtype,
+        seed=seed,
+        team=team,
+        num_threads=num_threads,
+    )
+    critic = None
+    if config.algorithm.adv_estimator == "gae":
+        critic = Critic(
+            load_critic(config.critic, model_config=model_config, path=_critic_folder(checkpoint)),
+            config=_with_loss_length(config.critic, config),
+            dtype=dtype,
+            seed=seed,
+            team=team,
+            num_threads=num_threads,
+        )
+    return Learner(config, actor=actor, critic=critic, team=team)
+
+
+def _critic_folder(checkpoint: Checkpoint | None) -> Path | None:
+    """None where the critic begins anew."""
+    folder = None if checkpoint is None else checkpoint.path / CRITIC_FOLDER
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def _with_loss_length(section: OptimConfigT, config: Config) -> OptimConfigT:

@@ -8,23 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import RolloutError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler
+from agent_loop.storage.columns import Learned
+from agent_loop.storage.keeper import TrajectoryKeeper
+from agent_loop.threads import run_in_thread
 from agent_loop.training import metrics as names
 from agent_loop.training.ahead import RolloutsAhead
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.learned import learned_of
 from agent_loop.training.learner import Learner
 from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
 from agent_loop.training.progress import Progress
 from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, max_staleness
 from agent_loop.training.run_folder import config_values
+from agent_loop.training.time_shares import TimeShares, time_shares
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
 
@@ -63,6 +67,7 @@ class TrainingLoop:
         clock: StepClock,
         interrupt: Interrupt,
         journals: JournalFolder | None = None,
+        keeper: TrajectoryKeeper | None = None,
     ) -> None:
         self._config = config
         self._run_dir = Path(config.trainer.run_dir)
@@ -77,6 +82,8 @@ class TrainingLoop:
         self._clock = clock
         self._interrupt = interrupt
         self._journals = journals
+        self._keeper = keeper or TrajectoryKeeper(self._run_dir, num_steps=0)
+        self._time: TimeShares | None = None
         self._completed = 0
         self._saved: tuple[int, Path] | None = None
         self._evaluation: Evaluation | None = None
@@ -99,6 +106,8 @@ class TrainingLoop:
         except RolloutError:
             await self._save()
             raise
+        if self._time is not None:
+            self._progress.say(f"all steps  {self._time}")
         is_interrupted = self._completed < total_steps
         if is_interrupted:
             await self._save()
@@ -148,7 +157,11 @@ class TrainingLoop:
 
         # 3. Learn. This is what completes the step; Ctrl-C waits for it.
         with self._clock.phase("update"):
-            metrics |= await run_in_thread(self._learn, rollout)
+            learned_metrics, learned = await run_in_thread(self._learn, rollout)
+        metrics |= learned_metrics
+        self._keeper.keep(
+            trajectories, step=step, split="train", weight_version=self._completed, learned=learned
+        )
         self._completed = step
 
         # 4. Publish, so that what is sampled from here on is this policy's.
@@ -160,8 +173,11 @@ class TrainingLoop:
             metrics |= await self._validate()
         metrics[names.DROPPED_GROUPS] = float(rollout.num_dropped_groups)
         metrics |= self._timings(rollout, num_tokens=metrics.get(names.MODEL_TOKENS, 0.0))
-        self._writer.write(step, metrics)
-        self._progress.end_step(step, metrics)
+        metrics[names.UNSTORED_FILES] = float(self._keeper.num_failed)
+        time = time_shares(trajectories, phases=self._clock.seconds(), label=f"step={step}")
+        self._time = time if self._time is None else self._time.and_then(time)
+        self._writer.write(step, metrics | time.metrics())
+        self._progress.end_step(step, metrics, time_spent=str(time))
         if self._is_due(self._config.trainer.save_every):
             await self._save()
         return metrics
@@ -178,14 +194,16 @@ class TrainingLoop:
         if self._journals is not None:
             self._journals.drop_through(self._completed)
 
-    def _learn(self, rollout: StepRollout) -> dict[str, float]:
+    def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
         """Runs in a thread."""
         batch = assemble(rollout.trajectories, pad_token_id=self._manager.template.pad_token_id)
-        return self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
+        metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
+        return metrics, learned_of(batch, rollout.trajectories)
 
     async def _publish(self) -> None:
         with self._clock.phase("publish"):
-            await self._manager.update_weights(self._learner.weights(), weight_version=self._completed)
+            weights = await run_in_thread(self._learner.weights)
+            await self._manager.update_weights(weights, weight_version=self._completed)
 
     async def _validate(self) -> dict[str, float]:
         """Metrics of the validation rows; none if it was abandoned."""
@@ -193,7 +211,14 @@ class TrainingLoop:
         with self._clock.phase("validate"), self._progress.rollout(num_trajectories=num_rows * n) as note:
             async with self._interrupt.abandoning():
                 trajectories = await self._manager.run(
-                    self._val_rows, n=n, validate=True, on_trajectory=note, label="val"
+                    self._val_rows,
+                    n=n,
+                    validate=True,
+                    on_trajectory=note,
+                    label=f"val/step={self._completed}",
+                )
+                self._keeper.keep(
+                    trajectories, step=self._completed, split="val", weight_version=self._completed
                 )
                 self._evaluation = summarise(
                     trajectories, success_threshold=self._config.reward.success_threshold
@@ -211,9 +236,8 @@ class TrainingLoop:
                 self._run_dir,
                 step=self._completed,
                 weight_version=self._completed,
-                models=self._learner.models(),
+                learner=self._learner,
                 tokenizer=self._manager.template.tokenizer,
-                trainer_state=self._learner.state_dict(),
                 config=config_values(self._config),
                 keep=self._config.trainer.keep_checkpoints,
             )

@@ -6,16 +6,17 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
 from agent_loop.chat.drift import find_drift
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.errors import DataError
+from agent_loop.storage.metrics_file import read_metrics
+from agent_loop.tracing.delivery import Delivery
+from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 
 STEP = "step"
@@ -107,6 +108,32 @@ SECONDS = "timing_s/"
 STEP_SECONDS = "timing_s/step"
 TOKENS_PER_SECOND = "perf/model_tokens_per_s"
 """Sampled tokens per second of rollout."""
+TIME = "time/"
+"""Prefix: what the time of a step went to, as shares that sum to 1; `training/time_shares.py` says how."""
+TIME_QUEUE = "time/queue"
+"""Of the rollout: trajectories held back by `rollout.max_concurrent`, or waiting for a place at a server."""
+TIME_PREFILL = "time/prefill"
+"""Of the rollout: from a request's start to its first token, where the server says it."""
+TIME_DECODE = "time/decode"
+"""Of the rollout: the rest of the completions; all of them where no server said when its first token came."""
+TIME_TOOLS = "time/tools"
+"""Of the rollout: tools and interactions."""
+TIME_REWARD = "time/reward"
+"""Of the rollout: scoring."""
+TIME_OTHER = "time/other"
+"""Of the rollout: encoding, closing, journal, the loops' own code; and what was not watched."""
+TIME_TRAINING = "time/training"
+"""Advantages and update."""
+TIME_WEIGHTS = "time/weights"
+"""Bringing the new weights to the servers."""
+TIME_VALIDATION = "time/validation"
+"""Rolling out the validation rows."""
+TIME_IDLE = "time/idle"
+"""Of the rollout: trajectories that had ended while the slowest ran. Of the step: what is in no phase."""
+SLOWEST_SECONDS = "time/slowest_s"
+"""Seconds of the trajectory that took longest; no share."""
+UNSTORED_FILES = "storage/failed_writes"
+"""Files of trajectories that could not be written, since the run began."""
 VALIDATION = "val/"
 """Prefix: what evaluation measured."""
 MAX_DRIFT_SAMPLE = 16
@@ -178,16 +205,20 @@ def drift_metrics(trajectories: Sequence[Trajectory], *, template: ChatTemplate)
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to a file. What is neither a number nor finite becomes null."""
+    """Appends one JSON object per step to a file, and hands the numbers to loggers. What is neither a number nor finite
+    becomes null; loggers are not given it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, loggers: Sequence[Delivery[Scalars]] = ()) -> None:
         self._file = path.open("a", encoding="utf-8")
+        self._loggers = loggers
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """The line is on disk, as far as the system is asked, when this returns."""
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({STEP: step, **values}) + "\n")
         self._file.flush()
+        for logger in self._loggers:
+            logger.put(Scalars(step, {name: value for name, value in values.items() if value is not None}))
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -196,23 +227,8 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file. A last line that was cut off while it was written is left out.
-
-    Raises:
-        DataError: Another line is damaged.
-    """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                return
-            raise DataError(f"{path} line {number} is not JSON ({error.msg}); repair or remove it") from error
-        yield values
+        for logger in self._loggers:
+            logger.close(timeout_s=LOGGER_TIMEOUT_S)
 
 
 def forget_steps_after(path: Path, *, step: int) -> None:

@@ -5,11 +5,15 @@ B rows, P prompt width, R response width, W = P + R; in a micro-batch all of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any, TypeAlias, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from agent_loop.attachments import Attachment
@@ -17,6 +21,15 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
 
 Lines: TypeAlias = tuple[tuple[int, ...], ...]
+_Part: TypeAlias = tuple[Tensor, Lines]
+"""Rows of the batch, and which of these go into which line."""
+LongArray: TypeAlias = NDArray[np.int64]
+NO_TOKENS: LongArray = np.empty(0, dtype=np.int64)
+PASS_COST = 512
+"""What another pass costs, in tokens: more padding than this is not worth the pass that it saves."""
+SHARED_LINE = 256
+"""Length of lines whose rows share prefixes, unless a row is longer: longer lines repeat fewer prefixes, and attention
+costs more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +48,10 @@ class MicroBatch:
     """For each row, counted from its first column, padding included; empty where no row has any."""
     lines: Lines = ()
     """Which of these rows go end to end into one line of the input; empty where each is padded on its own."""
+    shares_prefixes: bool = False
+    """In a line, a row leaves out what it begins with as the row before it does."""
+    is_spare: bool = False
+    """These rows are another micro-batch's too."""
 
     @property
     def response_ids_BR(self) -> Tensor:
@@ -54,7 +71,9 @@ class MicroBatch:
         return values[self.rows_B.to(values.device), : self.mask_BR.shape[1]].to(self.mask_BR.device)
 
     def put(self, values_BR: Tensor, *, into: Tensor) -> None:
-        """The other way round, for tokens there are; what is padding becomes 0."""
+        """The other way round, for tokens there are; what is padding becomes 0. A spare one puts nothing."""
+        if self.is_spare:
+            return
         values_BR = torch.where(self.is_response_BR, values_BR, 0).to(into)
         into[self.rows_B.to(into.device), : self.mask_BR.shape[1]] = values_BR
 
@@ -78,12 +97,23 @@ def trainable_rows(batch: RolloutBatch, keep_B: Tensor | None = None) -> Tensor:
 
 
 def micro_batches(
-    batch: RolloutBatch, *, rows: Tensor, max_tokens: int, device: torch.device, use_packing: bool = False
+    batch: RolloutBatch,
+    *,
+    rows: Tensor,
+    max_tokens: int,
+    device: torch.device,
+    use_packing: bool = False,
+    share_prefixes: bool = False,
+    at_least: int = 1,
 ) -> Iterator[MicroBatch]:
-    """The rows, longest first, in parts of at most `max_tokens` tokens (or of one row that is longer).
+    """The rows, longest first, in parts of at most `max_tokens` tokens (or of one row that is longer), of which at most
+    `PASS_COST` are padding.
 
-    With packing, short rows share lines as long as the longest row; rows of a batch with images are padded anyway.
-    Padding counts as tokens.
+    With packing, short rows share lines as long as the longest row; where they share prefixes, rows that begin alike
+    follow one another. Rows of a batch with images are padded anyway. Padding counts as tokens.
+
+    Args:
+        at_least: So many parts there are, as far as there are rows, or lines, to part.
     """
     prompt_width = batch["prompts"].shape[1]
     attention_mask = batch["attention_mask"]
@@ -91,11 +121,15 @@ def micro_batches(
     response_lengths = attention_mask[:, prompt_width:].sum(dim=1)
     lengths = (prompt_lengths + response_lengths)[rows]
     longest_first: list[int] = cast(Any, rows[lengths.argsort(descending=True, stable=True)]).tolist()
-    if use_packing and "attachments" not in batch:
+    has_lines = (use_packing or share_prefixes) and "attachments" not in batch
+    if has_lines and share_prefixes:
+        rows_of_tokens = _rows_of_tokens(batch, longest_first)
+        parts = _shared_parts(rows_of_tokens, max_tokens=max_tokens)
+    elif has_lines:
         parts = _packed_parts(longest_first, prompt_lengths + response_lengths, max_tokens=max_tokens)
     else:
         parts = _padded_parts(longest_first, prompt_lengths, response_lengths, max_tokens=max_tokens)
-    for part, lines in parts:
+    for part, lines in _parted(list(parts), at_least=at_least):
         start = prompt_width - int(prompt_lengths[part].max())
         response_width = int(response_lengths[part].max())
         columns = slice(start, prompt_width + response_width)
@@ -107,6 +141,7 @@ def micro_batches(
             mask_BR=batch["response_mask"][part, :response_width].to(device),
             attachments=_attachments(batch, part, first_columns=prompt_width - start - prompt_lengths[part]),
             lines=lines,
+            shares_prefixes=has_lines and share_prefixes,
         )
 
 
@@ -131,25 +166,25 @@ def _attachments(
 
 def _padded_parts(
     longest_first: Sequence[int], prompt_lengths: Tensor, response_lengths: Tensor, *, max_tokens: int
-) -> Iterator[tuple[Tensor, Lines]]:
+) -> Iterator[_Part]:
     part: list[int] = []
-    prompt_width = response_width = 0
+    prompt_width = response_width = num_tokens = 0
     for row in longest_first:
-        wider_prompt = max(prompt_width, int(prompt_lengths[row]))
-        wider_response = max(response_width, int(response_lengths[row]))
-        if part and (len(part) + 1) * (wider_prompt + wider_response) > max_tokens:
+        prompt_length, response_length = int(prompt_lengths[row]), int(response_lengths[row])
+        wider_prompt, wider_response = max(prompt_width, prompt_length), max(response_width, response_length)
+        num_tokens += prompt_length + response_length
+        num_places = (len(part) + 1) * (wider_prompt + wider_response)
+        if part and (num_places > max_tokens or num_places - num_tokens > PASS_COST):
             yield torch.tensor(part), ()
-            part = []
-            wider_prompt, wider_response = int(prompt_lengths[row]), int(response_lengths[row])
+            part, num_tokens = [], prompt_length + response_length
+            wider_prompt, wider_response = prompt_length, response_length
         part.append(row)
         prompt_width, response_width = wider_prompt, wider_response
     if part:
         yield torch.tensor(part), ()
 
 
-def _packed_parts(
-    longest_first: Sequence[int], lengths: Tensor, *, max_tokens: int
-) -> Iterator[tuple[Tensor, Lines]]:
+def _packed_parts(longest_first: Sequence[int], lengths: Tensor, *, max_tokens: int) -> Iterator[_Part]:
     """Each row goes into the first line with room for it; lines are as long as the first row."""
     part: list[int] = []
     lines: list[list[int]] = []
@@ -168,5 +203,61 @@ def _packed_parts(
         lines[line].append(len(part))
         room[line] -= length
         part.append(row)
+    if part:
+        yield torch.tensor(part), tuple(map(tuple, lines))
+
+
+def _parted(parts: list[_Part], *, at_least: int) -> Iterator[_Part]:
+    """Each of them in as many as it takes, with about as many lines each, or rows where there are none."""
+    num_each = math.ceil(at_least / max(1, len(parts)))
+    if num_each == 1:
+        yield from parts
+        return
+    for part, lines in parts:
+        num_units = len(lines or part)
+        ends = [num_units * n // num_each for n in range(num_each + 1)]
+        for start, end in pairwise(ends):
+            if start < end:
+                yield _with_lines(part, lines[start:end]) if lines else (part[start:end], ())
+
+
+def _with_lines(part: Tensor, lines: Lines) -> _Part:
+    """The rows of a part that are in these of its lines."""
+    rows, numbers = [row for line in lines for row in line], count()
+    return part[rows], tuple(tuple(next(numbers) for _ in line) for line in lines)
+
+
+def _rows_of_tokens(batch: RolloutBatch, rows: Sequence[int]) -> dict[int, LongArray]:
+    """The token ids of each row, rows that begin alike next to each other."""
+    input_ids_BW, attention_mask_BW = batch["input_ids"].numpy(), batch["attention_mask"].numpy()
+    tokens = {row: input_ids_BW[row, attention_mask_BW[row] == 1] for row in rows}
+    # Of big-endian numbers, the order of the bytes is that of the ids.
+    return dict(sorted(tokens.items(), key=lambda item: item[1].astype(">u4").tobytes()))
+
+
+def common_prefix(left: LongArray, right: LongArray) -> int:
+    """How many tokens both begin with."""
+    length = min(len(left), len(right))
+    differs = left[:length] != right[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _shared_parts(rows_of_tokens: Mapping[int, LongArray], *, max_tokens: int) -> Iterator[_Part]:
+    """A line takes the next row as long as what that adds to it fits."""
+    width = max(min(SHARED_LINE, max_tokens), *map(len, rows_of_tokens.values()))
+    part: list[int] = []
+    lines: list[list[int]] = []
+    room, last = 0, NO_TOKENS
+    for row, tokens in rows_of_tokens.items():
+        num_added = len(tokens) - common_prefix(last, tokens)
+        if not lines or num_added > room:
+            if lines and (len(lines) + 1) * width > max_tokens:
+                yield torch.tensor(part), tuple(map(tuple, lines))
+                part, lines = [], []
+            lines.append([])
+            room, num_added = width, len(tokens)
+        lines[-1].append(len(part))
+        part.append(row)
+        room, last = room - num_added, tokens
     if part:
         yield torch.tensor(part), tuple(map(tuple, lines))

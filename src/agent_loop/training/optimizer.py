@@ -7,39 +7,57 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agent_loop.config import OptimConfig
+from agent_loop.training.master_weights import MasterWeights, whole
 
 
 class Optimizer:
-    """AdamW with a warm-up over the parameters of a model that want a gradient."""
+    """AdamW with a warm-up and a decay."""
 
-    def __init__(self, model: nn.Module, *, config: OptimConfig, seed: int) -> None:
-        """Holds the parameters by reference.
+    def __init__(self, weights: MasterWeights, *, config: OptimConfig, seed: int) -> None:
+        """Holds the weights by reference.
 
         Args:
-            model: Its parameters must be where they stay.
+            weights: What to move.
             config: Rates, and how many steps an update has.
             seed: Decides how rows are dealt into mini-batches.
         """
         self.num_updates = 0
         self._config = config
         self._generator = torch.Generator().manual_seed(seed)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._weights = weights
         self._adamw = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            list(weights.tensors.values()),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
         )
+        for weight in weights.tensors.values():  # as AdamW does it itself in its first step
+            self._adamw.state[weight] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(weight),
+                "exp_avg_sq": torch.zeros_like(weight),
+            }
 
     def start_update(self) -> float:
         """Returns the learning rate of this update."""
-        share = min(1.0, (self.num_updates + 1) / max(1, self._config.warmup_steps))
+        rate = self._config.lr * self._share_of_rate()
         for group in self._adamw.param_groups:
-            group["lr"] = self._config.lr * share
-        return self._config.lr * share
+            group["lr"] = rate
+        return rate
 
     def end_update(self) -> None:
         self.num_updates += 1
+
+    def _share_of_rate(self) -> float:
+        config = self._config
+        risen = min(1.0, (self.num_updates + 1) / max(1, config.warmup_steps))
+        if config.decay_steps is None:
+            return risen
+        fallen = min(1.0, self.num_updates / config.decay_steps) * (1 - config.min_lr_share)
+        return risen * (1 - fallen)
 
     def mini_batches(self, rows: Tensor) -> Iterator[Tensor]:
         """The rows, shuffled and dealt into mini-batches, once per epoch."""
@@ -52,22 +70,28 @@ class Optimizer:
 
         A norm that is not finite moves nothing.
         """
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
+        weights = list(self._weights.tensors.values())
+        grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)))
         if math.isfinite(grad_norm):
             cast(Any, self._adamw).step()
+            self._weights.copy_to_model()
         self._adamw.zero_grad()
         return grad_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state, the warm-up's, and the random state."""
+        """AdamW's state by the names of the weights, how far the rate has come, and the random state."""
+        adamw = {name: dict(self._adamw.state[weight]) for name, weight in self._weights.tensors.items()}
         return {
-            "optimizer": self._adamw.state_dict(),
-            "num_updates": self.num_updates,
+            "adamw": adamw,
+            "num_updates": torch.tensor(self.num_updates),
             "generator": self._generator.get_state(),
         }
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave."""
-        self._adamw.load_state_dict(state["optimizer"])
+        for name, weight in self._weights.tensors.items():
+            for key, value in self._adamw.state[weight].items():
+                value.copy_(state["adamw"][name][key])
         self.num_updates = int(state["num_updates"])
         self._generator.set_state(state["generator"])

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agent_loop.config import ModelConfig
@@ -20,10 +20,10 @@ from agent_loop.training.micro_batches import MicroBatch
 
 
 def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: int = 0) -> PreTrainedModel:
-    """Loads the model and moves it to its device; with `config.lora_rank`, puts adapters into it.
+    """Loads the model in float32 and moves it to its device; with `config.lora_rank`, puts adapters into it.
 
     Args:
-        config: What to load, how precise, and where to.
+        config: What to load, and where to.
         path: Takes the place of `config.path`, as when a run goes on from a checkpoint; with adapters, it holds these,
             and the model is that of `config.path`.
         seed: Decides how new adapters begin.
@@ -49,12 +49,37 @@ def _load(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
         raise ConfigError("model.path is not set; give a folder or hub name that transformers loads")
     try:
         loader = auto_model_class(path, trust_remote_code=config.trust_remote_code)
-        return loader.from_pretrained(path, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+        return loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        raise _cannot_load(path, error) from error
+
+
+def _cannot_load(path: str | Path, error: Exception) -> ConfigError:
+    reason = str(error).strip().splitlines()[0]
+    return ConfigError(
+        f"model.path is {str(path)!r}, which transformers cannot load as a causal language model: {reason}"
+    )
+
+
+def compute_dtype(config: ModelConfig) -> torch.dtype:
+    """What the model computes in, and how precise its weights in the servers are.
+
+    Raises:
+        ConfigError: `auto` is nothing that a model is trained in.
+    """
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    try:
+        found = cast(Any, AutoConfig).from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(config.path, error) from error
+    dtype = found.dtype or found.get_text_config().dtype
+    if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
-            f"model.path is {str(path)!r}, which transformers cannot load as a causal language model: {reason}"
-        ) from error
+            f"model.dtype is auto, but {config.path!r} says {dtype}, which nothing is trained in; set "
+            "model.dtype=bfloat16 or float32"
+        )
+    return dtype
 
 
 def device_of(config: ModelConfig) -> torch.device:
@@ -82,14 +107,18 @@ def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
 
 
 def response_log_probs(
-    model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float
+    model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, entropy_has_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens at this temperature, and the entropy at each; both of shape [B, R].
+    """Log-probs of the model's tokens at this temperature, and the entropy at each; both of shape [B, R], 0 elsewhere.
 
     The first response token needs a token before it: prompts must not be empty.
     """
     predictions = predict_response(model, micro_batch)
-    log_probs, entropy = token_log_probs(
-        predictions.outputs, token_ids_BT=predictions.token_ids, temperature=temperature
+    log_probs_M, entropy_M = token_log_probs(
+        predictions.outputs_NX,
+        token_ids_M=predictions.token_ids_M,
+        place_M=predictions.place_M,
+        temperature=temperature,
+        entropy_has_gradient=entropy_has_gradient,
     )
-    return predictions.spread(log_probs), predictions.spread(entropy)
+    return predictions.spread(log_probs_M), predictions.spread(entropy_M)

@@ -9,16 +9,19 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from agent_loop.concurrency import run_in_thread
+from agent_loop.collector import frozen_objects, rare_collections
 from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_rows
+from agent_loop.storage.keeper import TrajectoryKeeper
+from agent_loop.threads import run_in_thread
 from agent_loop.training.advantages import COMPARES_IN_GROUP
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learner import load_learner
+from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop, TrainResult
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress
@@ -31,6 +34,7 @@ from agent_loop.training.run_folder import (
     find_checkpoint,
     prepare_run_folder,
 )
+from agent_loop.training.team_processes import lead_team
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
 
@@ -78,6 +82,7 @@ class PPOTrainer:
             CheckpointError: There is nothing to resume from, or it is damaged.
             DataError: The data cannot be read.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
+            TeamError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
         journals = JournalFolder(run_dir)
@@ -89,27 +94,37 @@ class PPOTrainer:
         check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
         sampler, val_rows = _load_data(config)
         _refuse_groups_of_one(config)
+        loggers = make_loggers(config)
         async with AsyncExitStack() as stack:
             manager = self._manager or await stack.enter_async_context(create_manager(config))
-            learner = await run_in_thread(load_learner, config, checkpoint=checkpoint)
+            team = await stack.enter_async_context(lead_team(config))
+            learner = await run_in_thread(load_learner, config, checkpoint=checkpoint, team=team)
             _hide_progress_of_transformers(stack)
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             if checkpoint is None and not from_journals:
                 journals.drop_after(0)
             clock, interrupt = StepClock(), Interrupt()
             progress = Progress(total_steps=config.trainer.total_steps, clock=clock, console=self._console)
+            keeper = TrajectoryKeeper(
+                run_dir,
+                num_steps=config.trainer.keep_trajectories,
+                success_threshold=config.reward.success_threshold,
+                say=progress.say,
+            )
             loop = TrainingLoop(
                 config,
                 manager=manager,
                 learner=learner,
                 sampler=sampler,
                 val_rows=val_rows,
-                writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE)),
+                writer=stack.enter_context(MetricsWriter(run_dir / METRICS_FILE, loggers=loggers)),
                 progress=stack.enter_context(progress),
                 clock=clock,
                 interrupt=interrupt,
                 journals=journals if _keeps_journals(config) else None,
+                keeper=stack.enter_context(keeper),
             )
+            keeper.keep_vocabulary(manager.template.tokenizer)
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
                 _tell_what_changed(progress, checkpoint, config)
@@ -117,6 +132,8 @@ class PPOTrainer:
                 progress.say("there is no checkpoint yet; going on from the journals")
             elif is_new:
                 progress.say(f"there is nothing to go on from in {run_dir}; beginning anew")
+            stack.enter_context(frozen_objects())
+            stack.enter_context(rare_collections())
             return await loop.run(checkpoint)
 
 

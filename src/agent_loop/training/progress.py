@@ -51,6 +51,7 @@ class Progress:
         self._console = console or Console()
         self._step = 0
         self._latest: Mapping[str, float] = {}
+        self._time_spent = ""
         self._step_ends: deque[float] = deque(maxlen=STEPS_OF_ETA + 1)
         self._rollouts: list[_Rollout] = []
         self._live = (
@@ -85,16 +86,17 @@ class Progress:
         finally:
             self._rollouts.remove(rollout)
 
-    def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done, with these metrics."""
+    def end_step(self, step: int, metrics: Mapping[str, float], *, time_spent: str = "") -> None:
+        """A step is done, with these metrics; `time_spent` is a line that says on what."""
         self._step = step
+        self._time_spent = time_spent
         self._latest = {**self._latest, **metrics} if self._live is not None else metrics
         self._step_ends.append(time.monotonic())
         if self._live is None:
             parts = [f"step {step}/{self._total_steps}"]
             parts += [f"{heading} {value}" for heading, value in self._values().items()]
             parts += [f"eta {self._remaining()}"]
-            self.say("  ".join(parts))
+            self.say("  ".join(parts) + (f"\n  {time_spent}" if time_spent else ""))
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -120,6 +122,7 @@ class Progress:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_row(*cells.values())
         shares = "  ".join(f"{name} {share:.0%}" for name, share in self._clock.shares().items())
+        time_spent = self._time_spent or f"time: {shares or '-'}"
         rollouts = list(self._rollouts)  # a copy: the live view reads it from a thread of its own
         num_done = sum(rollout.num_done for rollout in rollouts)
         num_trajectories = sum(rollout.num_trajectories for rollout in rollouts)
@@ -128,5 +131,5 @@ class Progress:
         return Group(
             bar,
             table,
-            Text(f"trajectories {num_done}/{num_trajectories}   time: {shares or '-'}", style="dim"),
+            Text(f"trajectories {num_done}/{num_trajectories}   {time_spent}", style="dim"),
         )

@@ -11,17 +11,18 @@ import yaml
 
 from agent_loop.config import Config
 from agent_loop.errors import CheckpointError, ConfigError
+from agent_loop.storage.files import drop_steps_after
+from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.training.checkpoint import (
     Checkpoint,
     checkpoints_folder,
     latest_checkpoint,
     list_checkpoints,
-    open_checkpoint,
+    named_checkpoint,
     step_of,
 )
 from agent_loop.training.metrics import forget_steps_after
 
-METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 
 
@@ -40,8 +41,7 @@ def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
         return None
     if resume is True or resume == "auto":
         return latest_checkpoint(run_dir)
-    path = Path(resume)
-    return latest_checkpoint(path) if list_checkpoints(path) else open_checkpoint(path)
+    return named_checkpoint(Path(resume))
 
 
 def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite: bool) -> None:
@@ -75,8 +75,10 @@ def prepare_run_folder(run_dir: Path, *, config: Config, checkpoint: Checkpoint 
     if checkpoint is None:
         shutil.rmtree(checkpoints_folder(run_dir), ignore_errors=True)
         metrics_path.unlink(missing_ok=True)
+        drop_steps_after(run_dir, step=-1)
     else:
         forget_steps_after(metrics_path, step=checkpoint.step)
+        drop_steps_after(run_dir, step=checkpoint.step)
     text = yaml.safe_dump(config_values(config), sort_keys=False, allow_unicode=True)
     (run_dir / CONFIG_FILE).write_text(text, encoding="utf-8")
 

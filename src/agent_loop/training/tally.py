@@ -12,6 +12,7 @@ from torch import Tensor
 
 from agent_loop.training import metrics as names
 from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.team import ALONE, Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,17 @@ class StepNames:
 class UpdateTally:
     """Filled by one update, read once."""
 
-    def __init__(self, step_names: StepNames) -> None:
+    def __init__(self, step_names: StepNames, *, team: Team = ALONE) -> None:
         self.num_steps = 0
+        self._team = team
         self._names = step_names
         self._values: defaultdict[str, list[float]] = defaultdict(list)
         self._log_ratios: list[Tensor] = []
 
     def add_step(self, sums: Mapping[str, float], *, grad_norm: float) -> None:
+        """Of one optimiser step, with this process's sums."""
         self.num_steps += 1
-        for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
+        for name, value in {**self._team.sum_metrics(sums), self._names.grad_norm: grad_norm}.items():
             self._values[name].append(value)
 
     def compare(self, log_probs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:
@@ -44,7 +47,7 @@ class UpdateTally:
             self._log_ratios.append(log_ratio_BR[micro_batch.mask_BR.bool()].cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Means over the optimiser steps, those that are not finite left out."""
+        """Of all processes: means over the optimiser steps, those that are not finite left out."""
         metrics = {
             name: sum(finite) / len(finite)
             for name, values in self._values.items()
@@ -54,8 +57,9 @@ class UpdateTally:
         num_nonfinite = sum(not math.isfinite(norm) for norm in grad_norms)
         metrics[self._names.nonfinite_updates] = float(num_nonfinite)
         metrics[self._names.optimizer_steps] = float(len(grad_norms) - num_nonfinite)
-        if self._log_ratios:
-            metrics |= _mismatch(torch.cat(self._log_ratios))
+        log_ratios = [ratios_N for part in self._team.collect(self._log_ratios) for ratios_N in part]
+        if log_ratios:
+            metrics |= _mismatch(torch.cat(log_ratios))
         return metrics
 
 

@@ -3,6 +3,7 @@
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
 from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory
 from agent_loop.trajectory.segments import Segment, count_turns, placed_attachments
+from agent_loop.trajectory.trace import Span, Trace
 
 __all__ = [
     "AgentLoopMetrics",
@@ -12,6 +13,8 @@ __all__ = [
     "Incident",
     "IncidentKind",
     "Segment",
+    "Span",
+    "Trace",
     "Trajectory",
     "count_turns",
     "placed_attachments",

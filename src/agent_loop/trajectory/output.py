@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -21,6 +21,7 @@ from agent_loop.trajectory.segments import (
     placed_attachments,
     segments_of_mask,
 )
+from agent_loop.trajectory.trace import Trace
 from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds
 
 
@@ -102,21 +103,19 @@ class AgentLoopOutput:
         elif any(given is not None for given in (prompt_ids, response_ids, response_mask, response_logprobs)):
             raise EpisodeError("AgentLoopOutput got segments and token lists; give one of the two")
         segments = tuple(segments)
-        values: dict[str, Any] = {
-            "segments": segments,
-            "stop_reason": stop_reason,
-            "reward_score": reward_score,
-            "messages": tuple(messages),
-            "tool_schemas": tuple(tool_schemas),
-            "metrics": metrics or AgentLoopMetrics(),
-            "feedback": tuple(feedback),
-            "incidents": tuple(incidents),
-            "failure": failure,
-            "extra_fields": dict(extra_fields or {}),
-            "num_turns": count_turns(segments) if num_turns is None else num_turns,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            segments=segments,
+            stop_reason=stop_reason,
+            reward_score=reward_score,
+            messages=tuple(messages),
+            tool_schemas=tuple(tool_schemas),
+            metrics=metrics or AgentLoopMetrics(),
+            feedback=tuple(feedback),
+            incidents=tuple(incidents),
+            failure=failure,
+            extra_fields=dict(extra_fields or {}),
+            num_turns=count_turns(segments) if num_turns is None else num_turns,
+        )
 
     def failed(self, failure: Failure) -> AgentLoopOutput:
         """The same trajectory, ended by a failure."""
@@ -199,8 +198,10 @@ class AgentLoopOutput:
         return ""
 
     def _with(self, **changed: Any) -> AgentLoopOutput:
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return AgentLoopOutput(**(values | changed))
+        """The same trajectory with other fields; not with other segments, from which the rest is derived."""
+        copied = object.__new__(AgentLoopOutput)
+        vars(copied).update(vars(self), **changed)
+        return copied
 
     def _per_response_token(self, value_of: Callable[[Segment], int], dtype: Any) -> NDArray[Any]:
         return concatenated([np.full(len(s), value_of(s), dtype) for s in self.response_segments], dtype)
@@ -222,6 +223,8 @@ class Trajectory:
     """What else the reward function returned."""
     branch: int | None = None
     """Which output, where the loop returned a list of them."""
+    trace: Trace | None = None
+    """None where nobody watched it, as of what ended before a crash and is in the journal."""
 
     @property
     def trajectory_id(self) -> str:

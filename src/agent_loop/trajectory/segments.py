@@ -46,9 +46,7 @@ class Segment:
 
 def count_turns(segments: Iterable[Segment]) -> int:
     """Prompt, assistant turns and replies; a completion that spans a weight swap is one turn."""
-    return sum(
-        1 for _ in groupby(segments, key=lambda s: (s.origin is Origin.PROMPT, s.origin is Origin.MODEL))
-    )
+    return sum(1 for _ in groupby(_SPEAKER[segment.origin] for segment in segments))
 
 
 def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:
@@ -99,6 +97,9 @@ def segments_of_mask(
         else:
             segments.append(Segment(ids[start:end], Origin.TOOL))
     return segments
+
+
+_SPEAKER = {Origin.PROMPT: "prompt", Origin.MODEL: "model", Origin.TOOL: "reply", Origin.INTERACTION: "reply"}
 
 
 def _check_attachments(segment: Segment) -> None:

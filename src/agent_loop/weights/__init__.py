@@ -7,6 +7,8 @@
     with WeightReceiver() as receiver:                                # engine's process; long-lived
         for name, tensor in receiver.receive(handle_json): ...
 
+Weights are names and tensors, or `AdaptedWeights`, whose base travels once and whose updates are small.
+
 A handle is small text for whatever channel the engine has; the bytes go by the transport. Each name is imported at
 first use, so that what only passes weights on loads no torch.
 """
@@ -17,20 +19,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agent_loop.weights.adapted import AdaptedWeights, Factors
     from agent_loop.weights.choice import choose_transport
     from agent_loop.weights.disk import write_checkpoint
     from agent_loop.weights.expected import check_weights, expected_weights, tied_weights
     from agent_loop.weights.handle import TensorSpec, WeightHandle
     from agent_loop.weights.receiver import WeightReceiver
     from agent_loop.weights.sender import WeightSender
-    from agent_loop.weights.shared import SharedWeights, offered
+    from agent_loop.weights.shared import SharedWeights, adapted_weights, offered
 
 __all__ = [
+    "AdaptedWeights",
+    "Factors",
     "SharedWeights",
     "TensorSpec",
     "WeightHandle",
     "WeightReceiver",
     "WeightSender",
+    "adapted_weights",
     "check_weights",
     "choose_transport",
     "expected_weights",
@@ -40,11 +46,14 @@ __all__ = [
 ]
 
 _MODULE_OF = {
+    "AdaptedWeights": "adapted",
+    "Factors": "adapted",
     "SharedWeights": "shared",
     "TensorSpec": "handle",
     "WeightHandle": "handle",
     "WeightReceiver": "receiver",
     "WeightSender": "sender",
+    "adapted_weights": "shared",
     "check_weights": "expected",
     "choose_transport": "choice",
     "expected_weights": "expected",

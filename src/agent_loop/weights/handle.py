@@ -15,7 +15,7 @@ Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "disk"]
 
 FieldT = TypeVar("FieldT")
 
-FORMAT = 1
+FORMAT = 2
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
     "float32": 4,
@@ -72,16 +72,21 @@ class WeightHandle:
     """Where the bytes are; its keys are the transport's business."""
     has_checksums: bool = True
     """The receiver compares each tensor before it hands it out."""
+    base: WeightHandle | None = None
+    """Where the base is, if the tensors are factors of adapters (see `agent_loop.weights.adapted`): open for as long
+    as offers are made with it, for receivers that lack it."""
+    base_id: str = ""
+    """A receiver that has the base of this name need not read it."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors together."""
+        """Of all tensors together, those of a base not counted."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """What `check_weights` takes, so that an engine can refuse before it reads a byte."""
-        return [(spec.name, spec.shape) for spec in self.tensors]
+        return [(spec.name, spec.shape) for spec in (self.base or self).tensors]
 
     def field(self, key: str, kind: type[FieldT]) -> FieldT:
         """An entry of `source`.
@@ -95,21 +100,7 @@ class WeightHandle:
         return value
 
     def to_json(self) -> str:
-        tensors = [
-            [spec.name, spec.dtype, list(spec.shape), spec.bucket, spec.offset, spec.checksum]
-            for spec in self.tensors
-        ]
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "transport": self.transport,
-                "weight_version": self.weight_version,
-                "has_checksums": self.has_checksums,
-                "source": dict(self.source),
-                "tensors": tensors,
-            },
-            separators=(",", ":"),
-        )
+        return json.dumps(self._to_fields(), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightHandle:
@@ -122,6 +113,27 @@ class WeightHandle:
             found = json.loads(text)
         except (ValueError, TypeError) as error:
             raise _garbage(f"it is not JSON ({error})") from None
+        return cls._from_fields(found)
+
+    def _to_fields(self) -> dict[str, Any]:
+        tensors = [
+            [spec.name, spec.dtype, list(spec.shape), spec.bucket, spec.offset, spec.checksum]
+            for spec in self.tensors
+        ]
+        fields: dict[str, Any] = {
+            "format": FORMAT,
+            "transport": self.transport,
+            "weight_version": self.weight_version,
+            "has_checksums": self.has_checksums,
+            "source": dict(self.source),
+            "tensors": tensors,
+        }
+        if self.base is not None:
+            fields |= {"base": self.base._to_fields(), "base_id": self.base_id}
+        return fields
+
+    @classmethod
+    def _from_fields(cls, found: Any) -> WeightHandle:
         if not isinstance(found, dict):
             raise _garbage(f"it is a JSON {type(found).__name__}")
         fields = cast(dict[str, Any], found)
@@ -137,12 +149,20 @@ class WeightHandle:
             raise _garbage("the list of tensors is missing")
         tensors = tuple(_parse_spec(row) for row in cast(list[Any], fields["tensors"]))
         refuse_duplicates(tensors)
+        base = None if "base" not in fields else cls._from_fields(fields["base"])
+        base_id = fields.get("base_id", "")
+        if not isinstance(base_id, str) or bool(base_id) != (base is not None):
+            raise _garbage(f"its base_id is {base_id!r}")
+        if base is not None and base.base is not None:
+            raise _garbage("its base has a base")
         return cls(
             transport=fields["transport"],
             weight_version=fields["weight_version"],
             tensors=tensors,
             source=cast(dict[str, Any], fields["source"]),
             has_checksums=fields["has_checksums"],
+            base=base,
+            base_id=base_id,
         )
 
 

@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.concurrency import run_shielded
+from agent_loop.threads import run_in_thread
+from agent_loop.weights.adapted import AdaptedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +37,19 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
         """Reads the iterator to its end.
 
         Args:
-            weights: Names and tensors.
+            weights: Names and tensors. `AdaptedWeights` stay what they are.
             senders: Those of earlier updates: used again, so that they reuse their memory, and added to. A closed one
                 is replaced by that of the next server that asks.
         """
-        self._weights = tuple(weights)
+        self._weights = weights if isinstance(weights, AdaptedWeights) else tuple(weights)
         self._senders = {} if senders is None else senders
         self._handles: dict[Hashable, WeightHandle] = {}
         self._locks: dict[Hashable, asyncio.Lock] = {}
         self._offers = AsyncExitStack()
+
+    @property
+    def adapted(self) -> AdaptedWeights | None:
+        return self._weights if isinstance(self._weights, AdaptedWeights) else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._weights)
@@ -63,7 +69,7 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
                 kept = self._senders.get(key)
                 if kept is None or kept.is_closed:
                     kept = self._senders[key] = sender
-                offer = _OpenOffer(kept.offer(self, weight_version=weight_version))
+                offer = _OpenOffer(kept.offer(self._weights, weight_version=weight_version))
                 self._handles[key] = await self._offers.enter_async_context(offer)
         return self._handles[key]
 
@@ -75,6 +81,13 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
     ) -> None:
         self._handles.clear()
         await self._offers.__aexit__(kind, error, trace)
+
+
+def adapted_weights(weights: Iterable[tuple[str, Tensor]]) -> AdaptedWeights | None:
+    """What a server was given, if it is a base and factors, shared or not."""
+    if isinstance(weights, SharedWeights):
+        return weights.adapted
+    return weights if isinstance(weights, AdaptedWeights) else None
 
 
 @asynccontextmanager

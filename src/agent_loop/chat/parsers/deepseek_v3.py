@@ -8,7 +8,7 @@ from typing import Any
 
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
-from agent_loop.chat.parsers.sections import SectionMarks, walk_sections
+from agent_loop.chat.parsers.sections import SectionMarks, section_walker
 from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed
 from agent_loop.types import ParsedCompletion
 
@@ -31,7 +31,7 @@ class DeepSeekV3ToolParser(ToolParser):
     thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk_sections(text, marks=MARKS, read_call=_read_call)
+        return _WALKER.read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -56,7 +56,8 @@ def _read_call(text: str, start: int) -> Block:
         error = f"the call is not closed with {closings[0]}"
         after = body.end + len(MARKS.call_close) * text.startswith(MARKS.call_close, body.end)
         return Block((malformed(text[start : body.end], error),), after)
-    return Block((read_arguments(body.text, name=name, accepts_text=True),), body.end)
+    return Block((read_arguments(body, name=name, accepts_text=True),), body.end)
 
 
 _FENCED = re.compile(r"\s*+(?P<name>[^\s<`{]++)\s*+```(?:json)?+\s*+")
+_WALKER = section_walker(MARKS, read_call=_read_call)

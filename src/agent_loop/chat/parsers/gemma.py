@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault, decode_json
 from agent_loop.chat.parsers.values import PYTHON_WORDS
-from agent_loop.chat.parsers.walking import Block, Thought, find_first, malformed, skip_space, walk
+from agent_loop.chat.parsers.walking import Block, Thought, Walker, find_first, malformed, skip_space
 from agent_loop.types import ParsedCompletion, ToolCall
 
 THOUGHT = Thought("<|channel>", "<channel|>", label="thought")
@@ -40,9 +40,7 @@ class GemmaToolParser(ToolParser):
     thoughts = (THOUGHT,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        dialects = (GEMMA_4, FUNCTION_GEMMA)
-        readers = {dialect.opening: partial(_read_block, dialect=dialect) for dialect in dialects}
-        return walk(text, readers=readers, thoughts=(THOUGHT,), ends=ENDS)
+        return _WALKER.read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -157,3 +155,8 @@ class _Values:
 _NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+\{")
 _WORD = re.compile(r"[^\s,:{}\[\]<>|]++")
 _KEY = re.compile(r"[^,:{}\[\]<>|\n]++")
+_WALKER = Walker(
+    {dialect.opening: partial(_read_block, dialect=dialect) for dialect in (GEMMA_4, FUNCTION_GEMMA)},
+    thoughts=(THOUGHT,),
+    ends=ENDS,
+)

@@ -17,7 +17,7 @@ from typing import Any
 
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.tagged import TagFault, TagMarks, read_tagged_call
-from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed, walk
+from agent_loop.chat.parsers.walking import THINK, Block, Walker, find_first, malformed
 from agent_loop.types import ParsedCompletion
 
 OPEN, CLOSE, KEY = "<tool_call>", "</tool_call>", "<arg_key>"
@@ -40,7 +40,7 @@ class GlmToolParser(ToolParser):
     thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk(text, readers={OPEN: partial(_read_block, tools=tools)}, ends=ENDS)
+        return Walker({OPEN: partial(_read_block, tools=tools)}, ends=ENDS).read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

@@ -73,7 +73,7 @@ def _read_call(
     if channel == "analysis":
         error = "functions are called on the commentary channel, not on analysis"
         return malformed(body.text, error), body.end
-    return read_arguments(body.text, name=recipient.removeprefix("functions.")), body.end
+    return read_arguments(body, name=recipient.removeprefix("functions.")), body.end
 
 
 def _recipient_in(header: str) -> str:

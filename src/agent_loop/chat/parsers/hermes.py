@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.json_calls import read_body, read_call
-from agent_loop.chat.parsers.walking import THINK, Block, malformed, walk
+from agent_loop.chat.parsers.walking import THINK, Block, Walker, malformed
 from agent_loop.types import ParsedCompletion
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -21,7 +21,7 @@ class HermesToolParser(ToolParser):
     thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk(text, readers={OPEN: _read_block})
+        return _WALKER.read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -30,7 +30,11 @@ class HermesToolParser(ToolParser):
 
 
 def _read_block(text: str, start: int) -> Block:
-    body = read_body(text, start, closings=(CLOSE,), stops=(OPEN, THINK.opening, THINK.closing))
+    body = read_body(text, start, closings=(CLOSE,), stops=_STOPS)
     if not body.is_closed:
         return Block((malformed(body.text, f"the call is not closed with {CLOSE}"),), body.end)
-    return Block((read_call(body.text),), body.end)
+    return Block((read_call(body),), body.end)
+
+
+_STOPS = (OPEN, THINK.opening, THINK.closing)
+_WALKER = Walker({OPEN: _read_block})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from agent_loop.chat.parsers.walking import find_first, malformed, skip_space
@@ -30,6 +31,16 @@ class Body(NamedTuple):
     end: int
     """Behind the closing, or where the body stops without one."""
     is_closed: bool
+    value: Any = None
+    """What the text holds, where it was decoded already."""
+
+    def decode(self) -> Any:
+        """The value that the text holds.
+
+        Raises:
+            JsonFault: It holds none, more than one, or one that is refused (see above).
+        """
+        return decode_json(self.text) if self.value is None else self.value
 
 
 def decode_json(text: str) -> Any:
@@ -39,9 +50,7 @@ def decode_json(text: str) -> Any:
         JsonFault: It holds none, more than one, or one that is refused (see above).
     """
     try:
-        value = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
-        )
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise JsonFault(_describe(error)) from error
     except RecursionError as error:
@@ -58,20 +67,20 @@ def decode_json(text: str) -> Any:
 
 
 def read_call(
-    text: str, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
+    body: Body, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
 ) -> ToolCall | MalformedCall:
     """The call that a JSON object like `{"name": ..., "arguments": {...}}` holds.
 
     Args:
-        text: The JSON.
+        body: The JSON.
         keys: Under which the arguments may stand.
         accepts_text: Whether arguments may be a string that holds a JSON object.
     """
     try:
-        value = decode_json(text)
+        value = body.decode()
     except JsonFault as fault:
-        return malformed(text, f"the call is not valid JSON: {fault}")
-    return as_call(value, text=text, keys=keys, accepts_text=accepts_text)
+        return malformed(body.text, f"the call is not valid JSON: {fault}")
+    return as_call(value, text=body.text, keys=keys, accepts_text=accepts_text)
 
 
 def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool) -> ToolCall | MalformedCall:
@@ -97,17 +106,17 @@ def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool)
 
 
 def read_arguments(
-    text: str, *, name: str, call_id: str = "", accepts_text: bool = False
+    body: Body, *, name: str, call_id: str = "", accepts_text: bool = False
 ) -> ToolCall | MalformedCall:
     """The call of a tool whose name stands elsewhere and whose arguments are a JSON object."""
     if not name:
-        return malformed(text, "the call does not name a tool")
+        return malformed(body.text, "the call does not name a tool")
     try:
-        value = decode_json(text)
+        value = body.decode()
     except JsonFault as fault:
-        return malformed(text, f"the arguments of {name} are not valid JSON: {fault}")
+        return malformed(body.text, f"the arguments of {name} are not valid JSON: {fault}")
     return _as_call(
-        value, text=text, name=name, call_id=call_id, accepts_text=accepts_text, what="the arguments"
+        value, text=body.text, name=name, call_id=call_id, accepts_text=accepts_text, what="the arguments"
     )
 
 
@@ -117,22 +126,25 @@ def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[
     A JSON value at `start` is passed as a whole, so that its strings may hold anything. What is no JSON ends at the
     first closing; what is not closed, before the first of `stops`.
     """
-    end, is_whole = scan_json(text, skip_space(text, start))
-    if is_whole:
-        after = skip_space(text, end)
-        for closing in closings:
-            if text.startswith(closing, after):
-                return Body(text[start:end], after + len(closing), is_closed=True)
     end, marker = find_first(text, start, closings + stops)
     is_closed = marker in closings
-    return Body(text[start:end], end + len(marker) if is_closed else end, is_closed)
+    body = text[start:end]
+    if is_closed:
+        with suppress(JsonFault):  # (the closing may stand in a string)
+            return Body(body, end + len(marker), is_closed, decode_json(body))
+    scanned = scan_json(text, start)
+    after = skip_space(text, scanned.end)
+    for closing in closings if scanned.is_closed else ():
+        if text.startswith(closing, after):
+            return Body(scanned.text, after + len(closing), is_closed=True)
+    return Body(body, end + len(marker) if is_closed else end, is_closed)
 
 
-def scan_json(text: str, start: int) -> tuple[int, bool]:
-    """Where the brackets that open at `start` are closed again, brackets in strings aside, and whether they are; else
-    where that is found to be hopeless. Says nothing about the JSON between them."""
+def scan_json(text: str, start: int) -> Body:
+    """What stands at `start`, behind white space or not, up to where the brackets that open there are closed again,
+    brackets in strings aside; else up to where that is found to be hopeless. What is closed need not be JSON."""
     depth = 0
-    position = start
+    position = skip_space(text, start)
     while token := _TOKEN.match(text, position):
         first = token[0][0]
         if first in "[{":
@@ -143,8 +155,8 @@ def scan_json(text: str, start: int) -> tuple[int, bool]:
         if first in "]}":
             depth -= 1
             if not depth:
-                return position, True
-    return position, False
+                return Body(text[start:position], position, is_closed=True)
+    return Body(text[start:position], position, is_closed=False)
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|[\s,:+\-.0-9Eaeflnrstu]++', re.DOTALL)
@@ -192,6 +204,9 @@ def _finite(digits: str) -> float:
     if not math.isfinite(number):
         raise JsonFault(f"the number {digits[:40]} is too large")
     return number
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def is_too_deep(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
-from agent_loop.chat.parsers.sections import SectionMarks, walk_sections
+from agent_loop.chat.parsers.sections import SectionMarks, section_walker
 from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed
 from agent_loop.types import ParsedCompletion
 
@@ -30,7 +30,7 @@ class KimiK2ToolParser(ToolParser):
     thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk_sections(text, marks=MARKS, read_call=_read_call)
+        return _WALKER.read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -47,8 +47,11 @@ def _read_call(text: str, start: int) -> Block:
     if not body.is_closed:
         error = f"the call is not closed with {MARKS.call_close}"
         return Block((malformed(call_id + body.text, error),), body.end)
-    return Block((read_arguments(body.text, name=_name_in(call_id), call_id=call_id),), body.end)
+    return Block((read_arguments(body, name=_name_in(call_id), call_id=call_id),), body.end)
 
 
 def _name_in(call_id: str) -> str:
     return re.sub(r":[0-9]+\Z", "", call_id.removeprefix("functions."))
+
+
+_WALKER = section_walker(MARKS, read_call=_read_call)

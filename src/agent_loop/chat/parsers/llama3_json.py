@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.chat.parsers.base import ToolParser
-from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, read_call, scan_json
-from agent_loop.chat.parsers.walking import THINK, Block, malformed, skip_space, walk
+from agent_loop.chat.parsers.json_calls import Body, JsonFault, as_call, read_call, scan_json
+from agent_loop.chat.parsers.walking import THINK, Block, Walker, malformed, skip_space
 from agent_loop.types import ParsedCompletion
 
 PYTHON_TAG = "<|python_tag|>"
@@ -26,7 +26,7 @@ class Llama3JsonToolParser(ToolParser):
     thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk(text, readers={"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)
+        return _WALKER.read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -35,20 +35,19 @@ class Llama3JsonToolParser(ToolParser):
 
 def _read_object(text: str, start: int) -> Block:
     begin = start - 1
-    end, is_whole = scan_json(text, begin)
-    body = text[begin:end]
-    if not is_whole:
-        return _read_broken(text, begin, reached=end)
+    body = scan_json(text, begin)
+    if not body.is_closed:
+        return _read_broken(text, begin, reached=body.end)
     try:
-        value = decode_json(body)
+        value = body.decode()
     except JsonFault:
-        is_meant = _BEGINNING.match(body) and _PARAMETERS.search(body)
-        return _call_block(body, text=text, end=end) if is_meant else Block((), end, text=body)
+        is_meant = _BEGINNING.match(body.text) and _PARAMETERS.search(body.text)
+        return _call_block(body, text=text) if is_meant else Block((), body.end, text=body.text)
     fields = cast(dict[str, Any], value)
     if not isinstance(fields.get("name"), str) or not fields.keys() & set(KEYS):
-        return Block((), end, text=body)
-    call = as_call(value, text=body, keys=KEYS, accepts_text=True)
-    return Block((call,), _behind_separator(text, end))
+        return Block((), body.end, text=body.text)
+    call = as_call(value, text=body.text, keys=KEYS, accepts_text=True)
+    return Block((call,), _behind_separator(text, body.end))
 
 
 def _read_broken(text: str, begin: int, *, reached: int) -> Block:
@@ -61,7 +60,7 @@ def _read_broken(text: str, begin: int, *, reached: int) -> Block:
     if not opens_completion and not _PARAMETERS.search(text, begin, end):
         return Block((), end, text=text[begin:end])
     end = _start_of(_NEXT_CALL, text, reached)
-    return _call_block(text[begin:end], text=text, end=end)
+    return _call_block(Body(text[begin:end], end, is_closed=False), text=text)
 
 
 def _read_tagged(text: str, start: int) -> Block:
@@ -73,9 +72,9 @@ def _read_tagged(text: str, start: int) -> Block:
     return Block((malformed(text[start:end], error),), end)
 
 
-def _call_block(body: str, *, text: str, end: int) -> Block:
+def _call_block(body: Body, *, text: str) -> Block:
     call = read_call(body, keys=KEYS, accepts_text=True)
-    return Block((call,), _behind_separator(text, end))
+    return Block((call,), _behind_separator(text, body.end))
 
 
 def _behind_separator(text: str, end: int) -> int:
@@ -96,3 +95,4 @@ _ANY_CALL = re.compile(_BEGINNING.pattern + _OR_STOP)
 _NEXT_CALL = re.compile(r"(?<=[;\n])[ \t]*+" + _BEGINNING.pattern + _OR_STOP)
 _PARAMETERS = re.compile(r"[\"'](?:parameters|arguments)[\"']\s*+:")
 _SEPARATOR = re.compile(r"\s*+;\s*+")
+_WALKER = Walker({"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)

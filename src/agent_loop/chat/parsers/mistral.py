@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.chat.parsers.base import ToolParser
-from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, read_arguments, scan_json
-from agent_loop.chat.parsers.walking import THINK, Block, Thought, find_first, malformed, skip_space, walk
+from agent_loop.chat.parsers.json_calls import Body, JsonFault, as_call, read_arguments, scan_json
+from agent_loop.chat.parsers.walking import THINK, Block, Thought, Walker, find_first, malformed, skip_space
 from agent_loop.types import ParsedCompletion
 
 OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -25,7 +25,7 @@ class MistralToolParser(ToolParser):
     thoughts = THOUGHTS
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk(text, readers={OPEN: _read_calls}, thoughts=THOUGHTS)
+        return _WALKER.read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -35,32 +35,33 @@ class MistralToolParser(ToolParser):
 def _read_calls(text: str, start: int) -> Block:
     begin = skip_space(text, start)
     if header := _HEADER.match(text, begin):
-        body, end = _read_json(text, header.end(), opening="{")
-        return Block(
-            (read_arguments(body, name=header["name"], call_id=header["id"] or "", accepts_text=True),), end
-        )
-    body, end = _read_json(text, begin, opening="[")
+        body = _take_json(text, header.end(), opening="{")
+        call = read_arguments(body, name=header["name"], call_id=header["id"] or "", accepts_text=True)
+        return Block((call,), body.end)
+    body = _take_json(text, begin, opening="[")
     try:
-        values = decode_json(body)
+        values = body.decode()
     except JsonFault as fault:
-        return Block((malformed(body, f"the list of calls is not valid JSON: {fault}"),), end)
+        return Block((malformed(body.text, f"the list of calls is not valid JSON: {fault}"),), body.end)
     if not isinstance(values, list) or not values:
         error = f"{OPEN} must be followed by a JSON list of calls, or by name{ARGUMENTS} and a JSON object"
-        return Block((malformed(body, error),), end)
+        return Block((malformed(body.text, error),), body.end)
     calls = [
-        as_call(value, text=body, keys=("arguments",), accepts_text=True) for value in cast(list[Any], values)
+        as_call(value, text=body.text, keys=("arguments",), accepts_text=True)
+        for value in cast(list[Any], values)
     ]
-    return Block(tuple(calls), end)
+    return Block(tuple(calls), body.end)
 
 
-def _read_json(text: str, start: int, *, opening: str) -> tuple[str, int]:
-    """The JSON at `start` and where it ends; without brackets that match, all text up to the next marker."""
-    begin = skip_space(text, start)
-    end, is_whole = scan_json(text, begin)
-    if not is_whole or text[begin] != opening:
-        end, _ = find_first(text, start, _STOPS)
-    return text[start:end], end
+def _take_json(text: str, start: int, *, opening: str) -> Body:
+    """The JSON at `start`; without brackets that match, all text up to the next marker."""
+    body = scan_json(text, start)
+    if body.is_closed and text.startswith(opening, skip_space(text, start)):
+        return body
+    end, _ = find_first(text, start, _STOPS)
+    return Body(text[start:end], end, is_closed=False)
 
 
 _STOPS = (OPEN, *(mark for thought in THOUGHTS for mark in (thought.opening, thought.closing)))
 _HEADER = re.compile(r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?\[ARGS\]")
+_WALKER = Walker({OPEN: _read_calls}, thoughts=THOUGHTS)

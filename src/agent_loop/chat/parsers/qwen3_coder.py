@@ -20,7 +20,7 @@ from typing import Any
 
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.tagged import TagFault, TagMarks, read_tagged_call
-from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed, walk
+from agent_loop.chat.parsers.walking import THINK, Block, Walker, find_first, malformed
 from agent_loop.types import ParsedCompletion
 
 OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
@@ -42,7 +42,8 @@ class Qwen3CoderToolParser(ToolParser):
     thoughts = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return walk(text, readers={OPEN: partial(_read_block, tools=tools), FUNCTION: _read_bare_function})
+        readers = {OPEN: partial(_read_block, tools=tools), FUNCTION: _read_bare_function}
+        return Walker(readers).read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_loop.chat.parsers.walking import THINK, Block, Reader, find_first, malformed, skip_space, walk
-from agent_loop.types import ParsedCompletion
+from agent_loop.chat.parsers.walking import THINK, Block, Reader, Walker, find_first, malformed, skip_space
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class SectionMarks:
         )
 
 
-def walk_sections(text: str, *, marks: SectionMarks, read_call: Reader) -> ParsedCompletion:
-    """Reads a completion. A section that begins without a call is malformed; the calls of a section that is not closed,
+def section_walker(marks: SectionMarks, *, read_call: Reader) -> Walker:
+    """Reads completions. A section that begins without a call is malformed; the calls of a section that is not closed,
     and calls outside any section, count if they are whole themselves."""
 
     def read_section(text: str, start: int) -> Block:
@@ -42,4 +41,4 @@ def walk_sections(text: str, *, marks: SectionMarks, read_call: Reader) -> Parse
         return Block((malformed(text[start:end], error),), end)
 
     readers = {marks.section_open: read_section, marks.call_open: read_call}
-    return walk(text, readers=readers, ignored=(marks.section_close,))
+    return Walker(readers, ignored=(marks.section_close,))

@@ -36,60 +36,72 @@ Reader: TypeAlias = Callable[[str, int], Block]
 """Reads what an opening text opened: given the completion and the position right behind that text."""
 
 
-def walk(
-    text: str,
-    *,
-    readers: Mapping[str, Reader],
-    thoughts: tuple[Thought, ...] = (THINK,),
-    ignored: tuple[str, ...] = (),
-    ends: tuple[str, ...] = (),
-) -> ParsedCompletion:
-    """Reads a completion from left to right.
+class Walker:
+    """Reads completions of one format from left to right.
 
     The first closing of reasoning that nothing opened, and that is not inside a call, ends reasoning that the
     generation prompt opened: all before it is reasoning, calls included. Reasoning that is never closed goes on to
     the end.
 
     Args:
-        text: The completion.
         readers: By the text that opens a call.
         thoughts: What marks reasoning.
         ignored: Texts of the format that say nothing by themselves and are left out of the content.
         ends: Texts that end a turn; one at the end is left out.
     """
-    text = _without_end(text, ends)
-    closing_of = {thought.opening: thought for thought in thoughts}
-    closings = {thought.closing for thought in thoughts}
-    markers = (*readers, *closing_of, *closings, *ignored)
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: list[ToolCall | MalformedCall] = []
-    position = 0
-    while True:
-        start, marker = find_first(text, position, markers)
-        content.append(text[position:start])
-        position = start + len(marker)
-        if marker in readers:
-            block = readers[marker](text, position)
-            calls += block.calls
-            content.append(block.text)
-            position = block.end
-        elif marker in closing_of:
-            _, closing, label = closing_of[marker]
-            end, closed = find_first(text, position, (closing,))
-            reasoning.append(text[position:end].removeprefix(label).strip("\n"))
-            position = end + len(closed)
-        elif marker in closings and reasoning:
-            content.append(marker)
-        elif marker in closings:
-            reasoning.append(text[:start].strip("\n"))
-            content.clear()
-            calls.clear()
-        elif not marker:
-            break
-    return ParsedCompletion(
-        "".join(content).strip(), tuple(calls), "\n".join(reasoning) if reasoning else None
-    )
+
+    def __init__(
+        self,
+        readers: Mapping[str, Reader],
+        *,
+        thoughts: tuple[Thought, ...] = (THINK,),
+        ignored: tuple[str, ...] = (),
+        ends: tuple[str, ...] = (),
+    ) -> None:
+        self._readers = readers
+        self._thoughts = {thought.opening: thought for thought in thoughts}
+        self._closings = {thought.closing for thought in thoughts}
+        self._marker = _pattern((*readers, *self._thoughts, *self._closings, *ignored))
+        self._ends = ends
+
+    def read(self, text: str) -> ParsedCompletion:
+        """Reads a completion."""
+        text = self._without_end(text)
+        content: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCall | MalformedCall] = []
+        position = 0
+        while found := self._marker.search(text, position):
+            marker = found[0]
+            content.append(text[position : found.start()])
+            position = found.end()
+            if marker in self._readers:
+                block = self._readers[marker](text, position)
+                calls += block.calls
+                content.append(block.text)
+                position = block.end
+            elif marker in self._thoughts:
+                _, closing, label = self._thoughts[marker]
+                end, closed = find_first(text, position, (closing,))
+                reasoning.append(text[position:end].removeprefix(label).strip("\n"))
+                position = end + len(closed)
+            elif marker in self._closings and reasoning:
+                content.append(marker)
+            elif marker in self._closings:
+                reasoning.append(text[: found.start()].strip("\n"))
+                content.clear()
+                calls.clear()
+        content.append(text[position:])
+        return ParsedCompletion(
+            "".join(content).strip(), tuple(calls), "\n".join(reasoning) if reasoning else None
+        )
+
+    def _without_end(self, text: str) -> str:
+        stripped = text.rstrip()
+        for end in self._ends:
+            if stripped.endswith(end):
+                return stripped.removesuffix(end)
+        return text
 
 
 def find_first(text: str, start: int, markers: tuple[str, ...]) -> tuple[int, str]:
@@ -115,8 +127,3 @@ _NO_SPACE = re.compile(r"\S")
 @lru_cache(maxsize=256)
 def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
-
-
-def _without_end(text: str, ends: tuple[str, ...]) -> str:
-    stripped = text.rstrip()
-    return next((stripped.removesuffix(end) for end in ends if stripped.endswith(end)), text)

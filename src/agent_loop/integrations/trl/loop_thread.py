@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
 END_TIMEOUT_S = 60.0
 """What is interrupted gets so long to clean up."""
+LOOK_EVERY_S = 0.5
+"""A signal that comes just before a thread waits for a lock is not seen before the wait is over."""
 
 
 class LoopThread:
@@ -27,21 +30,30 @@ class LoopThread:
 
     def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         """Waits for a coroutine's result. Ctrl-C cancels it, and is raised when it has ended."""
-        ended = threading.Event()
+        future: Future[ResultT] = Future()
+        tasks: list[asyncio.Task[ResultT]] = []
 
-        async def run_to_end() -> ResultT:
-            try:
-                return await call
-            finally:
-                ended.set()
+        def begin() -> None:
+            tasks.append(self._loop.create_task(call))
+            tasks[0].add_done_callback(partial(_hand_over, to=future))
 
-        future = asyncio.run_coroutine_threadsafe(run_to_end(), self._loop)
+        def end() -> None:
+            for task in tasks:
+                task.cancel()
+            if not tasks:
+                call.close()
+                future.set_exception(CancelledError())
+
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(begin)
+            while not future.done():
+                wait([future], timeout=LOOK_EVERY_S)
         except BaseException:
-            if future.cancel():
-                ended.wait(END_TIMEOUT_S)
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(end)  # it comes after `begin`
+                wait([future], timeout=END_TIMEOUT_S)
             raise
+        return future.result()
 
     def start(self, call: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
         """Begins a coroutine and returns its result to come."""
@@ -60,3 +72,12 @@ class LoopThread:
     async def _run_until_closed(self) -> None:
         self._loop_made.set_result(asyncio.get_running_loop())
         await self._closing.wait()
+
+
+def _hand_over(task: asyncio.Task[ResultT], *, to: Future[ResultT]) -> None:
+    if task.cancelled():
+        to.set_exception(CancelledError())
+    elif (error := task.exception()) is not None:
+        to.set_exception(error)
+    else:
+        to.set_result(task.result())

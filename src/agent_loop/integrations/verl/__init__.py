@@ -14,7 +14,6 @@ from agent_loop.integrations.verl.loops import AgentLoopBase as AgentLoopBase
 from agent_loop.integrations.verl.loops import AgentLoopOutput as AgentLoopOutput
 from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
-from agent_loop.integrations.verl.timing import rollout_trace_op as rollout_trace_op
 from agent_loop.integrations.verl.timing import simple_timer as simple_timer
 from agent_loop.integrations.verl.tools import BaseTool as BaseTool
 from agent_loop.integrations.verl.tools import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
@@ -22,4 +21,6 @@ from agent_loop.integrations.verl.tools import initialize_tools_from_config as i
 from agent_loop.interactions.base import BaseInteraction as BaseInteraction
 from agent_loop.loops.registry import register as register
 from agent_loop.tools.base import ToolResponse as ToolResponse
+from agent_loop.tracing import rollout_trace_attr as rollout_trace_attr
+from agent_loop.tracing import rollout_trace_op as rollout_trace_op
 from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics

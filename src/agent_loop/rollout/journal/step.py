@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.boundary import describe_error
-from agent_loop.concurrency import run_in_thread
 from agent_loop.config import Config
 from agent_loop.errors import JournalError
 from agent_loop.recording.record import Kind, RowRecord
@@ -20,6 +19,7 @@ from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.frames import Scan, scan
 from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.rollout.worker import Job
+from agent_loop.threads import run_in_thread
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 

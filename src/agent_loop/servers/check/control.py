@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import torch
@@ -14,6 +15,8 @@ from agent_loop.servers.check.reference import Reference
 from agent_loop.servers.check.subject import Check, Subject, check
 from agent_loop.types import IntArray, TokenOutput, as_token_ids
 
+MAX_ATTEMPTS = 5
+"""To abort a completion before it ends by itself, as those of small models soon do."""
 CONTROL_CHECKS: list[Check] = []
 _check = partial(check, into=CONTROL_CHECKS)
 
@@ -21,11 +24,7 @@ _check = partial(check, into=CONTROL_CHECKS)
 @_check("an aborted request returns what it has")
 async def _abort(subject: Subject) -> str:
     session, prompt = subject.session(), subject.prompt(10, seed=20)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(_long(subject, prompt, session=session))
-        await subject.until_running(task)
-        await subject.server.abort(session)
-    output = task.result()
+    output = await _aborted(subject, prompt, session=session)
     require(output.stop_reason == "aborted", f"stop reason is {output.stop_reason!r}, not 'aborted'")
     wanted = await subject.greedy(prompt, max(1, len(output.token_ids)))
     subject.require_same(
@@ -34,19 +33,19 @@ async def _abort(subject: Subject) -> str:
     await subject.until_idle("after the abort")
     again = await subject.greedy(prompt, 3, session=session)
     require(len(again) == 3, "the session could not go on after an abort")
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     return f"{len(output.token_ids)} tokens kept"
 
 
 @_check("aborting what does not run does nothing")
 async def _abort_nothing(subject: Subject) -> None:
     await subject.server.abort("check-never-seen")
-    await subject.server.end_session("check-never-seen")
+    subject.server.end_session("check-never-seen")
     session = subject.session()
     await subject.greedy(subject.prompt(6, seed=21), 2, session=session)
     await subject.server.abort(session)
     require(len(await subject.greedy(subject.prompt(6, seed=21), 2, session=session)) == 2, "no tokens came")
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
 
 
 @_check("cancelling a request frees its place")
@@ -65,20 +64,19 @@ async def _cancel(subject: Subject) -> str:
 
     share = await subject.require_early_end(begin_and_cancel, whole_s=whole_s)
     require(len(await subject.greedy(prompt, 2, session=session)) == 2, "the session could not go on")
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     return share
 
 
 @_check("a second request of a running session is refused")
 async def _second(subject: Subject) -> None:
     session, prompt = subject.session(), subject.prompt(10, seed=23)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(_long(subject, prompt, session=session))
-        await subject.until_running(task)
-        await _require_refusal(subject, prompt, session=session, what="a second request of the session")
-        await subject.server.abort(session)
-    require(task.result().stop_reason == "aborted", "the first request did not go on")
-    await subject.server.end_session(session)
+    refused = partial(
+        _require_refusal, subject, prompt, session=session, what="a second request of the session"
+    )
+    output = await _aborted(subject, prompt, session=session, first=refused)
+    require(output.stop_reason == "aborted", "the first request did not go on")
+    subject.server.end_session(session)
 
 
 @_check("what no engine can do is refused by name, and the server goes on")
@@ -125,7 +123,7 @@ async def _busy_sleep(subject: Subject) -> None:
             raise CheckFailed("sleep() was accepted while a request was running")
         finally:
             await subject.server.abort(session)
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
 
 
 @_check("new weights are what is sampled from", ability=Ability.WEIGHT_UPDATE, needs_reference=True)
@@ -177,7 +175,7 @@ async def _in_flight(subject: Subject) -> str:
         await subject.server.update_weights(weights, weight_version=version + 1)
         if not task.done():
             await subject.server.abort(session)
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     output = task.result()
     spans = [span.weight_version for span in output.version_spans] or [output.weight_version]
     require(
@@ -208,6 +206,28 @@ async def _long(subject: Subject, prompt: IntArray, *, session: str) -> TokenOut
     return await subject.ask(
         prompt, session=session, temperature=0.0, max_tokens=subject.long_tokens, ignore_eos=True
     )
+
+
+async def _aborted(
+    subject: Subject, prompt: IntArray, *, session: str, first: Callable[[], Awaitable[None]] | None = None
+) -> TokenOutput:
+    """A long completion that is aborted while it runs; one that ends by itself before that is begun again.
+
+    Args:
+        first: What is done while it runs, before it is aborted.
+    """
+    num_attempts = 0
+    while True:
+        num_attempts += 1
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(_long(subject, prompt, session=session))
+            await subject.until_running(task)
+            if first is not None:
+                await first()
+            await subject.server.abort(session)
+        output = task.result()
+        if output.stop_reason != "length" or num_attempts == MAX_ATTEMPTS:
+            return output
 
 
 async def _error_of(subject: Subject, *, session: str) -> BaseException | None:

@@ -160,7 +160,7 @@ async def _session(subject: Subject) -> None:
     first = await subject.greedy(prompt, 8, session=session)
     context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(7, seed=7).tolist()])
     second = await subject.greedy(context, 8, session=session)
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     subject.require_same(second, await subject.greedy(context, 8), prompt=context, what="the second turn")
 
 
@@ -178,7 +178,7 @@ async def _reuse_of(subject: Subject, *, seed: int) -> str:
     first = await subject.greedy(prompt, 8, session=session)
     context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
     output = await subject.ask(context, session=session, temperature=0.0, max_tokens=2)
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     cached = output.num_cached_tokens
     require(cached is not None, "num_cached_tokens is None, so nobody can tell")
     require(
@@ -194,7 +194,7 @@ async def _stream(subject: Subject) -> str:
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     session = subject.session()
     chunks = [chunk async for chunk in subject.server.stream(prompt, params, session)]
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     output = TokenOutput.from_chunks(chunks)
     _require_valid(subject, output)
     subject.require_same(output.token_ids, await subject.greedy(prompt, 24), prompt=prompt, what="the stream")
@@ -224,7 +224,7 @@ async def _left_stream(subject: Subject) -> str:
         await stream.aclose()
 
     share = await subject.require_early_end(begin_and_leave, whole_s=whole_s)
-    await subject.server.end_session(session)
+    subject.server.end_session(session)
     return share
 
 

@@ -54,7 +54,7 @@ class Subject:
             return await self.server.generate(prompt_ids, SamplingParams(**params), request_id)
         finally:
             if session is None:
-                await self.server.end_session(request_id)
+                self.server.end_session(request_id)
 
     async def greedy(
         self, prompt_ids: IntArray | Sequence[int], num_tokens: int, *, session: str | None = None

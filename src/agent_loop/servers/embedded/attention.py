@@ -68,6 +68,22 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Short chunks, each padded to the longest, computed by one call."""
+
+    rows: Tensor
+    """Of the step's tokens, [chunks * count]; padding repeats some row."""
+    kept: Tensor
+    """Those of `rows` that are no padding, in the order of the step."""
+    slots: Tensor
+    """Shape [chunks]."""
+    length: int
+    """Of the longest sequence, its chunk included."""
+    mask: Tensor
+    """Added to the scores, [chunks, 1, count, length]."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotAttention:
     """The attention of one step: writes the new tokens to the cache, then reads the cache."""
 
@@ -76,7 +92,7 @@ class SlotAttention:
     cache_rows: dict[int, Tensor]
     """By number of KV heads, where the new tokens go: see `KVCache.write`."""
     groups: tuple[DecodeGroup, ...]
-    chunks: tuple[PrefillChunk, ...]
+    chunks: tuple[PrefillChunk | PrefillGroup, ...]
 
     def attend(
         self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
@@ -87,7 +103,10 @@ class SlotAttention:
             _decode(group, query=query, keys=keys, values=values, scaling=scaling) for group in self.groups
         ]
         parts += [
-            _prefill(chunk, query=query, keys=keys, values=values, scaling=scaling) for chunk in self.chunks
+            (_prefill_group if isinstance(chunk, PrefillGroup) else _prefill)(
+                cast(Any, chunk), query=query, keys=keys, values=values, scaling=scaling
+            )
+            for chunk in self.chunks
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
@@ -146,6 +165,26 @@ def _prefill(
         scale=scaling,
     )
     return attended.flatten(0, 1).transpose(0, 1)
+
+
+def _prefill_group(
+    group: PrefillGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+) -> Tensor:
+    """Returns [kept, heads, value_dim]. As in `_decode`, heads that share a KV head are its query tokens."""
+    num_heads, num_kv_heads = query.shape[1], keys.shape[1]
+    num_chunks, _, count, _ = group.mask.shape
+    query_rows = query[0].index_select(1, group.rows).view(num_heads, num_chunks, count, -1).transpose(0, 1)
+    num_sharing = num_heads // num_kv_heads
+    mask = group.mask.unsqueeze(2).expand(-1, -1, num_sharing, -1, -1).flatten(2, 3)
+    attended = scaled_dot_product_attention(
+        query_rows.reshape(num_chunks, num_kv_heads, num_sharing * count, -1),
+        keys[:, :, : group.length].index_select(0, group.slots),
+        values[:, :, : group.length].index_select(0, group.slots),
+        attn_mask=mask,
+        scale=scaling,
+    )
+    rows = attended.reshape(num_chunks, num_heads, count, -1).transpose(1, 2).flatten(0, 1)
+    return rows.index_select(0, group.kept)
 
 
 def _attend(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.servers.embedded.attention import DecodeGroup, PrefillChunk, SlotAttention
+from agent_loop.servers.embedded.attention import DecodeGroup, PrefillChunk, PrefillGroup, SlotAttention
 from agent_loop.servers.embedded.cache import KVCache
 from agent_loop.servers.embedded.slots import Slot
 from agent_loop.servers.embedded.vision import ImageRows, PromptImages
@@ -20,8 +20,15 @@ from agent_loop.servers.embedded.vision import ImageRows, PromptImages
 SHORTEST_BUCKET = 256
 """Decoding rows of up to this length are computed together; above it, rows of like length."""
 NO_IMAGES: Mapping[int, PromptImages] = {}
+SHORTEST_CHUNK = 7
+SHORT_CHUNK = 64
+"""New tokens of prompts of up to so many, in sequences of up to `SHORTEST_BUCKET` tokens, are computed together."""
 GATHER_COST = 2
 """Reading slots by index copies them first, which about doubles the time of attention."""
+
+
+Chunk: TypeAlias = tuple[Slot, int]
+"""How many tokens of a slot are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,8 @@ def pack_step(
     decoding = [slot for slot in busy if slot.num_tokens - slot.num_cached == 1]
     plans = _plan_groups(decoding)
     rows = [slot for plan in plans for slot in plan.slots]
-    chunks = _cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens)
+    short, long = _by_length(_cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens))
+    chunks = [chunk for group in (*short, long) for chunk in group]
     advances = [(slot, 1) for slot in rows] + chunks
     counts = np.array([count for _, count in advances])
     ends = np.cumsum(counts)
@@ -104,7 +112,10 @@ def pack_step(
             for heads in cache.kv_head_counts
         },
         groups=tuple(_decode_groups(plans, cache=cache)),
-        chunks=tuple(_prefill_chunks(chunks, first_row=len(rows), cache=cache)),
+        chunks=(
+            *_prefill_groups(short, first_row=len(rows), cache=cache),
+            *_prefill_chunks(long, end_row=int(ends[-1]), cache=cache),
+        ),
     )
     return StepBatch(
         token_ids=_to(device, array=token_ids.astype(np.int64)).unsqueeze(0),
@@ -146,8 +157,8 @@ def _image_rows(
     return tuple(found)
 
 
-def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[tuple[Slot, int]]:
-    chunks: list[tuple[Slot, int]] = []
+def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[Chunk]:
+    chunks: list[Chunk] = []
     for slot in prefilling:
         if budget <= 0:
             break
@@ -200,11 +211,48 @@ def _decode_groups(plans: Iterable[_GroupPlan], *, cache: KVCache) -> Iterable[D
         row += count
 
 
-def _prefill_chunks(
-    chunks: Iterable[tuple[Slot, int]], *, first_row: int, cache: KVCache
-) -> Iterable[PrefillChunk]:
+def _by_length(chunks: Sequence[Chunk]) -> tuple[list[list[Chunk]], list[Chunk]]:
+    """Groups of short chunks of about the same length, and the rest."""
+
+    def is_short(chunk: Chunk) -> bool:
+        slot, count = chunk
+        return count <= SHORT_CHUNK and slot.num_cached + count <= SHORTEST_BUCKET
+
+    def length_class(chunk: Chunk) -> int:
+        return max(SHORTEST_CHUNK, chunk[1] - 1).bit_length()
+
+    short = sorted(filter(is_short, chunks), key=length_class)
+    groups = [list(group) for _, group in groupby(short, key=length_class)]
+    return groups, [chunk for chunk in chunks if not is_short(chunk)]
+
+
+def _prefill_groups(
+    groups: Iterable[Sequence[Chunk]], *, first_row: int, cache: KVCache
+) -> Iterable[PrefillGroup]:
     device, dtype = cache.keys[0].device, cache.keys[0].dtype
     row = first_row
+    for chunks in groups:
+        counts, starts = (
+            np.array(numbers) for numbers in zip(*((n, s.num_cached) for s, n in chunks), strict=True)
+        )
+        length, steps = int((starts + counts).max()), np.arange(int(counts.max()))
+        is_kept = steps < counts[:, None]
+        places = np.minimum(steps, counts[:, None] - 1)  # padding repeats the chunk's last token
+        first_rows = row + np.cumsum(counts) - counts
+        is_future = np.arange(length) > (starts[:, None] + places)[:, :, None]
+        yield PrefillGroup(
+            rows=_to(device, array=(first_rows[:, None] + places).ravel()),
+            kept=_to(device, array=np.flatnonzero(is_kept)),
+            slots=_to(device, array=np.array([slot.index for slot, _ in chunks])),
+            length=length,
+            mask=_additive(_to(device, array=is_future), dtype=dtype).unsqueeze(1),
+        )
+        row += int(counts.sum())
+
+
+def _prefill_chunks(chunks: Sequence[Chunk], *, end_row: int, cache: KVCache) -> Iterable[PrefillChunk]:
+    device, dtype = cache.keys[0].device, cache.keys[0].dtype
+    row = end_row - sum(count for _, count in chunks)
     for slot, count in chunks:
         length, mask = slot.num_cached + count, None
         if slot.num_cached:

@@ -61,6 +61,8 @@ class Engine:
         self._waiting: deque[GenerationRequest] = deque()
         self._running: dict[int, GenerationRequest] = {}
         self._finished: list[tuple[GenerationRequest, Outcome]] = []
+        self._sessions: set[str] = set()
+        """Of all requests that wait or run."""
 
     @property
     def num_running(self) -> int:
@@ -91,17 +93,18 @@ class Engine:
         """
         if self._cache is None:
             raise self._error("the server is asleep; call wake_up first", request)
-        if any(other.request_id == request.request_id for other in self._requests()):
+        if request.request_id in self._sessions:
             raise self._error(
                 "a completion of this session is still running; await or abort it first", request
             )
+        self._sessions.add(request.request_id)
         self._waiting.append(request)
 
     def abort(self, request: GenerationRequest) -> None:
         """Ends a request with what it has; does nothing if it has ended already."""
         if request in self._waiting:
             self._waiting.remove(request)
-            self._finished.append((request, request.output("aborted", weight_version=self.weight_version)))
+            self._finish(request, "aborted")
         elif request.slot is not None and self._running.get(request.slot.index) is request:
             if request.slot.is_prefilling:
                 # Nobody has seen its logits yet: were they NaN, the slot would be poisoned for the next request.
@@ -177,6 +180,7 @@ class Engine:
         self._cache = None
         self._waiting.clear()
         self._running.clear()
+        self._sessions.clear()
         self._runner.hand_back()
 
     def _requests(self) -> Iterable[GenerationRequest]:
@@ -263,6 +267,7 @@ class Engine:
         if request.slot is not None:
             del self._running[request.slot.index]
             self._slots.release(request.slot)
+        self._sessions.discard(request.request_id)
         outcome = (
             how if isinstance(how, ServerError) else request.output(how, weight_version=self.weight_version)
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -68,6 +69,9 @@ class GenerationRequest:
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the cache when it got its slot."""
 
+    asked_at: float = field(default_factory=time.monotonic)
+    prefill_s: float | None = None
+    """From `asked_at` to its first token."""
     num_streamed: int = 0
     """Tokens that were handed out before the end."""
 
@@ -78,6 +82,8 @@ class GenerationRequest:
 
     def append(self, token_id: int, log_prob: float, *, weight_version: int) -> ServerStopReason | None:
         """Adds a sampled token; returns why the completion ends with it, None if it goes on."""
+        if self.prefill_s is None:
+            self.prefill_s = time.monotonic() - self.asked_at
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         self.weight_versions.append(weight_version)
@@ -95,6 +101,7 @@ class GenerationRequest:
             weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
             num_preempted=self.num_preempted,
             num_cached_tokens=self.num_cached_tokens,
+            prefill_s=self.prefill_s,
             version_spans=tuple(spans) if len(spans) > 1 else (),
         )
 
@@ -105,7 +112,12 @@ class GenerationRequest:
         for version, run in groupby(self.weight_versions[start:]):
             end = start + len(list(run))
             chunks.append(
-                TokenChunk(self.token_ids[start:end], self.log_probs[start:end], weight_version=version)
+                TokenChunk(
+                    self.token_ids[start:end],
+                    self.log_probs[start:end],
+                    weight_version=version,
+                    prefill_s=None if start else self.prefill_s,
+                )
             )
             start = end
         return chunks

@@ -42,18 +42,19 @@ def sample_rows(
     logits = logits.float()
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits = logits / _column([p.temperature or 1.0 for p in params], like=logits)
-    log_norm = logits.logsumexp(dim=-1, keepdim=True)
+    all_log_probs = logits.log_softmax(dim=-1)
+    is_finite = all_log_probs.amax(dim=-1, keepdim=True).isfinite()  # a NaN anywhere is the largest
     is_greedy = [p.temperature == 0 for p in params]
     if all(is_greedy):
         token_ids = logits.argmax(dim=-1, keepdim=True)
     else:
-        token_ids = _draw(logits - log_norm, params=params, uniforms=uniforms)
+        token_ids = _draw(all_log_probs, params=params, uniforms=uniforms)
         if any(is_greedy):
             greedy = torch.tensor(is_greedy, device=logits.device).unsqueeze(1)
             token_ids = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), token_ids)
-    log_probs = logits.gather(1, token_ids) - log_norm
+    log_probs = all_log_probs.gather(1, token_ids)
     # One transfer from the device for all three; a double holds any token id.
-    columns = torch.cat([column.double() for column in (token_ids, log_probs, log_norm.isfinite())], dim=1)
+    columns = torch.cat([column.double() for column in (token_ids, log_probs, is_finite)], dim=1)
     rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
     return [
         SampledRow(token_id=int(token), log_prob=log_prob, is_finite=bool(finite))

@@ -24,6 +24,18 @@ from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 NO_CONFIG = EmbeddedConfig()
+ABILITIES = frozenset(
+    {
+        Ability.LOG_PROBS,
+        Ability.SEED,
+        Ability.STREAMING,
+        Ability.PREFIX_REUSE,
+        Ability.WEIGHT_UPDATE,
+        Ability.UPDATE_IN_FLIGHT,
+        Ability.SLEEP,
+        Ability.ATTACHMENTS,
+    }
+)
 
 
 class EmbeddedServer(AsyncServerBase):
@@ -53,18 +65,7 @@ class EmbeddedServer(AsyncServerBase):
             ConfigError: The model is of a kind that the engine does not compute, or does not fit the config.
         """
         self.name = name
-        self.abilities = frozenset(
-            {
-                Ability.LOG_PROBS,
-                Ability.SEED,
-                Ability.STREAMING,
-                Ability.PREFIX_REUSE,
-                Ability.WEIGHT_UPDATE,
-                Ability.UPDATE_IN_FLIGHT,
-                Ability.SLEEP,
-                Ability.ATTACHMENTS,
-            }
-        )
+        self.abilities = ABILITIES
         self.max_concurrent = config.max_slots
         runner = ModelRunner(model, config=config)
         self._limits = RequestLimits(
@@ -90,18 +91,10 @@ class EmbeddedServer(AsyncServerBase):
     @classmethod
     def create(cls, spec: ServerSpec) -> EmbeddedServer:
         """As `rollout.engine: embedded` asks for it; `engine_kwargs` are fields of `EmbeddedConfig`."""
-        options: dict[str, Any] = {
-            "max_model_len": spec.max_model_len,
-            "seed": spec.seed,
-            "device": spec.model.device,
-            "dtype": spec.model.dtype,
-            **spec.engine_kwargs,
-        }
-        refuse_unknown_options(options, known=[field.name for field in fields(EmbeddedConfig)])
         return cls.from_pretrained(
             spec.model.path,
             name=spec.name,
-            config=EmbeddedConfig(**options),
+            config=embedded_config(spec),
             trust_remote_code=spec.model.trust_remote_code,
         )
 
@@ -177,9 +170,8 @@ class EmbeddedServer(AsyncServerBase):
         if self._thread.end_reason is None:
             await self._thread.call(lambda engine: engine.abort_session(request_id))
 
-    async def end_session(self, request_id: str) -> None:
-        if self._thread.end_reason is None:
-            await self._thread.call(lambda engine: engine.end_session(request_id))
+    def end_session(self, request_id: str) -> None:
+        self._thread.tell(lambda engine: engine.end_session(request_id))
 
     async def wake_up(self) -> None:
         await self._thread.call(lambda engine: engine.wake_up())
@@ -226,6 +218,23 @@ class EmbeddedServer(AsyncServerBase):
             limits=self._limits,
             attachments=attachments,
         )
+
+
+def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
+    """The settings that a configuration asks for.
+
+    Raises:
+        ConfigError: `rollout.engine_kwargs` has an unknown key, or a value out of range.
+    """
+    options: dict[str, Any] = {
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
+        "device": spec.model.device,
+        "dtype": spec.model.dtype,
+        **spec.engine_kwargs,
+    }
+    refuse_unknown_options(options, known=[field.name for field in fields(EmbeddedConfig)])
+    return EmbeddedConfig(**options)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

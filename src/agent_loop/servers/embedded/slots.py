@@ -83,22 +83,28 @@ class SlotTable:
     def __init__(self, *, num_slots: int, max_model_len: int) -> None:
         self._tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.slots = tuple(Slot(index=i, tokens=self._tokens[i]) for i in range(num_slots))
+        self._of_session: dict[str, Slot] = {}
+        self._num_idle = num_slots
         self._admissions = 0
         self._releases = 0
 
     @property
     def has_idle(self) -> bool:
-        return any(not slot.is_busy for slot in self.slots)
+        return self._num_idle > 0
 
     def place(self, prompt_ids: IntArray, *, session: str) -> Placement | PrefixInPrefill:
         """Finds a slot for a prompt, or a prefix that is worth waiting for. Needs an idle slot."""
-        own = next((s for s in self.slots if s.session == session and not s.is_busy), None)
+        own = self._of_session.get(session)
+        if own is not None and own.is_busy:
+            own = None
         own_common = 0 if own is None else _common_prefix(own, prompt_ids=prompt_ids)
         if own is not None and own_common == min(own.num_cached, len(prompt_ids) - 1):
             return Placement(slot=own, num_reused=own_common)
         common = self._common_prefixes(prompt_ids)
         useful = [
-            s for s in self.slots if common[s.index] >= own_common + MIN_COPIED_TOKENS and not s.is_stale
+            slot
+            for i in np.flatnonzero(common >= own_common + MIN_COPIED_TOKENS)
+            if not (slot := self.slots[i]).is_stale
         ]
         source = max(useful, key=lambda s: min(int(common[s.index]), s.num_cached), default=None)
         available = 0 if source is None else min(int(common[source.index]), source.num_cached)
@@ -115,11 +121,11 @@ class SlotTable:
     def occupy(self, placement: Placement, *, prompt_ids: IntArray, session: str) -> Slot:
         """Gives the slot to a request."""
         slot = placement.slot
-        for other in self.slots:
-            if other.session == session:
-                other.session = None
+        self.end_session(session)
+        self._clear(slot)
+        self._of_session[session] = slot
         self._admissions += 1
-        slot.clear()
+        self._num_idle -= 1
         slot.session, slot.is_busy, slot.admission = session, True, self._admissions
         slot.tokens[: len(prompt_ids)] = prompt_ids
         slot.num_tokens, slot.num_cached = len(prompt_ids), placement.num_reused
@@ -128,21 +134,27 @@ class SlotTable:
     def release(self, slot: Slot) -> None:
         """Takes the slot back; its tokens stay for the session's next turn unless they are stale."""
         self._releases += 1
+        self._num_idle += 1
         slot.is_busy, slot.last_used = False, self._releases
         slot.num_tokens = slot.num_cached
         if slot.is_stale:
-            slot.clear()
+            self._clear(slot)
 
     def end_session(self, session: str) -> None:
-        for slot in self.slots:
-            if slot.session == session:
-                slot.session = None
+        slot = self._of_session.pop(session, None)
+        if slot is not None:
+            slot.session = None
 
     def forget_idle(self) -> None:
         """Drops what idle slots hold."""
         for slot in self.slots:
             if not slot.is_busy:
-                slot.clear()
+                self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        if slot.session is not None:
+            self.end_session(slot.session)
+        slot.clear()
 
     def _common_prefixes(self, prompt_ids: IntArray) -> IntArray:
         """For each slot, how many leading tokens it shares with the prompt, the last one left out: [num_slots]."""

@@ -125,11 +125,15 @@ class EngineThread:
         self._submit(request, feed)
         return feed
 
-    def forget(self, request: GenerationRequest) -> None:
-        """Aborts a request that nobody awaits any more."""
+    def tell(self, run: Callable[[Engine], object]) -> None:
+        """Has a function run on the engine, which nobody waits for; does nothing if the thread has ended."""
         with self._lock:
             if self._end_reason is None:
-                self._inbox.put(_Command(run=lambda engine: engine.abort(request)))
+                self._inbox.put(_Command(run=run))
+
+    def forget(self, request: GenerationRequest) -> None:
+        """Aborts a request that nobody awaits any more."""
+        self.tell(lambda engine: engine.abort(request))
 
     def stop(self) -> None:
         """Ends the thread after the running step. What is pending fails."""
@@ -188,8 +192,8 @@ class EngineThread:
             if isinstance(reply, TokenFeed):
                 self._feeds[command.request] = reply
             return
-        self._deliver_new()  # first what an abort ended, then that it did
         if reply is not None:
+            self._deliver_new()  # first what an abort ended, then that it did
             _deliver([(reply, answer)])
 
     def _deliver_new(self) -> None:

@@ -68,6 +68,7 @@ class SGLangClient(SGLangBase):
                 is_same_host=False,
                 num_receivers=1,
                 folder=Path(str(folder)) if folder else None,
+                as_checkpoints=True,
             ),
             takes_seeds=False,
         )

@@ -39,7 +39,7 @@ def load(model: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     report: dict[str, Any] = {"error": "", "is_mixed": False}
     try:
         if rank not in _receivers:
-            _receivers[rank] = WeightReceiver(rank=rank)
+            _receivers[rank] = WeightReceiver(rank=rank, merges_on=next(model.parameters()).device)
         weights = _receivers[rank].receive_all(message["handle"])
     except Exception as error:  # noqa: BLE001  (told to the server, which raises it)
         report["error"] = str(error)

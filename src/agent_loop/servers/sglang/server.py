@@ -141,7 +141,7 @@ class SGLangBase(AsyncServerBase):
                 async with asyncio.timeout(ABORT_AGAIN_S):
                     await running.is_over.wait()
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         """Nothing to do: SGLang drops the oldest prefixes when it needs their place."""
 
     async def wake_up(self) -> None:

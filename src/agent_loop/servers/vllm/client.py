@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from agent_loop.attachments import Attachment
 from agent_loop.boundary import DeadlineExpired, run_bounded
-from agent_loop.concurrency import run_in_thread, run_shielded
+from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
@@ -23,6 +23,7 @@ from agent_loop.servers.vllm.log_probs import LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import Part, stamped
+from agent_loop.threads import run_in_thread
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class VLLMClient(AsyncServerBase):
             await self._http.post_json(ABORT, {"request_ids": [ENGINE_PREFIX + call.engine_request_id]})
             await asyncio.sleep(ABORT_AGAIN_S)
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         """Nothing to do: vLLM drops the oldest prefixes when it needs their place."""
 
     async def wake_up(self) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
 from agent_loop.boundary import describe_error
-from agent_loop.concurrency import run_in_thread
 from agent_loop.errors import AgentLoopError, ConfigError, ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.packages import import_engine, require_version
@@ -29,6 +28,7 @@ from agent_loop.servers.vllm.logs import EngineLog
 from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, engine_options
 from agent_loop.servers.vllm.outputs import read_part
 from agent_loop.servers.vllm.stamps import Part, stamp_whole, stamped
+from agent_loop.threads import run_in_thread
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class VLLMServer(AsyncServerBase):
         if self._core is not None and self._calls.get(request_id) is not None:
             await self._core.llm.abort(request_id)
 
-    async def end_session(self, request_id: str) -> None:
+    def end_session(self, request_id: str) -> None:
         """Nothing to do: vLLM drops the oldest prefixes when it needs their place."""
 
     async def wake_up(self) -> None:

@@ -58,9 +58,8 @@ class WeightWorker:
         Returns:
             Nothing, or `error` with what is wrong and `is_unchanged` that tells whether the old weights are whole.
         """
-        receiver = self._agent_loop_receiver()
         try:
-            weights = receiver.receive_all(handle)
+            weights = self._agent_loop_receiver().receive_all(handle)
         except WeightsError as error:
             return {"error": str(error), "is_unchanged": True}
         except Exception as error:
@@ -81,7 +80,8 @@ class WeightWorker:
     def _agent_loop_receiver(self) -> WeightReceiver:
         receiver: WeightReceiver | None = self.__dict__.get("_agent_loop_weights")
         if receiver is None:
-            receiver = self.__dict__["_agent_loop_weights"] = WeightReceiver(rank=self.rank)
+            receiver = WeightReceiver(rank=self.rank, merges_on=self.model_runner.device)
+            self.__dict__["_agent_loop_weights"] = receiver
         return receiver
 
     def _agent_loop_size(self) -> int:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from agent_loop.threads import num_idle_threads
+
 SETTLE_S = 0.5
 """For threads and processes that are about to end."""
 _FILES = Path("/proc/self/fd")
@@ -17,7 +19,7 @@ _THREADS = Path("/proc/self/task")
 
 def count_held() -> dict[str, int]:
     """Threads, and where the system tells of them open files and child processes."""
-    held = {"thread": threading.active_count()}
+    held = {"thread": threading.active_count() - num_idle_threads()}
     if _FILES.is_dir():
         held["open file"] = len(os.listdir(_FILES))
         held["process"] = sum(len(children.read_text().split()) for children in _THREADS.glob("*/children"))

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from agent_loop.concurrency import run_in_thread
 from agent_loop.errors import ConfigError, SandboxError
+from agent_loop.threads import run_in_thread
 from agent_loop.tools.sandbox.bubblewrap import Bubblewrap
 from agent_loop.tools.sandbox.fork_server import ForkServer
 from agent_loop.tools.sandbox.isolation import Isolation

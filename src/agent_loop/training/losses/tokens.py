@@ -1,4 +1,4 @@
-"""What logits say of tokens."""
+"""What logits say of tokens. N places with logits, M tokens, V tokens of the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import torch
 from torch import Tensor
 
 
-def token_log_probs(logits_BTV: Tensor, *, token_ids_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """`log_softmax(logits / temperature)` at the tokens, and the entropy of the same distribution.
+def token_log_probs(
+    logits_NV: Tensor,
+    *,
+    token_ids_M: Tensor,
+    place_M: Tensor,
+    temperature: float,
+    entropy_has_gradient: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """`log_softmax(logits / temperature)` at the tokens, and the entropy of the same distributions.
 
-    In float32, or in float64 where the logits are. Both of shape [B, T].
+    In float32, or in float64 where the logits are. Both of shape [M].
+
+    Args:
+        logits_NV: Of distributions over the vocabulary.
+        token_ids_M: The tokens asked for.
+        place_M: Which distribution each is drawn from.
+        temperature: What logits are divided by.
+        entropy_has_gradient: False computes it for the metrics alone.
     """
-    precise_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)) / temperature
-    log_probs_BTV = precise_BTV.log_softmax(dim=-1)
-    chosen_BT = log_probs_BTV.gather(-1, token_ids_BT.unsqueeze(-1)).squeeze(-1)
-    return chosen_BT, entropy(log_probs_BTV)
+    precise_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    log_probs_NV = (precise_NV if temperature == 1 else precise_NV / temperature).log_softmax(dim=-1)
+    entropy_N = entropy(log_probs_NV if entropy_has_gradient else log_probs_NV.detach())
+    return log_probs_NV[place_M, token_ids_M], entropy_N[place_M]
 
 
-def entropy(log_probs_BTV: Tensor) -> Tensor:
-    """In nats, of each token's distribution; shape [B, T]."""
-    lowest = torch.finfo(log_probs_BTV.dtype).min  # finite, so that a probability of 0 adds 0 and not NaN
-    return -(log_probs_BTV.exp() * log_probs_BTV.clamp(min=lowest)).sum(dim=-1)
+def entropy(log_probs_NV: Tensor) -> Tensor:
+    """In nats, of each distribution; shape [N]."""
+    lowest = torch.finfo(log_probs_NV.dtype).min  # finite, so that a probability of 0 adds 0 and not NaN
+    return -(log_probs_NV.exp() * log_probs_NV.clamp(min=lowest)).sum(dim=-1)

@@ -1,0 +1,191 @@
+"""`agent-loop replay`: a stored trajectory once more through the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agent_loop.cli.arguments import OverridesArgument, RunArgument, SplitOption, StepOption, read_config
+from agent_loop.cli.show import find_row
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+
+if TYPE_CHECKING:
+    from agent_loop.recording.spoken import Spoken
+    from agent_loop.storage.vocabulary import Piece
+
+EXIT_DIFFERS = 1
+CONFIG_FILE = "config.yaml"
+ENDED_FROM_OUTSIDE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
+"""What ended so ends otherwise where nothing breaks and nobody waits."""
+
+
+def replay_command(
+    run: RunArgument,
+    row: Annotated[str, typer.Argument(metavar="ROW", help="As in `group=3/rollout=1`.", show_default=False)],
+    overrides: OverridesArgument = None,
+    *,
+    step: StepOption = None,
+    split: SplitOption = None,
+    from_turn: Annotated[
+        int | None,
+        typer.Option(
+            "--from-turn",
+            min=1,
+            help="The model speaks anew from its turn of this number on; 1 is its first.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", help="By default the `config.yaml` of the run.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="Write the new trajectory there (.parquet or .jsonl).", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run a stored trajectory again: the real loop, template and parsers, with the completions and the replies of tools
+    and interactions that were recorded.
+
+    Says whether the same tokens come out; if not, where they first differ, with exit code 1. No model and no tool is
+    asked. With `--from-turn` the recorded turns before it are followed, and then the model of the configuration goes
+    on, with real tools, which are brought to where they were as they say in `on_replay`.
+
+    Examples:
+
+        agent-loop replay runs/train group=3/rollout=1 --step 12
+
+        agent-loop replay runs/train group=3/rollout=1 model.chat_template_path=new.jinja
+
+        agent-loop replay runs/train group=3/rollout=1 --from-turn 2 rollout.temperature=0 --out again.parquet
+    """
+    # late: keeps `--help` quick
+    from agent_loop.recording.spoken import spoken_in
+    from agent_loop.storage.reading import to_trajectory
+    from agent_loop.storage.run import StoredRun
+
+    stored = StoredRun(run)
+    settings = _settings(config or stored.folder / CONFIG_FILE, overrides)
+    found = find_row(stored, row, split=split, step=step)
+    old = to_trajectory(found)
+    spoken = spoken_in(old)
+    console = Console()
+    if from_turn is None:
+        new = _again(settings, old, spoken, goes_on=False)
+        is_same = _compare(old, new, console, pieces=stored.vocabulary())
+    else:
+        last = len(spoken.completions) + 1
+        if from_turn > last:
+            raise DataError(
+                f"--from-turn is {from_turn}, but {row} could go on at turn {last} at the latest; give less"
+            )
+        new = _again(settings, old, spoken.before(from_turn), goes_on=True)
+        is_same = True
+        _print_both(old, new, console, from_turn=from_turn)
+    if out is not None:
+        _write(out, new, step=found["step"], split=found["split"])
+        console.print(f"the new trajectory is in {out}", markup=False)
+    if not is_same or (from_turn is not None and new.output.failure is not None):
+        raise typer.Exit(EXIT_DIFFERS)
+
+
+def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no {str(path)!r} that says how the trajectories came about; give --config"
+        )
+    return read_config(path, overrides)
+
+
+def _again(config: Config, old: Trajectory, spoken: Spoken, *, goes_on: bool) -> Trajectory:
+    from agent_loop.rollout.rehearsing import rehearse
+
+    trajectories = asyncio.run(rehearse(config, old, spoken=spoken, goes_on=goes_on))
+    return trajectories[0]
+
+
+def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
+    """Whether they are the same; says so."""
+    from agent_loop.rollout.rehearsing import first_difference
+    from agent_loop.storage.vocabulary import text_of
+
+    def show(token_ids: Sequence[int]) -> str:
+        return f"{list(token_ids)}" + ("" if pieces is None else f"  {text_of(token_ids, pieces)!r}")
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    difference = first_difference(old.output, new.output)
+    num_tokens = sum(map(len, old.output.segments))
+    if difference is not None:
+        say(
+            f"{old.trajectory_id} differs from token {difference.place} of {num_tokens} on ({difference.where})"
+        )
+        say(f"  recorded: {show(difference.old)}")
+        say(f"  now:      {show(difference.new)}")
+    is_same = difference is None and (
+        old.output.stop_reason is new.output.stop_reason or old.output.stop_reason in ENDED_FROM_OUTSIDE
+    )
+    if old.output.stop_reason is not new.output.stop_reason:
+        say(
+            f"{old.trajectory_id} ended with {old.output.stop_reason}, and ends with {new.output.stop_reason}"
+        )
+        say(f"  {new.output.failure.error}" if new.output.failure is not None else "")
+    if is_same:
+        num_turns = old.output.num_assistant_turns
+        say(f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model's")
+    return is_same
+
+
+def _print_both(old: Trajectory, new: Trajectory, console: Console, *, from_turn: int) -> None:
+    table = Table("", "recorded", "now", box=None)
+    for name, value in _facts(old).items():
+        table.add_row(name, value, _facts(new)[name])
+    console.print(table)
+    for title, trajectory in (("recorded", old), ("now", new)):
+        console.print(f"\n{title}, from turn {from_turn} on:", style="bold")
+        for message in _messages_from(trajectory, turn=from_turn):
+            line = f"{message['role']}: {message.get('content') or ''}{message.get('tool_calls') or ''}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if new.output.failure is not None:
+        console.print(new.output.failure.error, markup=False, style="red", soft_wrap=True)
+
+
+def _facts(trajectory: Trajectory) -> dict[str, str]:
+    output = trajectory.output
+    return {
+        "reward": "-" if trajectory.reward is None else f"{trajectory.reward:g}",
+        "ended with": str(output.stop_reason),
+        "turns of the model's": str(output.num_assistant_turns),
+        "response tokens": str(len(output.response_ids)),
+        "incidents": str(len(output.incidents)),
+    }
+
+
+def _messages_from(trajectory: Trajectory, *, turn: int) -> list[dict[str, object]]:
+    messages, num_turns = list[dict[str, object]](), 0
+    for message in trajectory.output.messages:
+        num_turns += message["role"] == "assistant"
+        if num_turns >= turn:
+            messages.append(message)
+    return messages
+
+
+def _write(out: Path, trajectory: Trajectory, *, step: int, split: str) -> None:
+    from agent_loop.rollout.records import write_records
+    from agent_loop.storage.writer import write_trajectories
+
+    if out.suffix == ".parquet":
+        write_trajectories(out, [trajectory], step=step, split=split)
+    else:
+        write_records(out, [trajectory])

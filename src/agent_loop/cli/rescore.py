@@ -1,0 +1,170 @@
+"""`agent-loop rescore`: what another reward function says of stored trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agent_loop.boundary import describe_error
+from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption
+from agent_loop.errors import ConfigError, DataError, RewardError
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+
+if TYPE_CHECKING:
+    from agent_loop.rewards.function import RewardFunction
+
+MAX_AT_ONCE = 32
+UNSCORED = (StopReason.FAILED, StopReason.CANCELLED)
+EXIT_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rescored:
+    """A stored trajectory and what it is worth by another function."""
+
+    stored: Mapping[str, Any]
+    trajectory: Trajectory
+    """With the new reward."""
+    error: str = ""
+    """Why the function gave none."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.stored['split']} step {self.stored['step']} {self.stored['trajectory_id']}"
+
+    @property
+    def differs(self) -> bool:
+        return self.stored["reward"] != self.trajectory.reward
+
+
+def rescore_command(
+    run: RunArgument,
+    *,
+    reward: Annotated[
+        str,
+        typer.Option(
+            "--reward", help="The function, as `file.py:name` or `module:name`.", show_default=False
+        ),
+    ],
+    step: StepOption = None,
+    split: SplitOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Write the trajectories with their new rewards there, as Parquet.",
+            show_default=False,
+        ),
+    ] = None,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            "--threshold", help="A new reward of at least this is a success; by default that of the run."
+        ),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Seconds for one trajectory.")
+    ] = 60.0,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Disagreements that are listed.")] = 20,
+) -> None:
+    """Score stored trajectories again with another reward function, without a model.
+
+    The function is called as in training, with each trajectory's output and row; images are there as descriptions only.
+    Those that failed or were cancelled are not scored. Exit code 1 if the function gave some no reward.
+
+    Examples:
+
+        agent-loop rescore runs/train --reward task.py:reward
+
+        agent-loop rescore runs/train --reward stricter.py:reward --step 12 --split val --limit 50
+
+        agent-loop rescore runs/eval --reward task.py:reward --out rescored.parquet
+    """
+    # late: keeps `--help` quick
+    from agent_loop.rewards.function import load_reward
+    from agent_loop.storage.run import StoredRun
+
+    if out is not None and out.suffix != ".parquet":
+        raise ConfigError(f"--out is {str(out)!r}; give a file that ends in .parquet")
+    function, console, stored = load_reward(reward, timeout_s=timeout_s), Console(), StoredRun(run)
+    rows = list(stored.rows(split=split, step=step))
+    if not rows:
+        raise DataError(f"{str(run)!r} holds no trajectories of that step and split; see `agent-loop show`")
+    new_threshold = stored.files()[0].success_threshold if threshold is None else threshold
+    rescored = asyncio.run(_score_all(rows, function))
+    console.print(_comparison(rescored, threshold=new_threshold))
+    _print_disagreements(rescored, console, limit=limit)
+    if out is not None:
+        _write(out, rescored, threshold=new_threshold)
+        console.print(f"{len(rescored)} trajectories in {out}", markup=False)
+    if any(each.error for each in rescored):
+        raise typer.Exit(EXIT_FAILED)
+
+
+async def _score_all(rows: Sequence[Mapping[str, Any]], function: RewardFunction) -> list[Rescored]:
+    from agent_loop.concurrency import run_together
+    from agent_loop.storage.reading import to_trajectory
+
+    places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def score(row: Mapping[str, Any]) -> Rescored:
+        trajectory = to_trajectory(row)
+        if trajectory.output.stop_reason in UNSCORED:
+            return Rescored(row, trajectory)
+        async with places:
+            try:
+                found = await function(trajectory.output, trajectory.row)
+            except RewardError as error:
+                return Rescored(row, replace(trajectory, reward=None), describe_error(error))
+        return Rescored(row, replace(trajectory, reward=found.reward, reward_extra=found.extra))
+
+    return await run_together(score(row) for row in rows)
+
+
+def _comparison(rescored: Sequence[Rescored], *, threshold: float) -> Table:
+    """Old against new."""
+    old = [each.stored["reward"] for each in rescored if each.stored["reward"] is not None]
+    new = [each.trajectory.reward for each in rescored if each.trajectory.reward is not None]
+    num_old = sum(bool(each.stored["is_success"]) for each in rescored)
+    num_new = sum(reward >= threshold for reward in new)
+    table = Table("", "old", "new", box=None)
+    table.add_row("mean reward", _mean(old), _mean(new))
+    table.add_row("success", f"{num_old / len(rescored):.1%}", f"{num_new / len(rescored):.1%}")
+    table.add_row("scored", str(len(old)), str(len(new)))
+    return table
+
+
+def _mean(rewards: Sequence[float]) -> str:
+    return f"{sum(rewards) / len(rewards):.4f}" if rewards else "-"
+
+
+def _print_disagreements(rescored: Sequence[Rescored], console: Console, *, limit: int) -> None:
+    differing = [each for each in rescored if each.differs]
+    console.print(f"{len(differing)} of {len(rescored)} trajectories differ", highlight=False)
+    for each in differing[:limit]:
+        old, new = (_number(value) for value in (each.stored["reward"], each.trajectory.reward))
+        answer = " ".join(each.trajectory.output.answer.split())[:60]
+        line = f"  {each.name}  {old} -> {new}  {each.error or repr(answer)}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if len(differing) > limit:
+        console.print(f"  ... and {len(differing) - limit} more (--limit)", highlight=False)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _write(out: Path, rescored: Sequence[Rescored], *, threshold: float) -> None:
+    """In one file; the step and split of each row are those that it had."""
+    from agent_loop.storage.writer import rewrite_scores
+
+    scores = [(each.trajectory.reward, each.trajectory.reward_extra) for each in rescored]
+    rewrite_scores(out, [each.stored for each in rescored], scores, success_threshold=threshold)

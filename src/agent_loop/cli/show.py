@@ -1,0 +1,147 @@
+"""`agent-loop show`: the stored trajectories of a run, in the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption
+from agent_loop.errors import DataError
+
+if TYPE_CHECKING:
+    from agent_loop.storage.run import StoredRun
+
+COLUMNS = {
+    "step": "step",
+    "split": "split",
+    "trajectory_id": "trajectory",
+    "reward": "reward",
+    "advantage": "advantage",
+    "stop_reason": "ended with",
+    "num_assistant_turns": "turns",
+    "num_tool_calls": "calls",
+    "num_failed_calls": "failed",
+    "num_incidents": "incidents",
+    "num_model_tokens": "tokens",
+    "seconds": "seconds",
+}
+"""Columns of the table, and their headings."""
+ALWAYS = frozenset({"step", "split", "trajectory_id", "reward", "stop_reason"})
+"""Columns that are shown even if they say nothing."""
+WIDTH_OF_FILES = 160
+"""Characters of a line where there is no terminal."""
+NUMBERS = frozenset(COLUMNS) - {"split", "trajectory_id", "stop_reason"}
+
+
+def show_command(
+    run: RunArgument,
+    *,
+    step: StepOption = None,
+    split: SplitOption = None,
+    row: Annotated[
+        str | None,
+        typer.Option(
+            "--row", help="Show this trajectory turn by turn, as in `group=3/rollout=1`.", show_default=False
+        ),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--where",
+            help="Only those for which this holds, as in `reward<1`; all of several.",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", help="Only those in which this was said.", show_default=False)
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(
+            "--sort", help="By this column; the largest first with `-` before it.", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows of the table.")] = 50,
+    tokens: Annotated[
+        bool,
+        typer.Option("--tokens", help="With `--row`: each token, coloured by who wrote it and its log-prob."),
+    ] = False,
+) -> None:
+    """Show stored trajectories: a table of them, or one with `--row`.
+
+    RUN is the folder of a run, a folder of Parquet files, or one of them.
+
+    Examples:
+
+        agent-loop show runs/train
+
+        agent-loop show runs/train --step 12 --where 'reward<1' --sort -seconds --limit 10
+
+        agent-loop show runs/train --text "cannot divide" --where num_failed_calls>0
+
+        agent-loop show runs/train --step 12 --row group=3/rollout=1 --tokens
+    """
+    # late: keeps `--help` quick
+    from agent_loop.cli.show_trajectory import print_trajectory
+    from agent_loop.storage.query import Condition, find
+    from agent_loop.storage.run import StoredRun
+
+    stored, console = StoredRun(run), Console()
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
+    if row is not None:
+        print_trajectory(
+            find_row(stored, row, split=split, step=step), console, pieces=stored.vocabulary(), tokens=tokens
+        )
+        return
+    if tokens:
+        raise DataError("--tokens shows the tokens of one trajectory; give --row too")
+    conditions = [Condition.parse(each) for each in where or ()]
+    found = find(stored, split=split, step=step, where=conditions, text=text, sort=sort)
+    console.print(_table(found.slice(0, limit)))
+    console.print(_summary(found, num_shown=min(limit, found.num_rows)), markup=False, highlight=False)
+
+
+def find_row(run: StoredRun, row: str, *, split: str | None, step: int | None) -> dict[str, Any]:
+    """A trajectory by its name; the latest one of that name, and of training before validation.
+
+    Raises:
+        DataError: There is none.
+    """
+    table = run.scalars(split=split, step=step, columns=("step", "split", "trajectory_id"))
+    places = [place for place in table.to_pylist() if place["trajectory_id"] == row]
+    if not places:
+        names = sorted({place["trajectory_id"] for place in table.to_pylist()})
+        some = ", ".join(names[:3]) or "none"
+        raise DataError(
+            f"there is no trajectory {row!r} (there are {len(names)}: {some} ...); see `agent-loop show`"
+        )
+    place = max(places, key=lambda each: (each["step"], each["split"] == "train"))
+    return run.trajectory(place["split"], place["step"], row)
+
+
+def _table(found: Any) -> Table:
+    table = Table(box=None, pad_edge=False)
+    shown = [name for name in COLUMNS if name in ALWAYS or any(found[name].to_pylist())]
+    for name in shown:
+        is_number = name in NUMBERS
+        table.add_column(COLUMNS[name], justify="right" if is_number else "left", no_wrap=not is_number)
+    for values in found.select(shown).to_pylist():
+        table.add_row(*(_cell(values[name]) for name in shown))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _summary(found: Any, *, num_shown: int) -> str:
+    rewards = [reward for reward in found["reward"].to_pylist() if reward is not None]
+    mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+    more = "" if num_shown == found.num_rows else f", {num_shown} shown (--limit)"
+    return f"{found.num_rows} trajectories{mean}{more}"

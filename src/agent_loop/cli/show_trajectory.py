@@ -1,0 +1,147 @@
+"""One trajectory in the terminal, turn by turn or token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from rich.console import Console
+from rich.text import Text
+
+from agent_loop.storage.vocabulary import Piece, text_of
+
+ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+ORIGIN_STYLES = {"prompt": "dim", "tool": "yellow", "interaction": "cyan", "model": "green"}
+LOG_PROB_STYLES = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "bold red"))
+"""The colour of a sampled token whose log-prob is at least so much."""
+TIMES = ("admission", "queue", "generate", "prefill", "tool", "interaction", "reward", "encode", "other")
+
+
+def print_trajectory(
+    row: Mapping[str, Any], console: Console, *, pieces: Sequence[Piece] | None, tokens: bool
+) -> None:
+    """Prints a row of `StoredRun.trajectory`.
+
+    Args:
+        pieces: The text of each token; None shows their numbers.
+        tokens: Token by token instead of turn by turn.
+    """
+    _say(console, _head(row), style="bold")
+    if tokens:
+        print_tokens(row, console, pieces=pieces)
+    else:
+        _print_turns(row, console)
+    if row["failure"] is not None:
+        _say(console, f"\nfailed: {row['failure']}\n{row['failure_traceback'] or ''}".rstrip(), style="red")
+    _say(console, f"\n{_time_line(row)}", style="dim")
+
+
+def print_tokens(row: Mapping[str, Any], console: Console, *, pieces: Sequence[Piece] | None) -> None:
+    """Prints each token, coloured by who wrote it; those of the model by their log-prob."""
+    legend = Text("prompt", ORIGIN_STYLES["prompt"])
+    for origin in ("tool", "interaction"):
+        legend.append(f"  {origin}", ORIGIN_STYLES[origin])
+    for bound, style in LOG_PROB_STYLES[:-1]:
+        legend.append(f"  log-prob >= {bound:g}", style)
+    legend.append("  below", LOG_PROB_STYLES[-1][1])
+    console.print(legend)
+    ids, log_probs = [*row["prompt_ids"], *row["response_ids"]], row["response_logprobs"]
+    shown, place = Text(), 0
+    for segment in row["segments"]:
+        for token in ids[place : place + segment["num_tokens"]]:
+            style = ORIGIN_STYLES[segment["origin"]]
+            if segment["origin"] == "model" and log_probs is not None:
+                style = _log_prob_style(float(log_probs[place - len(row["prompt_ids"])]))
+            shown.append(f"{token} " if pieces is None else text_of([int(token)], pieces), style)
+            place += 1
+    console.print(shown, soft_wrap=True)
+
+
+def _print_turns(row: Mapping[str, Any], console: Console) -> None:
+    """What went wrong in a turn comes behind what it was answered."""
+    incidents, feedback = json.loads(row["incidents"]), json.loads(row["feedback"])
+    of_tools = iter([each for each in feedback if each["origin"] == "tool"])
+    of_interaction = iter([each for each in feedback if each["origin"] == "interaction"])
+    num_turns = 0
+    for message in json.loads(row["messages"]):
+        role = message["role"]
+        if role == "assistant":
+            _print_incidents([each for each in incidents if each["assistant_turn"] == num_turns], console)
+            num_turns += 1
+        _print_message(message, console)
+        if role == "tool" and message.get("name"):
+            _print_feedback(next(of_tools, None), console)
+        elif role == "user" and num_turns:
+            _print_feedback(next(of_interaction, None), console)
+    _print_incidents([each for each in incidents if each["assistant_turn"] >= num_turns], console)
+
+
+def _print_message(message: Mapping[str, Any], console: Console) -> None:
+    role, name = message["role"], message.get("name")
+    _say(console, f"\n-- {role}" + (f" {name}" if name else ""), style=ROLE_STYLES.get(role, "white"))
+    if message.get("reasoning_content"):
+        _say(console, str(message["reasoning_content"]), style="dim italic")
+    _say(console, _content(message))
+    for call in message.get("tool_calls") or ():
+        _say(console, f"-> {_call(call)}", style="bold yellow")
+
+
+def _print_feedback(feedback: Mapping[str, Any] | None, console: Console) -> None:
+    if feedback is None:
+        return
+    parts = [f"{name} {feedback[name]}" for name in ("reward", "incident") if feedback[name] is not None]
+    parts += [f"{name}: {value}" for name, value in feedback["extra"].items()]
+    if parts:
+        _say(console, f"   ({', '.join(parts)})", style="dim")
+
+
+def _print_incidents(incidents: Iterable[Mapping[str, Any]], console: Console) -> None:
+    for incident in incidents:
+        _say(console, f"!  {incident['kind']}: {incident['detail']}", style="red")
+
+
+def _head(row: Mapping[str, Any]) -> str:
+    reward = "no reward" if row["reward"] is None else f"reward {row['reward']:g}"
+    advantage = "" if row["advantage"] is None else f", advantage {row['advantage']:+.3f}"
+    versions = sorted({s["weight_version"] for s in row["segments"] if s["weight_version"] is not None})
+    extra = "".join(f", {name}: {value}" for name, value in json.loads(row["reward_extra"]).items())
+    return (
+        f"{row['split']} step {row['step']}  {row['trajectory_id']}  {reward}{extra}{advantage}  {row['stop_reason']}  "
+        f"{row['prompt_length']} + {row['response_length']} tokens, {row['num_model_tokens']} of the model's"
+        + (f" (weights {', '.join(map(str, versions))})" if versions else "")
+    )
+
+
+def _time_line(row: Mapping[str, Any]) -> str:
+    if row["seconds"] is None:
+        return "time: nobody watched it"
+    spent = [f"{name} {row[f'{name}_s']:.2f}" for name in TIMES if row[f"{name}_s"]]
+    return f"time: {row['seconds']:.2f} s: {', '.join(spent)}"
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return "" if content is None else str(content)
+    parts = cast(list[Any], content)
+    return "\n".join(
+        str(cast(dict[str, Any], part).get("text", part)) if isinstance(part, dict) else str(part)
+        for part in parts
+    )
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{function.get('name', '')}({written})"
+
+
+def _log_prob_style(log_prob: float) -> str:
+    return next((style for bound, style in LOG_PROB_STYLES if log_prob >= bound), "")
+
+
+def _say(console: Console, text: str, *, style: str = "") -> None:
+    if text:
+        console.print(Text(text, style), soft_wrap=True)

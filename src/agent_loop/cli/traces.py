@@ -1,0 +1,66 @@
+"""`agent-loop traces`: what a trace file holds, printed event by event or sent to a tracing system."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def traces_command(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="What `rollout.trace.path` named.", show_default=False)
+    ],
+    *,
+    trajectory: Annotated[
+        str | None,
+        typer.Option(
+            "--trajectory", help="Only those whose id holds this, as in `step=3/`.", show_default=False
+        ),
+    ] = None,
+    to: Annotated[
+        Literal["mlflow", "otel", "weave"] | None,
+        typer.Option("--to", help="Send them there, in place of printing.", show_default=False),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            help="The address, as `rollout.trace.tracking_uri` or `otlp_endpoint` gives it.",
+            show_default=False,
+        ),
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option("--project", help="As `rollout.trace.project_name`.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the traces that `rollout.trace.backend=file` wrote as one line of JSON per event, or send them to a tracing
+    system, where a run had better not spend the time.
+
+    Examples:
+
+        agent-loop traces runs/train/traces.jsonl --trajectory step=12/group=3/
+
+        agent-loop traces runs/train/traces.jsonl | jq -c 'select(.event == "tool" and .incident != null)'
+
+        agent-loop traces runs/train/traces.jsonl --to mlflow --at http://127.0.0.1:5000 --project maths
+    """
+    # late: keeps `--help` quick
+    from agent_loop.config import TraceConfig
+    from agent_loop.tracing.stored import event_lines, read_traces, send
+    from agent_loop.tracing.writers import make_writer
+
+    traces = (
+        (form, account)
+        for form, account in read_traces(path)
+        if trajectory is None or trajectory in account.attributes.trajectory_id
+    )
+    if to is None:
+        for _, account in traces:
+            sys.stdout.buffer.writelines(event_lines(account))
+        return
+    config = TraceConfig(backend=to, tracking_uri=at, otlp_endpoint=at, project_name=project)
+    count = send((form for form, _ in traces), writer=make_writer(to, config))
+    typer.echo(f"{count} trajectories are in {to}")

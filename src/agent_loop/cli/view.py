@@ -1,0 +1,69 @@
+"""`agent-loop view`: a local web page of a run."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from agent_loop.errors import ConfigError
+
+NEEDS = ("starlette", "uvicorn")
+EXIT_BY_SIGNAL = 128
+
+
+def view_command(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="The folder of a run, or a Parquet file of trajectories.", show_default=False
+        ),
+    ],
+    *,
+    host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=0, max=65535, help="0 takes any.", show_default="the first free from 7321 on"
+        ),
+    ] = None,
+    opens_browser: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", help="Write one file that needs no server, and end.", show_default=False),
+    ] = None,
+    max_trajectories: Annotated[
+        int, typer.Option("--max-trajectories", min=0, help="So many go into the exported file in full.")
+    ] = 200,
+) -> None:
+    """Look into a run: curves, trajectories token by token, siblings side by side, where the time went.
+
+    The page follows a run that goes on. It only reads, and loads nothing from elsewhere.
+
+    Examples:
+
+        agent-loop view runs/demo
+
+        agent-loop view eval.parquet --no-open --port 8080
+
+        agent-loop view runs/demo --export report.html
+    """
+    if any(find_spec(package) is None for package in NEEDS):
+        raise ConfigError('agent-loop view needs: pip install "agent-loop[view]"')
+    console = Console()
+    if export is not None:
+        from agent_loop.viewer.export import write_export  # late: keeps `--help` quick
+
+        console.print(
+            write_export(run, target=export, max_trajectories=max_trajectories), markup=False, soft_wrap=True
+        )
+        return
+
+    from agent_loop.viewer.command import view  # late: the extra is optional, and `--help` is to be quick
+
+    stopped_by = view(run, host=host, port=port, opens_browser=opens_browser, console=console)
+    if stopped_by is not None:
+        raise typer.Exit(EXIT_BY_SIGNAL + stopped_by)

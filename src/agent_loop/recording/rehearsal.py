@@ -1,0 +1,95 @@
+"""Runs a finished trajectory again: the loop, the template and the parser are real, what they are answered is not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from agent_loop.boundary import OnReplay
+from agent_loop.chat.multimodal import Encoded
+from agent_loop.recording.record import Entry, Kind, Place
+from agent_loop.recording.row_log import BEGINNINGS, LaneLog, RowLog
+from agent_loop.recording.sink import Memory
+from agent_loop.recording.spoken import Spoken
+from agent_loop.turn_log import ReplayMismatch
+from agent_loop.types import Message
+
+
+class Rehearsal(RowLog):
+    """Answers completions, calls and replies in the order in which they were given the first time, whatever is asked;
+    prompts and observations are encoded anew.
+
+    Args:
+        trajectory_id: `group=.../rollout=...`.
+        spoken: The answers.
+        goes_on: What is asked beyond them is really asked: of the server, the tools, the interaction. Instances are
+            brought to where they were, as they say in `on_replay`. Otherwise it is refused, and no tool is touched.
+    """
+
+    def __init__(self, trajectory_id: str, spoken: Spoken, *, goes_on: bool) -> None:
+        super().__init__(trajectory_id, sink=Memory())
+        self.goes_on = goes_on
+        self.refused: str | None = None
+        """What was asked beyond the answers there are."""
+        self._answers_of: Mapping[Kind, Sequence[Any]] = {
+            Kind.COMPLETION: spoken.completions,
+            Kind.CALL_ENDED: spoken.calls,
+            Kind.REPLY: spoken.replies,
+        }
+        self._turns: defaultdict[Kind, list[tuple[int, int]]] = defaultdict(list)
+
+    def new_lane(self) -> LaneLog:
+        self._num_lanes += 1
+        return _RehearsedLane(self, self._num_lanes - 1)
+
+    def recorded(self, kind: Kind, place: Place, asked: str) -> Entry | None:
+        """The next answer of this kind.
+
+        Raises:
+            ReplayMismatch: There are no more, and it does not go on.
+        """
+        if kind not in BEGINNINGS.values():
+            return None
+        turns, turn = self._turns[kind], (place.lane, place.turn)
+        if turn not in turns:
+            turns.append(turn)
+        number, answers = turns.index(turn), self._answers_of[kind]
+        got = answers[number] if number < len(answers) else None
+        if kind is Kind.CALL_ENDED and got is not None:
+            got = got[place.number] if place.number < len(got) else None
+        if got is None and not self.goes_on:
+            raise self.mismatched(
+                f"the loop asks for another {kind.replace('_', ' ')} than the {number} that were recorded"
+            )
+        return None if got is None else Entry(kind, place, asked, got)
+
+    def mismatched(self, why: str) -> ReplayMismatch:
+        """The row is not begun anew: it fails, and says why."""
+        self.refused = self.refused or why
+        return ReplayMismatch(why)
+
+
+class _RehearsedLane(LaneLog):
+    """The log of one episode of a rehearsal."""
+
+    def __init__(self, row: Rehearsal, number: int) -> None:
+        super().__init__(row, number)
+        self._rehearsal = row
+
+    async def tokens(
+        self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
+    ) -> Encoded:
+        self.next_turn()
+        return await encode()
+
+    async def _rebuild(
+        self,
+        what: str,
+        on_replay: OnReplay,
+        *,
+        again: Callable[[], Awaitable[object]],
+        prepare: Callable[[], Awaitable[object]],
+    ) -> None:
+        if self._rehearsal.goes_on:
+            await super()._rebuild(what, on_replay, again=again, prepare=prepare)

@@ -1,0 +1,93 @@
+"""All trajectories' tokens end to end. B rows; N tokens, M of them of responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.types import FloatArray, IntArray, Origin
+
+IndexArray: TypeAlias = NDArray[np.int64]
+
+
+class FlatTokens:
+    """Trajectories' tokens end to end, in the order given; each prompt stands before its response.
+
+    An array is made when it is asked for, so that only the one at hand takes memory.
+    """
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        prompts = [[s for s in t.output.segments if s.origin is Origin.PROMPT] for t in trajectories]
+        responses = [[s for s in t.output.segments if s.origin is not Origin.PROMPT] for t in trajectories]
+        self._trajectories = trajectories
+        self._in_order = list(chain.from_iterable(chain.from_iterable(zip(prompts, responses, strict=True))))
+        self._of_responses = list(chain.from_iterable(responses))
+        self.prompt_lengths_B = _lengths(prompts)
+        self.response_lengths_B = _lengths(responses)
+
+    @property
+    def lengths_B(self) -> IndexArray:
+        """Of prompt and response together."""
+        return self.prompt_lengths_B + self.response_lengths_B
+
+    @property
+    def token_ids_N(self) -> IntArray:
+        return _join([s.token_ids for s in self._in_order], np.int32)
+
+    @property
+    def is_model_M(self) -> NDArray[np.bool_]:
+        """Whether it is trained on: no token is that of two branches."""
+        return self._repeated(_is_trained(self._trajectories), np.bool_)
+
+    @property
+    def weight_versions_M(self) -> IntArray:
+        """-1 where it is not the model's."""
+        versions = (s.weight_version for s in self._of_responses)
+        return self._repeated((-1 if version is None else version for version in versions), np.int32)
+
+    @property
+    def log_probs_M(self) -> FloatArray | None:
+        """None unless every sampled token has one."""
+        if any(s.log_probs is None for s in self._of_responses if s.origin is Origin.MODEL):
+            return None
+        return _join([_log_probs(s) for s in self._of_responses], np.float32)
+
+    def _repeated(self, values: Iterable[Any], dtype: Any) -> NDArray[Any]:
+        """The value of each segment of the responses, for each of its tokens."""
+        lengths = np.array([len(s) for s in self._of_responses], np.int64)
+        return np.repeat(np.fromiter(values, dtype), lengths)
+
+
+def _is_trained(trajectories: Sequence[Trajectory]) -> Iterator[bool]:
+    """For each segment of each response whether it is the model's, and nobody before it is trained on it."""
+    trained: set[int] = set()
+    for trajectory in trajectories:
+        for segment in trajectory.output.response_segments:
+            yield segment.origin is Origin.MODEL and id(segment) not in trained
+        if trajectory.branch is not None and trajectory.reward is not None:
+            trained.update(map(id, trajectory.output.segments))
+
+
+def runs(flat: NDArray[Any], lengths_B: IndexArray) -> Iterator[NDArray[Any]]:
+    """What each row has of a flat array; views."""
+    end = 0
+    for length in lengths_B.tolist():
+        start, end = end, end + length
+        yield flat[start:end]
+
+
+def _log_probs(segment: Segment) -> FloatArray:
+    return np.zeros(len(segment), np.float32) if segment.log_probs is None else segment.log_probs
+
+
+def _lengths(rows: Iterable[Iterable[Segment]]) -> IndexArray:
+    return np.array([sum(map(len, segments)) for segments in rows], np.int64)
+
+
+def _join(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)

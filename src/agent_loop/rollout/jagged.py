@@ -1,0 +1,72 @@
+"""Trajectories to tensors without padding, for trainers that lay rows end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict
+
+from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
+from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
+from agent_loop.rollout.flat_tokens import FlatTokens
+from agent_loop.trajectory import Trajectory
+
+
+def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
+    """Trajectories in one batch, in the order given, prompts and responses together.
+
+    Args:
+        trajectories: One or more.
+
+    Returns:
+        Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
+        `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
+        row from 0), `response_mask` (1 = the model said it). int32: `weight_versions`, -1 where the mask is 0.
+        float32: `rollout_log_probs`, 0 where the mask is 0; absent unless every sampled token has one. Beside them
+        int64 `prompt_length` and `response_length` [B], and the columns [B] of `agent_loop.rollout.batch.assemble`.
+    """
+    flat = FlatTokens(trajectories)
+    offsets = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
+    offsets[1:] = as_tensor(np.cumsum(flat.lengths_B))
+    columns: dict[str, Any] = {
+        name: torch.nested.nested_tensor_from_jagged(as_tensor(values_N), offsets)
+        for name, values_N in _token_columns(flat).items()
+    }
+    columns |= {name: as_tensor(values_B) for name, values_B in row_columns(trajectories).items()}
+    columns["prompt_length"] = as_tensor(flat.prompt_lengths_B)
+    columns["response_length"] = as_tensor(flat.response_lengths_B)
+    batch = TensorDict(columns, batch_size=[len(trajectories)])
+    set_objects(batch, trajectories, taken={*TENSOR_COLUMNS, *columns})
+    return batch
+
+
+def _token_columns(flat: FlatTokens) -> dict[str, NDArray[Any]]:
+    """By name, shape [N]."""
+    is_response_N = np.concatenate(
+        [
+            np.repeat((False, True), pair)
+            for pair in zip(flat.prompt_lengths_B, flat.response_lengths_B, strict=True)
+        ]
+    )
+
+    def of_responses(values_M: NDArray[Any], dtype: Any, fill: int = 0) -> NDArray[Any]:
+        values_N = np.full(len(is_response_N), fill, dtype)
+        values_N[is_response_N] = values_M
+        return values_N
+
+    lengths_B = flat.lengths_B
+    starts_B = np.cumsum(lengths_B) - lengths_B
+    columns = {
+        "input_ids": flat.token_ids_N.astype(np.int64),
+        "position_ids": np.arange(len(is_response_N)) - np.repeat(starts_B, lengths_B),
+        "response_mask": of_responses(flat.is_model_M, np.int64),
+        "weight_versions": of_responses(flat.weight_versions_M, np.int32, -1),
+    }
+    log_probs_M = flat.log_probs_M
+    if log_probs_M is not None:
+        columns["rollout_log_probs"] = of_responses(log_probs_M, np.float32)
+    return columns

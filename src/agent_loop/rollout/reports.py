@@ -1,0 +1,78 @@
+"""What is told of a rollout beside its result: traces, and metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.config import RolloutConfig
+from agent_loop.loading import import_extra
+from agent_loop.rollout.workers import LocalWorkers, Workers
+from agent_loop.servers.pool import ServerPool
+from agent_loop.threads import run_in_thread
+from agent_loop.tracing.tracer import Told, Tracer
+from agent_loop.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from agent_loop.serving.rollout_metrics import RolloutMetrics
+
+
+class Reports:
+    """The reports of one manager.
+
+    Raises:
+        ConfigError: A package that the configuration asks for is not installed.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, *, template: ChatTemplate, pool: ServerPool, workers: Workers
+    ) -> None:
+        self.tracing = Tracer(config, template=template)
+        self._config = config
+        is_here = isinstance(workers, LocalWorkers)
+        self.metrics = (
+            None if config.metrics_port is None else self._make_metrics(pool, workers if is_here else None)
+        )
+
+    def start(self) -> None:
+        """Raises: ConfigError: `rollout.metrics_port` is taken."""
+        if self.metrics is not None:
+            self.metrics.start(host=self._config.metrics_host, port=self._config.metrics_port or 0)
+
+    @contextmanager
+    def counting(self, num_trajectories: int, *, then: Told | None) -> Generator[Told | None]:
+        """What to tell of each trajectory that ends, so that it is counted, and whoever is to be told is."""
+        if self.metrics is None:
+            yield then
+            return
+        metrics = self.metrics
+        with metrics.running(num_trajectories) as end_one:
+
+            def tell(trajectory: Trajectory) -> None:
+                metrics.count(trajectory)
+                if not trajectory.branch:
+                    end_one()
+                if then is not None:
+                    then(trajectory)
+
+            yield tell
+
+    async def close(self) -> None:
+        """Waits for the writers of traces, for a bounded time."""
+        await run_in_thread(self.tracing.close)
+        if self.metrics is not None:
+            await run_in_thread(self.metrics.close)
+
+    def _make_metrics(self, pool: ServerPool, workers: LocalWorkers | None) -> RolloutMetrics:
+        """Args: workers: Those of this process; None where they are elsewhere, with balancers of their own."""
+        import_extra("prometheus_client", extra="prometheus", by="rollout.metrics_port")
+        from agent_loop.serving.rollout_metrics import RolloutMetrics  # late: optional
+
+        return RolloutMetrics(
+            pool,
+            gates=() if workers is None else workers.gates,
+            has_balancer=workers is not None,
+            num_dropped=self.tracing.num_dropped,
+        )

@@ -1,0 +1,67 @@
+"""Values as JSON that every reader of JSON reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from agent_loop.chat.sources import describe_source, without_pixels
+from agent_loop.errors import DataError
+from agent_loop.types import Message
+
+HALVES = re.compile("[\ud800-\udfff]")
+MAX_ARRAY = 4096
+"""Arrays with more numbers are described."""
+MAX_TEXT = 2000
+"""Characters kept of how an object of an unknown type writes itself."""
+
+
+def to_json(value: Any) -> str:
+    """JSON of a value. Arrays become lists, what JSON does not know is described, and numbers that are not finite
+    become null."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
+    except (ValueError, TypeError):
+        text = json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))
+    return to_text(text)
+
+
+def to_text(text: str) -> str:
+    """The text with a replacement character (U+FFFD) for each half of a surrogate, which no file holds and many readers
+    of JSON refuse."""
+    return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def described(messages: Iterable[Message]) -> list[Message]:
+    """The messages with their images described instead of held. A part that names none stays as it is."""
+    return [_described(message) for message in messages]
+
+
+def _described(message: Message) -> Message:
+    try:
+        return without_pixels(message)
+    except DataError:
+        return message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in cast(Sequence[Any], value)]
+    if isinstance(value, np.ndarray) and cast(Any, value).size <= MAX_ARRAY:
+        return _plain(cast(Any, value).tolist())
+    if isinstance(value, np.generic):
+        return _plain(cast(Any, value).item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, (np.ndarray, bytes)) or hasattr(value, "size"):
+        return describe_source(value)
+    return str(value)[:MAX_TEXT]

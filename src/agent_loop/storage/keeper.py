@@ -1,0 +1,140 @@
+"""Keeps the trajectories of a run while it trains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from agent_loop.boundary import describe_error
+from agent_loop.storage.columns import Learned
+from agent_loop.storage.files import drop_all_but_newest, step_path
+from agent_loop.storage.schema import VOCABULARY_FILE
+from agent_loop.storage.vocabulary import write_vocabulary
+from agent_loop.storage.writer import write_trajectories
+from agent_loop.threads import OneThread
+from agent_loop.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+MAX_WAITING_TOKENS = 50_000_000
+"""While so many wait to be written, what comes more is left out, so that memory does not fill up."""
+CLOSE_TIMEOUT_S = 120.0
+"""How long the end of a run waits for what is still being written."""
+
+
+class TrajectoryKeeper:
+    """Writes each step's trajectories to a file of the run's folder, in a thread of its own. What cannot be written is
+    counted and said once per kind, and stops nothing. For `with`: leaving waits until all is written, unless a
+    cancellation or a second Ctrl-C ends it.
+
+    Args:
+        run_dir: The run's folder.
+        num_steps: Keep the files of the newest so many steps; None keeps all, 0 none.
+        success_threshold: A reward of at least this counts as a success.
+        say: Told what could not be written, from that thread; None is the log.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        num_steps: int | None = None,
+        success_threshold: float = 1.0,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._run_dir = run_dir
+        self._num_steps = num_steps
+        self._success_threshold = success_threshold
+        self._say = say or logger.warning
+        self._lock = threading.Lock()
+        self._num_failed = 0
+        self._num_waiting_tokens = 0
+        self._said: set[str] = set()
+        self._thread: OneThread | None = None
+
+    @property
+    def num_failed(self) -> int:
+        """Files that were not written."""
+        return self._num_failed
+
+    def keep_vocabulary(self, tokenizer: Any) -> None:
+        """Has the text of each token written, for readers that have no tokenizer."""
+        path = self._run_dir / VOCABULARY_FILE
+        self._queue(partial(write_vocabulary, path, tokenizer), what="the vocabulary", num_tokens=0)
+
+    def keep(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        step: int,
+        split: str,
+        weight_version: int,
+        learned: Sequence[Learned] | None = None,
+    ) -> None:
+        """Has a step's trajectories written; returns at once. The arguments are those of `write_trajectories`."""
+        write = partial(
+            write_trajectories,
+            step_path(self._run_dir, split=split, step=step),
+            trajectories,
+            step=step,
+            split=split,
+            weight_version=weight_version,
+            success_threshold=self._success_threshold,
+            learned=learned,
+        )
+        num_tokens = sum(len(segment) for t in trajectories for segment in t.output.segments)
+        self._queue(write, what=f"the {split} trajectories of step {step}", num_tokens=num_tokens)
+
+    def __enter__(self) -> TrajectoryKeeper:
+        if self._num_steps != 0:
+            self._thread = OneThread("trajectories")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None:
+            return
+        written = threading.Event()
+        self._thread.submit(written.set)
+        self._thread.shutdown()
+        self._thread = None
+        is_hurried = kind is not None and not issubclass(kind, Exception)
+        if not written.wait(0.0 if is_hurried else CLOSE_TIMEOUT_S):
+            self._say("trajectories that were still being written are left out")
+
+    def _queue(self, write: Callable[[], None], *, what: str, num_tokens: int) -> None:
+        if self._thread is None:
+            return
+        with self._lock:
+            is_full = self._num_waiting_tokens > MAX_WAITING_TOKENS
+            self._num_waiting_tokens += 0 if is_full else num_tokens
+        if is_full:
+            self._fail("writing takes longer than training", what)
+        else:
+            self._thread.submit(self._write, write, what, num_tokens)
+
+    def _write(self, write: Callable[[], None], what: str, num_tokens: int) -> None:
+        """In the thread. Whatever goes wrong, a run that trains goes on."""
+        try:
+            write()
+            if self._num_steps is not None:
+                drop_all_but_newest(self._run_dir, num_steps=self._num_steps)
+        except Exception as error:  # noqa: BLE001  (counted, and told of)
+            self._fail(describe_error(error), what)
+        finally:
+            with self._lock:
+                self._num_waiting_tokens -= num_tokens
+
+    def _fail(self, why: str, what: str) -> None:
+        kind = why.partition("'")[0]  # without the name of the file
+        with self._lock:
+            self._num_failed += 1
+            is_new = kind not in self._said
+            self._said.add(kind)
+        if is_new:
+            self._say(f"{what} cannot be kept: {why}; the run goes on, and says this once")

@@ -1,0 +1,30 @@
+"""The metrics of a run, as they are on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from agent_loop.errors import DataError
+
+METRICS_FILE = "metrics.jsonl"
+"""Of a run's folder."""
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file. A last line that was cut off while it was written is left out.
+
+    Raises:
+        DataError: Another line is damaged.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return
+            raise DataError(f"{path} line {number} is not JSON ({error.msg}); repair or remove it") from error
+        yield values

@@ -1,0 +1,135 @@
+"""Which of the stored trajectories somebody wants to see."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent_loop.errors import DataError, did_you_mean
+from agent_loop.storage.arrow import compute, pa
+from agent_loop.storage.run import StoredRun
+from agent_loop.storage.schema import SCALARS, SCHEMA
+
+SEARCHED = ("messages", "answer", "failure", "feedback", "incidents")
+"""Columns of text that are searched."""
+_CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
+_OPERATIONS = {
+    "<": "less",
+    "<=": "less_equal",
+    ">": "greater",
+    ">=": "greater_equal",
+    "=": "equal",
+    "==": "equal",
+    "!=": "not_equal",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A comparison of a column with a value."""
+
+    column: str
+    operation: str
+    """Arrow's name of it."""
+    value: Any
+    """Of the column's type; None is null."""
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Reads `reward<1`, `stop_reason=answered` or `failure!=null`.
+
+        Raises:
+            DataError: It is none, there is no such column, or the value is not of its type.
+        """
+        found = _CONDITION.fullmatch(text)
+        if found is None:
+            raise DataError(f"{text!r} is no comparison; give one like 'reward<1' or 'stop_reason=answered'")
+        column, operation, value = found.groups()
+        check_column(column)
+        if value == "null":
+            if operation not in ("=", "==", "!="):
+                raise DataError(f"{text!r} compares with null; only = and != can")
+            return cls(column, _OPERATIONS[operation], None)
+        try:
+            return cls(column, _OPERATIONS[operation], _value(value, SCHEMA.field(column).type))
+        except ValueError:
+            kind = SCHEMA.field(column).type
+            raise DataError(
+                f"{text!r} compares {column}, of type {kind}, with {value!r}; give such a value"
+            ) from None
+
+    def holds(self, table: Any) -> Any:
+        """A mask of the table's rows."""
+        column = table[self.column]
+        if self.value is None:
+            is_null = compute.is_null(column)
+            return is_null if self.operation == "equal" else compute.invert(is_null)
+        compared = getattr(compute, self.operation)(column, pa.scalar(self.value))
+        return compute.fill_null(compared, False)
+
+
+def find(
+    run: StoredRun,
+    *,
+    split: str | None = None,
+    step: int | None = None,
+    where: Sequence[Condition] = (),
+    text: str | None = None,
+    sort: str | None = None,
+) -> Any:
+    """The scalar columns of the trajectories for which all of this holds, as a pyarrow Table.
+
+    Args:
+        run: Where they are.
+        split: Only of this one.
+        step: Only of this one.
+        where: All of them hold.
+        text: Is in what was said, whatever the case.
+        sort: By this column, the smallest first; the largest with a `-` before it.
+
+    Raises:
+        DataError: There is no such column.
+    """
+    table = run.scalars(split=split, step=step)
+    if text is not None:
+        table = table.filter(_contains(run.scalars(split=split, step=step, columns=SEARCHED), text))
+    for condition in where:
+        table = table.filter(condition.holds(table))
+    if sort is not None:
+        column, order = (sort[1:], "descending") if sort.startswith("-") else (sort, "ascending")
+        check_column(column)
+        table = table.sort_by([(column, order)])
+    return table
+
+
+def check_column(name: str) -> None:
+    """Raises: DataError: There is no such column, or it holds more than one value."""
+    if name not in SCALARS:
+        known = ", ".join(SCALARS)
+        raise DataError(
+            f"there is no column {name!r} to compare{did_you_mean(name, SCALARS)} (there are: {known})"
+        )
+
+
+def _value(text: str, kind: Any) -> Any:
+    if pa.types.is_boolean(kind):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return float(text)
+    return text.strip("'\"")
+
+
+def _contains(table: Any, text: str) -> Any:
+    """As it is, or as JSON writes it."""
+    forms = {text, json.dumps(text, ensure_ascii=False)[1:-1]}
+    mask: Any = pa.array([False] * table.num_rows)
+    for name in table.column_names:
+        for form in forms:
+            found = compute.match_substring(table[name], form, ignore_case=True)
+            mask = compute.or_(mask, compute.fill_null(found, False))
+    return mask

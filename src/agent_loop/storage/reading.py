@@ -1,0 +1,104 @@
+"""A stored row as a trajectory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from agent_loop.trajectory import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    Failure,
+    Feedback,
+    Incident,
+    IncidentKind,
+    Segment,
+    Span,
+    Trace,
+    Trajectory,
+)
+from agent_loop.types import FloatArray, Origin, StopReason, as_token_ids
+
+
+def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """The trajectory that a row of `StoredRun.trajectory` was made of. Images are not stored: messages describe them,
+    and segments have no attachments.
+
+    Raises:
+        ValueError: The values of the row do not fit together.
+    """
+    return Trajectory(
+        output=_output(row),
+        row=json.loads(row["row"]),
+        group=row["group"],
+        rollout=row["rollout"],
+        reward=row["reward"],
+        reward_extra=json.loads(row["reward_extra"]),
+        branch=row["branch"],
+        trace=_trace(row),
+    )
+
+
+def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
+    failure = row["failure"]
+    return AgentLoopOutput(
+        segments=_segments(row),
+        stop_reason=StopReason(row["stop_reason"]),
+        reward_score=row["reward_score"],
+        messages=json.loads(row["messages"]),
+        tool_schemas=json.loads(row["tool_schemas"]),
+        metrics=AgentLoopMetrics(**json.loads(row["metrics"])),
+        feedback=[_feedback(each) for each in json.loads(row["feedback"])],
+        incidents=[
+            Incident(IncidentKind(each["kind"]), each["detail"], each["assistant_turn"])
+            for each in json.loads(row["incidents"])
+        ],
+        failure=None if failure is None else Failure(failure, row["failure_traceback"] or ""),
+        extra_fields=json.loads(row["extra_fields"]),
+        num_turns=row["num_turns"],
+    )
+
+
+def _segments(row: Mapping[str, Any]) -> list[Segment]:
+    """Cuts the tokens, which lie end to end, into their runs."""
+    token_ids = np.concatenate([as_token_ids(row["prompt_ids"]), as_token_ids(row["response_ids"])])
+    num_prompt = len(row["prompt_ids"])
+    segments: list[Segment] = []
+    start = 0
+    for run in row["segments"]:
+        end, origin = start + run["num_tokens"], Origin(run["origin"])
+        log_probs = None
+        if origin is Origin.MODEL:
+            log_probs = _log_probs(row["response_logprobs"], start - num_prompt, end - num_prompt)
+        segments.append(Segment(token_ids[start:end], origin, log_probs, run["weight_version"]))
+        start = end
+    if start != len(token_ids):
+        raise ValueError(f"segments of {start} tokens in all, where there are {len(token_ids)}")
+    return segments
+
+
+def _log_probs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) -> FloatArray | None:
+    """Null is NaN in the array of a row."""
+    if stored is None:
+        return None
+    part = np.asarray(stored[start:end], np.float32)
+    return None if len(part) and np.isnan(part).all() else part
+
+
+def _feedback(form: Mapping[str, Any]) -> Feedback:
+    incident = None if form["incident"] is None else IncidentKind(form["incident"])
+    return Feedback(
+        Origin(form["origin"]), form["name"], form["place"], form["reward"], incident, form["extra"]
+    )
+
+
+def _trace(row: Mapping[str, Any]) -> Trace | None:
+    if row["spans"] is None:
+        return None
+    spans = tuple(
+        Span(kind, name, start, end, details) for kind, name, start, end, details in json.loads(row["spans"])
+    )
+    return Trace(row["began_at"], row["seconds"], spans)

@@ -1,0 +1,70 @@
+"""How long a trajectory did what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from agent_loop.trajectory import Span, Trace
+from agent_loop.waits import WaitKind
+
+PREFILL = "prefill_s"
+"""Among the details of a `generate` span: seconds from its start to the first token; None where nobody said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one trajectory; all but `prefill_s`, which is a part of `generate_s`, sum to its trace's seconds."""
+
+    admission_s: float
+    queue_s: float
+    generate_s: float
+    prefill_s: float | None
+    """None where no server said when its first token came."""
+    tool_s: float
+    interaction_s: float
+    reward_s: float
+    encode_s: float
+    other_s: float
+
+    def whole(self) -> dict[str, float]:
+        """All but the part, by name: what sums to the seconds of the trace."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        del values["prefill_s"]
+        return values
+
+
+def times_of(trace: Trace) -> Times:
+    """What the seconds of a trace went to. An instant in which several spans are open counts for the one that began
+    last: for what lies within another, and for one of several that lie beside each other."""
+    seconds = _seconds_by_kind(trace.spans)
+    named = {f"{kind}_s": seconds.pop(kind, 0.0) for kind in WaitKind if f"{kind}_s" in _NAMES}
+    prefills = [s.details[PREFILL] for s in trace.spans if s.details.get(PREFILL) is not None]
+    return Times(
+        **named,
+        prefill_s=min(sum(prefills), named["generate_s"]) if prefills else None,
+        other_s=max(0.0, trace.seconds - sum(named.values())),
+    )
+
+
+def _seconds_by_kind(spans: Sequence[Span]) -> dict[str, float]:
+    """One sweep over the moments at which a span begins or ends."""
+    begins = sorted(spans, key=lambda span: span.start)
+    moments = sorted({moment for span in spans for moment in (span.start, span.end)})
+    seconds: defaultdict[str, float] = defaultdict(float)
+    opened: list[Span] = []
+    num_begun = 0
+    for moment, following in pairwise(moments):
+        while num_begun < len(begins) and begins[num_begun].start <= moment:
+            opened.append(begins[num_begun])
+            num_begun += 1
+        while opened and opened[-1].end <= moment:
+            opened.pop()
+        if opened:
+            seconds[opened[-1].kind] += following - moment
+    return dict(seconds)
+
+
+_NAMES = frozenset(field.name for field in fields(Times))

@@ -1,0 +1,106 @@
+"""The text of each token, for readers that have no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from agent_loop.chat.byte_level import CHARS, bytes_of
+from agent_loop.errors import DataError
+from agent_loop.storage.schema import VOCABULARY_VERSION
+
+Piece: TypeAlias = str | list[int]
+"""The text of a token, or its bytes where these are no text by themselves."""
+BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How vocabularies that are not of bytes name those that they fall back to."""
+ANCHOR = "a"
+
+
+def write_vocabulary(path: Path, tokenizer: Any) -> None:
+    """Writes what each token of a Hugging Face tokenizer stands for.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    pieces = pieces_of(tokenizer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    text = json.dumps(
+        {"version": VOCABULARY_VERSION, "pieces": pieces}, ensure_ascii=False, separators=(",", ":")
+    )
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_vocabulary(path: Path) -> list[Piece]:
+    """The piece of each token, by its id.
+
+    Raises:
+        DataError: The file is damaged, or of a later version.
+    """
+    try:
+        form = json.loads(path.read_text(encoding="utf-8"))
+        version, pieces = form["version"], form["pieces"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{str(path)!r} cannot be read as a vocabulary: {error}; remove it") from error
+    if version != VOCABULARY_VERSION:
+        raise DataError(
+            f"{str(path)!r} is a vocabulary of version {version}, and this reads {VOCABULARY_VERSION}; upgrade "
+            "agent-loop"
+        )
+    return pieces
+
+
+def text_of(token_ids: Iterable[int], pieces: Sequence[Piece]) -> str:
+    """What tokens say; those that are not in the vocabulary, by their number."""
+    parts: list[bytes] = []
+    for token in token_ids:
+        piece: Piece = pieces[token] if 0 <= token < len(pieces) else f"<{token}>"
+        parts.append(piece.encode("utf-8", "surrogatepass") if isinstance(piece, str) else bytes(piece))
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def pieces_of(tokenizer: Any) -> list[Piece]:
+    """The piece of each token of a Hugging Face tokenizer, by its id."""
+    names: dict[int, str] = {number: name for name, number in tokenizer.get_vocab().items()}
+    added: dict[int, str] = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    read = _reader(tokenizer)
+    pieces: list[Piece] = [""] * (max({*names, *added}, default=-1) + 1)
+    for number, name in names.items():
+        pieces[number] = read(name)
+    for number, name in added.items():
+        pieces[number] = name
+    return pieces
+
+
+def _reader(tokenizer: Any) -> Callable[[str], Piece]:
+    """What turns a name in the vocabulary into what its token stands for."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    decoder: Any = getattr(backend, "decoder", None)
+    if decoder is None:
+        return str
+    described = backend.to_str()
+    if '"ByteLevel"' in json.dumps(json.loads(described)["decoder"]):
+        return _read_byte_level
+    first = decoder.decode([ANCHOR])
+
+    def read(name: str) -> Piece:
+        """Behind another token, since some decoders take a space off the first one."""
+        byte = BYTE_NAME.fullmatch(name)
+        return [int(byte[1], 16)] if byte else decoder.decode([ANCHOR, name]).removeprefix(first)
+
+    return read
+
+
+def _read_byte_level(name: str) -> Piece:
+    if not CHARS.issuperset(name):
+        return name
+    read = bytes_of(name)
+    try:
+        return read.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(read)

@@ -1,0 +1,144 @@
+"""Writes a step's trajectories, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_loop.storage.arrow import pa, parquet
+from agent_loop.storage.columns import Learned, StepFacts, columns_of
+from agent_loop.storage.json_text import to_json
+from agent_loop.storage.schema import METADATA, ROWS_PER_GROUP, SCHEMA, SCHEMA_VERSION
+from agent_loop.trajectory import Trajectory
+
+SPREAD_BYTES = ("response_logprobs", "train_logprobs")
+"""Numbers of which no two are the same: their bytes compress better apart than together."""
+
+
+def write_trajectories(
+    path: Path,
+    trajectories: Sequence[Trajectory],
+    *,
+    step: int,
+    split: str,
+    weight_version: int | None = None,
+    success_threshold: float = 1.0,
+    learned: Sequence[Learned | None] | None = None,
+) -> None:
+    """Writes a Parquet file with the columns of `storage.schema`, one row per trajectory.
+
+    Args:
+        path: The file; it is replaced at once, when the new one is whole.
+        trajectories: Any number, none included.
+        step: Of the training they belong to; 0 outside of training.
+        split: `train`, `val`, `eval` or `rollout`.
+        weight_version: The trainer's when the step began; None outside of training.
+        success_threshold: A reward of at least this counts as a success.
+        learned: What training made of each of them; None if nothing did.
+
+    Raises:
+        OSError: It cannot be written; what was there before is untouched.
+    """
+    facts = StepFacts(step, split, weight_version, success_threshold)
+    learned = learned or [None] * len(trajectories)
+    metadata = {
+        METADATA.schema_version: SCHEMA_VERSION,
+        METADATA.step: str(step),
+        METADATA.split: split,
+        METADATA.success_threshold: repr(success_threshold),
+    }
+    chunks = (
+        [
+            columns_of(trajectory, facts=facts, learned=its)
+            for trajectory, its in zip(
+                trajectories[start : start + ROWS_PER_GROUP],
+                learned[start : start + ROWS_PER_GROUP],
+                strict=True,
+            )
+        ]
+        for start in range(0, len(trajectories), ROWS_PER_GROUP)
+    )
+    _write(path, chunks, metadata=metadata)
+
+
+def rewrite_scores(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    scores: Sequence[tuple[float | None, Mapping[str, Any]]],
+    *,
+    success_threshold: float,
+) -> None:
+    """Writes stored rows again with other rewards; all else stays as it is.
+
+    Args:
+        path: The file; it is replaced at once.
+        rows: As `StoredRun.rows` gives them, perhaps of several steps.
+        scores: The reward of each, and what else the reward function returned.
+        success_threshold: A reward of at least this counts as a success.
+
+    Raises:
+        OSError: It cannot be written; what was there before is untouched.
+    """
+    metadata = {
+        METADATA.schema_version: SCHEMA_VERSION,
+        METADATA.success_threshold: repr(success_threshold),
+    }
+    for key, column in ((METADATA.step, "step"), (METADATA.split, "split")):
+        held = {str(row[column]) for row in rows}
+        if len(held) == 1:
+            metadata[key] = held.pop()
+    changed = [
+        {
+            **row,
+            "reward": reward,
+            "reward_extra": to_json(extra),
+            "is_success": reward is not None and reward >= success_threshold,
+        }
+        for row, (reward, extra) in zip(rows, scores, strict=True)
+    ]
+    starts = range(0, len(changed), ROWS_PER_GROUP)
+    _write(path, (changed[start : start + ROWS_PER_GROUP] for start in starts), metadata=metadata)
+
+
+def _write(path: Path, chunks: Iterable[Sequence[Mapping[str, Any]]], *, metadata: Mapping[str, str]) -> None:
+    """Each chunk becomes a group of rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with parquet.ParquetWriter(temporary, SCHEMA.with_metadata(metadata), **_options()) as writer:
+            for chunk in chunks:
+                writer.write_table(_table(chunk), row_group_size=ROWS_PER_GROUP)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    columns = [pa.array([row.get(field.name) for row in rows], type=field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _options() -> dict[str, Any]:
+    leaves = [f"{name}.list.element" for name in SPREAD_BYTES]
+    return {
+        "compression": "zstd",
+        "use_dictionary": [leaf for leaf in _leaves() if leaf not in leaves],
+        "column_encoding": dict.fromkeys(leaves, "BYTE_STREAM_SPLIT"),
+        "write_statistics": [field.name for field in SCHEMA if not pa.types.is_nested(field.type)],
+    }
+
+
+def _leaves() -> list[str]:
+    """The paths of the columns of numbers and texts that Parquet makes of the schema."""
+    leaves: list[str] = []
+    for field in SCHEMA:
+        if not pa.types.is_list(field.type):
+            leaves.append(field.name)
+        elif pa.types.is_struct(field.type.value_type):
+            leaves += [f"{field.name}.list.element.{inner.name}" for inner in field.type.value_type]
+        else:
+            leaves.append(f"{field.name}.list.element")
+    return leaves

@@ -1,0 +1,148 @@
+"""A time limit on what a `with` block awaits."""
+
+from __future__ import annotations
+
+import asyncio
+from heapq import heapify, heappop, heappush
+from itertools import count
+from types import TracebackType
+from typing import Self
+from weakref import WeakKeyDictionary
+
+
+class TimeScope:
+    """As `asyncio.timeout_at`, for a plain `with` and in a fraction of the time: a trajectory enters several in each of
+    its turns. Single use.
+
+    Once its time has passed, the task in which it was entered is cancelled; leaving it then raises TimeoutError, unless
+    somebody else cancelled the task too.
+    """
+
+    __slots__ = ("_alarms", "_ends_at", "_num_cancellations", "_task", "alarm_at", "has_expired")
+
+    def __init__(self, ends_at: float | None) -> None:
+        """Args: ends_at: In the event loop's time; None is no limit, until `move` sets one."""
+        self.has_expired = False
+        self.alarm_at: float | None = None
+        """When it is to be looked at; never later than its end."""
+        self._ends_at = ends_at
+        self._task: asyncio.Task[object] | None = None
+        self._num_cancellations = 0
+        self._alarms: _Alarms | None = None
+
+    @classmethod
+    def of(cls, timeout_s: float | None) -> Self:
+        """One that ends in so many seconds."""
+        return cls(None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s)
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        if self._task is None:
+            raise RuntimeError("a time scope was entered outside of a task")
+        self._num_cancellations = self._task.cancelling()
+        if self._ends_at is not None:
+            self._arm(self._ends_at)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        task, self._task = self._task, None
+        if self.alarm_at is not None and self._alarms is not None:
+            self._alarms.forget(self)
+        if self.has_expired and task is not None:
+            is_alone = task.uncancel() <= self._num_cancellations
+            if is_alone and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    def move(self, ends_at: float | None) -> None:
+        """Ends it at another time; does nothing where it has expired, or is not entered."""
+        self._ends_at = ends_at
+        if ends_at is not None and self._task is not None and not self.has_expired:
+            self._arm(ends_at)
+
+    def look(self) -> None:
+        """Of the alarms: it is so late."""
+        at, self.alarm_at = self.alarm_at, None
+        if at is None or self._task is None or self._ends_at is None:
+            return
+        if at < self._ends_at:
+            self._arm(self._ends_at)
+        else:
+            self.has_expired = True
+            self._task.cancel()
+
+    def _arm(self, at: float) -> None:
+        """An alarm that comes too early is left to: it costs less to look again than to set another one."""
+        if self.alarm_at is None or self.alarm_at > at:
+            if self._alarms is None:
+                self._alarms = _Alarms.of_running_loop()
+            self._alarms.set(self, at)
+
+
+MAX_DEAD = 256
+"""So many entries of scopes that were left may always remain."""
+
+
+class _Alarms:
+    """When the scopes of one event loop are to be looked at, behind a single timer: nearly all are left long before
+    their end, and a timer for each would be made and cancelled for nothing."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, TimeScope]] = []
+        """Entries whose scope has another time by now are dead."""
+        self._numbers = count()
+        self._num_alive = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def of_running_loop(cls) -> _Alarms:
+        loop = asyncio.get_running_loop()
+        alarms = _ALARMS.get(loop)
+        if alarms is None:
+            alarms = _ALARMS[loop] = cls()
+        return alarms
+
+    def set(self, scope: TimeScope, at: float) -> None:
+        """Has the scope looked at then, and not at the time that was set before."""
+        self._num_alive += scope.alarm_at is None
+        scope.alarm_at = at
+        heappush(self._heap, (at, next(self._numbers), scope))
+        self._wake_in_time()
+
+    def forget(self, scope: TimeScope) -> None:
+        """It was left."""
+        scope.alarm_at = None
+        self._num_alive -= 1
+        if not self._num_alive:
+            self._heap.clear()
+            self._sleep()
+        elif len(self._heap) > MAX_DEAD + 2 * self._num_alive:
+            self._heap = [entry for entry in self._heap if entry[2].alarm_at == entry[0]]
+            heapify(self._heap)
+
+    def _look(self) -> None:
+        """Looks at all scopes whose time has come."""
+        assert self._timer is not None, "it is the timer that calls"
+        now = max(self._timer.when(), asyncio.get_running_loop().time())
+        self._timer = None
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].alarm_at != self._heap[0][0]):
+            at, _, scope = heappop(self._heap)
+            if scope.alarm_at == at:
+                self._num_alive -= 1
+                scope.look()
+        self._wake_in_time()
+
+    def _wake_in_time(self) -> None:
+        """Has the timer fire no later than the first entry's time."""
+        if self._heap and (self._timer is None or self._heap[0][0] < self._timer.when()):
+            self._sleep()
+            self._timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._look)
+
+    def _sleep(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_ALARMS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarms] = WeakKeyDictionary()

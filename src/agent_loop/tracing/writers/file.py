@@ -1,0 +1,65 @@
+"""Trajectories as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import orjson
+
+from agent_loop.config import TraceConfig
+from agent_loop.tracing.bounded import bounded
+from agent_loop.tracing.forms import Form
+
+
+def make(config: TraceConfig) -> FileWriter:
+    return FileWriter(Path(config.path))
+
+
+class FileWriter:
+    """Appends one line per trajectory; those of a batch whole or not at all."""
+
+    max_batch = 64
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+
+    def open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab", buffering=0)
+
+    def write(self, items: Iterable[Form], /) -> None:
+        assert self._file is not None
+        data = b"".join(map(line_of, items))
+        begin = self._file.tell()
+        try:
+            num_written = self._file.write(data)
+            if num_written != len(data):
+                raise OSError(f"{self._path}: only {num_written} of {len(data)} bytes were written")
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(begin)
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def line_of(form: Form) -> bytes:
+    """Texts that no file holds, which are those with halves of surrogates, have question marks there."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    try:
+        return orjson.dumps(form, default=_plain, option=options)
+    except orjson.JSONEncodeError:
+        text = json.dumps(form, default=_plain, ensure_ascii=False)
+        return text.encode("utf-8", "replace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    return cast(Any, value).tolist() if isinstance(value, np.ndarray) else bounded(value)

@@ -1,0 +1,87 @@
+"""A trajectory's spans as OpenTelemetry has them: what MLflow and OTLP are both given."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from agent_loop.tracing.tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a tracing system is to show of a span."""
+
+    name: str
+    attributes: Mapping[str, Any]
+    kind: SpanKind = SpanKind.INTERNAL
+    error: str | None = None
+    events: Sequence[Event] = field(default_factory=tuple[Event, ...])
+
+
+def new_trace_id() -> int:
+    """Not from `random`, whose state is the user's."""
+    return secrets.randbits(128) or 1
+
+
+def readable_spans(
+    tree: Tree, *, trace_id: int, root: Description, nodes: Sequence[Description], resource: Resource
+) -> list[ReadableSpan]:
+    """The trajectory's own span, then those of its nodes.
+
+    Args:
+        nodes: One per node of the tree, in order.
+    """
+    contexts = [_context(trace_id) for _ in range(len(nodes) + 1)]
+    spans = [
+        _span(root, contexts[0], parent=None, start_ns=tree.start_ns, end_ns=tree.end_ns, resource=resource)
+    ]
+    for place, (node, description) in enumerate(zip(tree.nodes, nodes, strict=True), start=1):
+        parent = contexts[0] if node.parent is None else contexts[node.parent + 1]
+        spans.append(
+            _span(
+                description,
+                contexts[place],
+                parent=parent,
+                start_ns=node.start_ns,
+                end_ns=node.end_ns,
+                resource=resource,
+            )
+        )
+    return spans
+
+
+def _context(trace_id: int) -> SpanContext:
+    return SpanContext(
+        trace_id, secrets.randbits(64) or 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)
+    )
+
+
+def _span(
+    description: Description,
+    context: SpanContext,
+    *,
+    parent: SpanContext | None,
+    start_ns: int,
+    end_ns: int,
+    resource: Resource,
+) -> ReadableSpan:
+    error = description.error
+    return ReadableSpan(
+        name=description.name,
+        context=context,
+        parent=parent,
+        resource=resource,
+        attributes=description.attributes,
+        events=description.events,
+        kind=description.kind,
+        status=Status(StatusCode.OK) if error is None else Status(StatusCode.ERROR, error),
+        start_time=start_ns,
+        end_time=end_ns,
+    )

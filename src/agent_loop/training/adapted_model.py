@@ -1,0 +1,105 @@
+"""A model with low-rank adapters as servers get it: what stays, and what an update changes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agent_loop.training.adapters import ADAPTER, BASE, persistent_buffers
+from agent_loop.training.master_weights import whole
+from agent_loop.training.team import Team
+from agent_loop.weights import AdaptedWeights, Factors
+
+
+def are_low_rank(model: PreTrainedModel) -> bool:
+    """Whether adapters are all that is trained, and each adds a product of two matrices to a weight."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not names or not all(ADAPTER in name for name in names):
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return all(_is_low_rank(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+
+
+class AdaptedModel:
+    """Owns the base that servers get."""
+
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, team: Team) -> None:
+        """Args:
+        model: One whose adapters are low-rank.
+        dtype: Of the weights that servers get.
+        team: Over whose processes the model is sharded. Then rank 0 keeps the base in the machine's memory, as it is
+            when weights are first asked for. Otherwise the base shares the model's memory, and is another one once
+            somebody has written there.
+        """
+        self._model = model
+        self._dtype = dtype
+        self._team = team
+        self._base: dict[str, Tensor] = {}
+        self._base_id = ""
+        self._places: list[tuple[int, int]] = []
+
+    @torch.no_grad()
+    def weights(self) -> AdaptedWeights:
+        """Base and factors of this moment. In a team all processes are to ask; those of rank 0 get them."""
+        if self._team.mesh is None:
+            self._look_at_base()
+        elif not self._base_id:
+            self._gather_base()
+        factors: dict[str, Factors] = {}
+        for name, layer in cast(Any, self._model).named_modules():
+            if hasattr(layer, "base_layer") and (found := _factors_of(layer)) is not None:
+                factors[f"{name}.weight"] = found
+        return AdaptedWeights(
+            self._base, base_id=self._base_id, factors=factors if self._team.rank == 0 else {}
+        )
+
+    def _look_at_base(self) -> None:
+        tensors = list(self._below_adapters())
+        places = [(tensor.data_ptr(), cast(Any, tensor)._version) for _, tensor, _ in tensors]
+        if places != self._places:
+            self._places, self._base_id = places, secrets.token_hex(8)
+            self._base = {name: tensor.to(dtype) for name, tensor, dtype in tensors}
+
+    def _gather_base(self) -> None:
+        for name, tensor, dtype in self._below_adapters():
+            gathered = whole(tensor)
+            if self._team.rank == 0:  # a copy: what is gathered is freed after a forward
+                self._base[name] = gathered.to("cpu", dtype, copy=True)
+        self._base_id = secrets.token_hex(8)
+
+    def _below_adapters(self) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+        """Names, tensors, and in which dtype servers get them."""
+        for name, parameter in self._model.named_parameters():
+            if ADAPTER not in name:
+                yield name.replace(BASE, "."), parameter.detach(), self._dtype
+        for name, buffer in persistent_buffers(self._model):
+            yield name, buffer, buffer.dtype
+
+
+def _is_low_rank(layer: Any) -> bool:
+    from peft.tuners.lora import Embedding, Linear
+
+    is_plain = type(layer) in (Linear, Embedding)
+    return is_plain and not layer.lora_variant and not any(layer.lora_bias.values())
+
+
+def _factors_of(layer: Any) -> Factors | None:
+    """Of all active adapters together: the products of matrices that are put side by side add up."""
+    lefts: list[Tensor] = []
+    rights: list[Tensor] = []
+    for adapter in layer.active_adapters:
+        if adapter in layer.lora_embedding_A:
+            down, up, is_transposed = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter], True
+        else:
+            down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            is_transposed = layer.fan_in_fan_out
+        down_RI, up_OR = whole(down).float(), whole(up).float() * layer.scaling[adapter]
+        lefts.append(down_RI.T if is_transposed else up_OR)
+        rights.append(up_OR.T if is_transposed else down_RI)
+    return Factors(torch.cat(lefts, dim=1).contiguous(), torch.cat(rights).contiguous()) if lefts else None

@@ -1,0 +1,50 @@
+"""What a step made of each trajectory, for those who store them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor
+
+from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.storage.columns import Learned
+from agent_loop.trajectory import Trajectory
+
+ADVANTAGES = "advantages"
+"""Column that the learner adds to its batch, float32 [B, R]."""
+IS_TRAINED = "is_trained"
+"""The same, bool [B]: rows that were trained."""
+TRAIN_LOG_PROBS = "train_log_probs"
+"""Column that the actor adds, float32 [B, R]: its own before the update, NaN in rows where it needed none."""
+COLUMNS = (ADVANTAGES, IS_TRAINED, TRAIN_LOG_PROBS)
+
+
+def learned_of(batch: RolloutBatch, trajectories: Sequence[Trajectory]) -> list[Learned]:
+    """Reads what was learned out of a batch that has been learned from.
+
+    Args:
+        batch: Of `assemble`, annotated by `Learner.learn`.
+        trajectories: Those that it was made of.
+    """
+    held = cast(Any, batch)
+    advantages_BR, is_trained_B, log_probs_BR = (held.get(name, None) for name in COLUMNS)
+    learned: list[Learned] = []
+    for row, trajectory in enumerate(trajectories):
+        num_tokens = len(trajectory.output.response_ids)
+        log_probs = _row(log_probs_BR, row, num_tokens)
+        is_known = log_probs is not None and not np.isnan(log_probs).any()
+        is_trained = is_trained_B is not None and bool(is_trained_B[row])
+        learned.append(
+            Learned(
+                advantages=_row(advantages_BR, row, num_tokens) if is_trained else None,
+                train_logprobs=log_probs if is_known else None,
+                trained_mask=np.asarray(batch["response_mask"][row, :num_tokens], dtype=bool),
+            )
+        )
+    return learned
+
+
+def _row(values_BR: Tensor | None, row: int, num_tokens: int) -> Any:
+    return None if values_BR is None else np.asarray(values_BR[row, :num_tokens], dtype=np.float32)

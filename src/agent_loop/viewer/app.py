@@ -1,0 +1,179 @@
+"""The page and its data over HTTP: read-only, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agent_loop.errors import DataError
+from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
+from agent_loop.viewer.plain_json import as_bytes
+from agent_loop.viewer.source import RunSource
+
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CONTENT_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+MAX_TEXT = 500
+"""Characters of what is searched for."""
+
+
+def create_viewer_app(source: RunSource, *, hosts: Sequence[str] | None) -> Starlette:
+    """An ASGI application that shows a run.
+
+    Args:
+        hosts: The names under which it may be asked for, so that no other site's page reaches it; None is any.
+    """
+    app = Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/static/{name}", _static),
+            *(Route(f"/api/{name}", _answering(answer, source)) for name, answer in ANSWERS.items()),
+        ],
+        middleware=[Middleware(Guarded, hosts=hosts)],
+        exception_handlers={HTTPException: _on_http_error},
+    )
+    app.state.stopping = asyncio.Event()
+    return app
+
+
+class Guarded:
+    """Refuses requests for other hosts, and adds `HEADERS` to each answer."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
+        self._app = app
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        app = self._app
+        if scope["type"] == "http" and self._hosts is not None and _host_of(scope) not in self._hosts:
+            app = _error("this page is not served under that name", status=421)
+        await app(scope, receive, send_with_headers)
+
+
+def _host_of(scope: Scope) -> str:
+    """Without the port."""
+    value = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+    return value[1:].partition("]")[0] if value.startswith("[") else value.partition(":")[0]
+
+
+def _page(_: Request) -> Response:
+    return Response(first_page(), media_type=media_type(FIRST_PAGE))
+
+
+def _static(request: Request) -> Response:
+    return _file(request.path_params["name"])
+
+
+def _file(name: str) -> Response:
+    text = static_files().get(name)
+    if text is None:
+        raise HTTPException(404, "there is no such file")
+    return Response(text, media_type=media_type(name))
+
+
+def _state(source: RunSource, _: Request) -> Any:
+    return source.state()
+
+
+def _config(source: RunSource, _: Request) -> Any:
+    return source.config()
+
+
+def _metrics(source: RunSource, request: Request) -> Any:
+    return source.metrics(request.query_params.get("place", ""))
+
+
+def _table(source: RunSource, request: Request) -> Any:
+    return source.table(_numbers(request))
+
+
+def _trajectory(source: RunSource, request: Request) -> Any:
+    split, step = _step(request)
+    return source.trajectory(split=split, step=step, trajectory_id=request.query_params.get("id", ""))
+
+
+def _timeline(source: RunSource, request: Request) -> Any:
+    split, step = _step(request)
+    return source.timeline(split=split, step=step)
+
+
+def _search(source: RunSource, request: Request) -> Any:
+    text = request.query_params.get("text", "")
+    if not 0 < len(text) <= MAX_TEXT:
+        raise HTTPException(400, f"text has {len(text)} characters; give 1 to {MAX_TEXT}")
+    return source.search(text, _numbers(request))
+
+
+ANSWERS: dict[str, Callable[[RunSource, Request], Any]] = {
+    "state": _state,
+    "config": _config,
+    "metrics": _metrics,
+    "table": _table,
+    "trajectory": _trajectory,
+    "timeline": _timeline,
+    "search": _search,
+}
+"""By the last part of their path."""
+
+
+def _answering(
+    answer: Callable[[RunSource, Request], Any], source: RunSource
+) -> Callable[[Request], Response]:
+    """Runs in a thread: files are read."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            reply = answer(source, request)
+        except DataError as error:
+            raise HTTPException(404, str(error)) from error
+        if isinstance(reply, bytes):
+            return Response(reply, media_type="application/octet-stream")
+        return Response(as_bytes(reply), media_type="application/json")
+
+    return endpoint
+
+
+def _step(request: Request) -> tuple[str, int]:
+    split, step = request.query_params.get("split", ""), request.query_params.get("step", "")
+    if not split or not step.isdecimal():
+        raise HTTPException(400, f"split is {split!r} and step is {step!r}; give a name and a number")
+    return split, int(step)
+
+
+def _numbers(request: Request) -> list[int]:
+    given = request.query_params.get("files", "")
+    if not all(part.isdecimal() for part in given.split(",")):
+        raise HTTPException(400, f"files is {given[:80]!r}; give numbers, with commas between them")
+    return [int(part) for part in given.split(",")]
+
+
+def _on_http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _error(error.detail, status=error.status_code)
+
+
+def _error(message: str, *, status: int) -> Response:
+    return Response(as_bytes({"error": message}), status_code=status, media_type="application/json")

@@ -1,0 +1,195 @@
+"""The page with its data in one file that needs no server."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.viewer.page import static_files, style_names
+from agent_loop.viewer.plain_json import as_bytes
+from agent_loop.viewer.source import RunSource
+
+MAX_ROWS = 50_000
+"""Of the table."""
+MAX_BYTES = 64 * 2**20
+"""Of trajectories and times in full, before they are packed."""
+IMPORT = re.compile(r'(from\s+|import\s+)"\./([\w.]+)"')
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The data as it goes into the file."""
+
+    packed: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    num_bytes: int = 0
+
+    def add(self, name: str, data: bytes) -> str:
+        self.packed[name] = data
+        self.num_bytes += len(data)
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """A trajectory that may go in, the most telling first."""
+
+    split: str
+    step: int
+    trajectory_id: str
+    file: int
+    row: int
+
+
+def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
+    """Writes the file, and says in a line what is in it.
+
+    Args:
+        max_trajectories: So many go in with all their tokens, those of the newest steps.
+
+    Raises:
+        DataError: There is no such run.
+        ConfigError: The file cannot be written.
+    """
+    source = RunSource(run)
+    parts = _Parts()
+    files = _newest_files(source)
+    parts.add("data-table", source.table([file for file, _ in files]))
+    num_rows = sum(count for _, count in files)
+    chosen = list(_chosen(source, {file for file, _ in files}))
+    trajectories = _add_trajectories(source, chosen[:max_trajectories], parts)
+    timelines = _add_timelines(source, [(one.split, one.step) for one in chosen[:max_trajectories]], parts)
+    omitted = _omitted(source, num_rows=num_rows, num_full=len(trajectories), num_steps=len(timelines))
+    state = source.state() | {"files": [file for file, _ in files], "path": source.path.resolve().name}
+    head = {
+        "state": state,
+        "config": source.config(),
+        "metrics": source.metrics(),
+        "omitted": omitted,
+        "trajectories": trajectories,
+        "timelines": timelines,
+    }
+    parts.add("data-head", as_bytes(head))
+    text = _page(parts.packed)
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--export {str(target)!r} cannot be written ({error.strerror}); give another file"
+        ) from error
+    return f"{target}: {num_rows} trajectories, {len(trajectories)} in full, {len(text) / 2**20:.1f} MiB. {omitted}"
+
+
+def _newest_files(source: RunSource) -> list[tuple[int, int]]:
+    """Number and rows of the files that fit into the table, in their order."""
+    fitting: list[tuple[int, int]] = []
+    num_rows = 0
+    for file in reversed(source.files.refresh()):
+        table = source.files.scalars(file)
+        if table is None:
+            continue
+        num_rows += table.num_rows
+        if fitting and num_rows > MAX_ROWS:
+            break
+        fitting.append((file.number, table.num_rows))
+    return fitting[::-1]
+
+
+def _chosen(source: RunSource, numbers: set[int]) -> Iterator[_Chosen]:
+    """The trajectories of these files, those of the newest file first."""
+    for file in reversed(source.files.refresh()):
+        table = source.files.scalars(file) if file.number in numbers else None
+        if table is None or not {"split", "step", "trajectory_id"} <= {*table.column_names}:
+            continue
+        rows = zip(*(table[name].to_pylist() for name in ("split", "step", "trajectory_id")), strict=True)
+        for row, (split, step, trajectory_id) in enumerate(rows):
+            yield _Chosen(split, step, trajectory_id, file.number, row)
+
+
+def _add_trajectories(source: RunSource, chosen: list[_Chosen], parts: _Parts) -> dict[str, dict[str, Any]]:
+    added: dict[str, dict[str, Any]] = {}
+    for one in chosen:
+        try:
+            data = source.trajectory(split=one.split, step=one.step, trajectory_id=one.trajectory_id)
+        except DataError:
+            continue  # a run that goes on may have removed it
+        if parts.num_bytes + len(data) > MAX_BYTES:
+            break
+        part = parts.add(f"data-trajectory-{len(added)}", data)
+        added[f"{one.split} {one.step} {one.trajectory_id}"] = {
+            "part": part,
+            "file": one.file,
+            "row": one.row,
+        }
+    return added
+
+
+def _add_timelines(source: RunSource, steps: list[tuple[str, int]], parts: _Parts) -> dict[str, str]:
+    added: dict[str, str] = {}
+    for split, step in dict.fromkeys(steps):
+        data = as_bytes(source.timeline(split=split, step=step))
+        if parts.num_bytes + len(data) > MAX_BYTES:
+            break
+        added[f"{split} {step}"] = parts.add(f"data-timeline-{len(added)}", data)
+    return added
+
+
+def _omitted(source: RunSource, *, num_rows: int, num_full: int, num_steps: int) -> str:
+    """What is not in the file; empty if everything is."""
+    tables = [source.files.scalars(file) for file in source.files.refresh()]
+    num_stored = sum(table.num_rows for table in tables if table is not None)
+    if num_full == num_stored == num_rows:
+        return ""
+    rows = "" if num_rows == num_stored else f"the newest {num_rows} of {num_stored} trajectories, and "
+    return (
+        f"This copy holds {rows}{num_full} of {num_stored} trajectories with messages and tokens, and the times of "
+        f"{num_steps} steps; a search looks into those {num_full}."
+    )
+
+
+def _page(parts: Mapping[str, bytes]) -> str:
+    """Modules become `data:` addresses that an import map names; nothing is loaded from elsewhere."""
+    texts = static_files()
+    modules = {
+        f"viewer/{name}": "data:text/javascript;base64," + _base64(_renamed(text).encode())
+        for name, text in texts.items()
+        if name.endswith(".js")
+    }
+    imports = json.dumps({"imports": modules})
+    start = 'import "viewer/main.js";'
+    style = "\n".join(texts[name] for name in style_names())
+    policy = (
+        f"default-src 'none'; script-src data: '{_hash(imports)}' '{_hash(start)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    data = "\n".join(
+        f'<script type="application/octet-stream" id="{name}">{_base64(gzip.compress(part, mtime=0))}</script>'
+        for name, part in parts.items()
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>agent-loop view</title>\n'
+        f"<style>{style}</style>\n"
+        f'<script type="importmap">{imports}</script>\n</head>\n<body>\n{data}\n'
+        f'<script type="module">{start}</script>\n</body>\n</html>\n'
+    )
+
+
+def _renamed(module: str) -> str:
+    return IMPORT.sub(r'\1"viewer/\2"', module)
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + _base64(hashlib.sha256(text.encode()).digest())

@@ -1,0 +1,75 @@
+"""How columns travel to the page: a JSON head, then plain arrays that it reads in place."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent_loop.storage.arrow import compute, pa
+
+ALIGNMENT = 8
+KINDS = {"float32": "f4", "float64": "f8", "int32": "i4", "uint8": "u1"}
+NULL_CODE = -1
+NULL_FLAG = 2
+
+
+def packet(meta: Mapping[str, Any], columns: Mapping[str, Any]) -> bytes:
+    """The bytes that `packets.js` reads: the length of the head (uint32, little-endian), the head, the arrays.
+
+    Args:
+        meta: What else is said, in JSON.
+        columns: Numpy arrays of `KINDS`, or Arrow columns of numbers, booleans or strings.
+    """
+    heads: list[dict[str, Any]] = []
+    parts: list[bytes] = []
+    offset = 0
+    for name, column in columns.items():
+        array, dictionary = _plain(column)
+        data = np.ascontiguousarray(array).tobytes()
+        data += b"\0" * (-len(data) % ALIGNMENT)
+        head = {"name": name, "kind": KINDS[array.dtype.name], "offset": offset, "length": len(array)}
+        heads.append(head if dictionary is None else head | {"dictionary": dictionary})
+        parts.append(data)
+        offset += len(data)
+    text = json.dumps({"meta": meta, "columns": heads}, allow_nan=False, separators=(",", ":"))
+    head_bytes = text.encode("ascii")
+    head_bytes += b" " * (-(4 + len(head_bytes)) % ALIGNMENT)
+    return b"".join([struct.pack("<I", len(head_bytes)), head_bytes, *parts])
+
+
+def is_plain(kind: Any) -> bool:
+    """Whether Arrow columns of this type can be sent."""
+    types = pa.types
+    return bool(
+        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_string(kind)
+    )
+
+
+def _plain(column: Any) -> tuple[NDArray[Any], list[str] | None]:
+    """Its values, and the strings that they are codes of. Nulls are NaN, `NULL_FLAG` or `NULL_CODE`."""
+    if isinstance(column, np.ndarray):
+        return cast(NDArray[Any], column), None
+    if pa.types.is_string(column.type):
+        encoded = compute.dictionary_encode(column.combine_chunks())
+        encoded = encoded if isinstance(encoded, pa.DictionaryArray) else encoded.combine_chunks()
+        codes = compute.fill_null(encoded.indices, NULL_CODE).to_numpy(zero_copy_only=False)
+        return codes.astype(np.int32), encoded.dictionary.to_pylist()
+    if pa.types.is_boolean(column.type):
+        return compute.fill_null(column.cast(pa.uint8()), NULL_FLAG).to_numpy(), None
+    if pa.types.is_floating(column.type):
+        return column.to_numpy().astype("float32" if column.type == pa.float32() else "float64"), None
+    return _whole_numbers(column), None
+
+
+def _whole_numbers(column: Any) -> NDArray[Any]:
+    if column.null_count:
+        return column.cast(pa.float64(), safe=False).to_numpy()
+    values: NDArray[Any] = column.to_numpy()
+    limits = np.iinfo(np.int32)
+    fits = len(values) == 0 or (values.min() >= limits.min and values.max() <= limits.max)
+    return values.astype(np.int32 if fits else np.float64)

@@ -1,0 +1,174 @@
+// Which metrics are drawn together, under which headings. What is in no list gets a diagram of its own at the end.
+
+import { number, seconds, share, spoken } from "./format.js";
+
+const one = (name, label) => ({ name, label });
+
+const SECTIONS = [
+  {
+    title: "Reward",
+    charts: [
+      {
+        title: "Reward",
+        lines: [one("reward/mean", "train"), one("val/reward/mean", "val")],
+        band: ["reward/min", "reward/max"],
+        about: "Mean over a step's trajectories; the band is from the lowest to the highest",
+      },
+      {
+        title: "Success",
+        lines: [one("reward/success_share", "train"), one("val/reward/success_share", "val")],
+        format: share,
+        least: 0,
+        most: 1,
+        about: "Share of all trajectories that reach the threshold",
+      },
+      {
+        title: "Groups with signal",
+        lines: [one("reward/signal_share", "signal")],
+        format: share,
+        least: 0,
+        most: 1,
+      },
+      {
+        title: "Advantage",
+        lines: [one("reward/advantage_mean", "mean"), one("reward/advantage_std", "deviation")],
+      },
+    ],
+  },
+  {
+    title: "Rollout",
+    charts: [
+      {
+        title: "Turns",
+        lines: [one("rollout/num_turns/mean", "turns"), one("rollout/num_tool_calls/mean", "tool calls")],
+      },
+      {
+        title: "Response length",
+        lines: [one("rollout/response_length/mean", "mean"), one("rollout/response_length/max", "longest")],
+        about: "Tokens",
+      },
+      { title: "Stop reasons", prefix: "rollout/stop_reason/", isStacked: true, format: share, most: 1 },
+      { title: "Incidents per trajectory", prefix: "rollout/incidents/" },
+      {
+        title: "Calls that could not be read",
+        lines: [one("rollout/malformed_call_share", "calls"), one("rollout/invalid_turn_share", "turns")],
+        format: share,
+        least: 0,
+      },
+      { title: "Not scored", lines: [one("rollout/unscored_share", "share")], format: share, least: 0 },
+    ],
+  },
+  {
+    title: "Learning",
+    charts: [
+      { title: "Loss", lines: [one("actor/loss", "actor"), one("critic/loss", "critic")] },
+      { title: "Entropy", lines: [one("actor/entropy", "entropy")] },
+      {
+        title: "KL of the update",
+        lines: [one("actor/ppo_kl", "to the rollout"), one("actor/kl_loss", "to the reference")],
+      },
+      { title: "Gradient norm", lines: [one("actor/grad_norm", "actor"), one("critic/grad_norm", "critic")] },
+      {
+        title: "Clipped",
+        lines: [one("actor/clip_fraction", "clipped"), one("actor/dual_clip_fraction", "twice")],
+        format: share,
+        least: 0,
+      },
+    ],
+  },
+  {
+    title: "On-policy?",
+    charts: [
+      {
+        title: "Log-prob difference, largest",
+        lines: [one("actor/rollout_train_logprob_diff_max", "largest")],
+        about: "Between the trainer's and the rollout's log-probs of the same tokens",
+      },
+      { title: "Log-prob difference, mean", lines: [one("actor/rollout_train_logprob_diff_mean", "mean")] },
+      {
+        title: "KL of that mismatch",
+        lines: [one("actor/rollout_train_kl_k1", "k1"), one("actor/rollout_train_kl_k3", "k3")],
+      },
+      {
+        title: "Staleness",
+        lines: [one("rollout/staleness/mean", "mean"), one("rollout/staleness/max", "oldest")],
+        least: 0,
+        about: "Weight versions between sampling and training",
+      },
+      {
+        title: "Template exact",
+        lines: [one("rollout/template_exact_share", "exact")],
+        format: share,
+        least: 0,
+        most: 1,
+        about: "Trajectories whose tokens a full render of their messages would give again",
+      },
+    ],
+  },
+  {
+    title: "Speed",
+    charts: [
+      { title: "Model tokens per second", lines: [one("perf/model_tokens_per_s", "tokens/s")], least: 0 },
+      {
+        title: "Seconds of a step",
+        prefix: "timing_s/",
+        without: ["timing_s/step"],
+        isStacked: true,
+        format: seconds,
+      },
+    ],
+  },
+];
+
+/** `[{title, charts: [{title, series, format, ...}]}]` of what a run has measured. */
+export function curves(metrics) {
+  const used = new Set(["timing_s/step"]);
+  const sections = SECTIONS.map(({ title, charts }) => ({
+    title,
+    charts: charts.map((chart) => filled(chart, metrics, used)).filter((chart) => chart.series.length > 0),
+  }));
+  const rest = metrics.names.filter((name) => !used.has(name)).sort();
+  sections.push({
+    title: "All others",
+    isRest: true,
+    charts: rest.map((name) => filled(single(name), metrics, used)),
+  });
+  return sections.filter((section) => section.charts.length > 0);
+}
+
+function single(name) {
+  const format =
+    name.startsWith("timing_s/") || name.includes("_s/") ? seconds : name.endsWith("_share") ? share : number;
+  return { title: spoken(name), lines: [one(name, name)], format };
+}
+
+function filled(chart, metrics, used) {
+  const lines = chart.prefix ? prefixed(chart, metrics) : chart.lines;
+  const series = [];
+  if (chart.band && metrics.series(chart.band[1])) series.push(bandOf(chart.band, metrics));
+  for (const { name, label } of lines) {
+    used.add(name);
+    const found = metrics.series(name);
+    if (found)
+      series.push({
+        label,
+        ...found,
+        color: series.filter((other) => !other.isBand).length,
+        isSparse: isSparse(found, metrics),
+      });
+  }
+  for (const name of chart.band ?? []) used.add(name);
+  return { format: number, ...chart, series: lines.some(({ name }) => metrics.series(name)) ? series : [] };
+}
+
+function prefixed({ prefix, without = [] }, metrics) {
+  const names = metrics.names.filter((name) => name.startsWith(prefix) && !without.includes(name)).sort();
+  return names.map((name) => one(name, spoken(name.slice(prefix.length))));
+}
+
+function bandOf([low, high], metrics) {
+  const { steps, values } = metrics.series(high);
+  return { label: "range", steps, values, floor: metrics.series(low).values, color: 0, isBand: true };
+}
+
+const isSparse = ({ steps }, metrics) => steps.length < metrics.steps.length / 2 && steps.length < 60;

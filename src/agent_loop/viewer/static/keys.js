@@ -1,0 +1,77 @@
+// Keys: the page that is shown says which it takes; `?` lists them.
+
+import { h, replaceChildren } from "./dom.js";
+import { go } from "./router.js";
+
+const EVERYWHERE = [
+  { keys: ["g o"], about: "overview", action: () => go("#/overview") },
+  { keys: ["g t"], about: "trajectories", action: () => go("#/trajectories") },
+  { keys: ["g w"], about: "where time went", action: () => go("#/time") },
+  { keys: ["?"], about: "these keys", action: () => showHelp() },
+];
+
+let ofPage = [];
+let prefix = "";
+let dialog = null;
+
+/** The keys of the page that is shown: `[{keys, about, action}]`. */
+export function setKeys(bindings) {
+  ofPage = bindings;
+}
+
+export function listenToKeys() {
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    if (isTyping(event.target)) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    if (dialog?.open) return;
+    const pressed = prefix ? `${prefix} ${event.key}` : event.key;
+    const found = [...ofPage, ...EVERYWHERE].find(({ keys }) => keys.includes(pressed));
+    prefix = "";
+    if (found) {
+      event.preventDefault();
+      found.action(event);
+    } else if (event.key === "g") {
+      prefix = "g";
+      setTimeout(() => (prefix = ""), 1200);
+    }
+  });
+}
+
+export function showHelp() {
+  dialog ??= document.body.appendChild(h("dialog.help", { "aria-labelledby": "help-title" }));
+  replaceChildren(
+    dialog,
+    h("h2", { id: "help-title" }, "Keys"),
+    ofPage.length > 0 && [h("h3", {}, "On this page"), listOf(ofPage)],
+    h("h3", {}, "Everywhere"),
+    listOf(EVERYWHERE),
+    h("form", { method: "dialog" }, h("button", {}, "Close")),
+  );
+  dialog.showModal();
+}
+
+function listOf(bindings) {
+  return h(
+    "dl.keys",
+    {},
+    bindings.map(({ keys, about }) => [
+      h(
+        "dt",
+        {},
+        keys.map((key) => h("kbd", {}, NAMES[key] ?? key)),
+      ),
+      h("dd", {}, about),
+    ]),
+  );
+}
+
+const NAMES = { ArrowDown: "↓", ArrowUp: "↑", ArrowLeft: "←", ArrowRight: "→", Enter: "↵", Escape: "esc" };
+
+function isTyping(element) {
+  return element.matches?.(
+    "input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select",
+  );
+}

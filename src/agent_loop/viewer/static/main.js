@@ -1,0 +1,133 @@
+// Starts the page: finds its data, shows what the address says.
+
+import { h, replaceChildren } from "./dom.js";
+import { themeSwitch } from "./color_theme.js";
+import { forgetCharts } from "./chart.js";
+import { EmbeddedSource } from "./embedded_source.js";
+import { number } from "./format.js";
+import { groupPage } from "./group_page.js";
+import { listenToKeys, setKeys, showHelp } from "./keys.js";
+import { LiveSource } from "./live_source.js";
+import { overviewPage } from "./overview_page.js";
+import { address, here, onChange } from "./router.js";
+import { Run } from "./run.js";
+import { tablePage } from "./table_page.js";
+import { timePage } from "./time_page.js";
+import { trajectoryPage } from "./trajectory_page.js";
+
+/** A page is a function of the run and its parameters; it returns `{element, keys, update, leave}`: `update` is called
+ * with new parameters, and returns false where the page has to be made anew. */
+const PAGES = {
+  overview: overviewPage,
+  trajectories: tablePage,
+  trajectory: trajectoryPage,
+  group: groupPage,
+  time: timePage,
+};
+const MENU = { overview: "Overview", trajectories: "Trajectories", time: "Time" };
+const PART_OF = { trajectory: "trajectories", group: "trajectories" };
+
+async function start() {
+  const run = new Run((await EmbeddedSource.find()) ?? new LiveSource());
+  const main = h("main", { id: "main", tabindex: "-1", "aria-busy": "true" });
+  const menu = h("nav", { "aria-label": "Pages" });
+  const status = h(".status", { role: "status" });
+  const notice = h(".notice", { role: "note", hidden: true });
+  document.body.append(
+    h(
+      "a.skip",
+      { href: "#main", onclick: (event) => (event.preventDefault(), main.focus()) },
+      "Skip to the content",
+    ),
+    h(
+      "header.top",
+      {},
+      h("a.brand", { href: "#/overview" }, "agent-loop"),
+      menu,
+      status,
+      helpButton(),
+      themeSwitch(),
+    ),
+    notice,
+    main,
+  );
+  run.onChange(() => {
+    showStatus(run, status, notice);
+    main.ariaBusy = String(!run.isLoaded);
+  });
+  listenToKeys();
+  const show = pageShower(run, main, menu);
+  onChange(show);
+  show(here());
+  await run.follow();
+}
+
+function pageShower(run, main, menu) {
+  let shown = null;
+  let name = "";
+  return ({ page, parameters }) => {
+    if (page === name && shown?.update?.(parameters) !== false && shown?.update) return;
+    shown?.leave?.();
+    forgetCharts();
+    name = page;
+    shown = (PAGES[page] ?? missingPage)(run, parameters);
+    replaceChildren(main, shown.element);
+    setKeys(shown.keys ?? []);
+    replaceChildren(menu, menuLinks(PART_OF[page] ?? page));
+    document.title = `${MENU[page] ?? page} · agent-loop view`;
+    scrollTo(0, 0);
+    shown.shown?.();
+  };
+}
+
+function menuLinks(current) {
+  return Object.entries(MENU).map(([page, label]) =>
+    h("a", { href: address(page), "aria-current": page === current ? "page" : null }, label),
+  );
+}
+
+function missingPage() {
+  return {
+    element: h(
+      "section.empty",
+      {},
+      h("h1", {}, "There is no such page"),
+      h("a", { href: "#/overview" }, "Overview"),
+    ),
+  };
+}
+
+function helpButton() {
+  return h("button.quiet", { onclick: showHelp, "aria-label": "Keys", title: "Keys (?)" }, "?");
+}
+
+const WORDS = {
+  loading: "loading",
+  running: "running",
+  finished: "finished",
+  quiet: "nothing new for a while",
+  exported: "a copy",
+};
+
+function showStatus(run, status, notice) {
+  const { state, metrics } = run;
+  const step = metrics.lastStep === null ? null : `step ${number(metrics.lastStep)}`;
+  const steps = step && run.totalSteps ? `${step} of ${number(run.totalSteps)}` : step;
+  replaceChildren(
+    status,
+    h(`span.lamp.${run.status}`, { "aria-hidden": "true" }),
+    h("span.run-name", { title: state?.path }, state?.name ?? ""),
+    h("span", {}, [WORDS[run.status], steps].filter(Boolean).join(" · ")),
+  );
+  const troubles = [
+    run.trouble && `The viewer cannot be reached (${run.trouble}); what is shown is what was there before.`,
+    run.source.omitted,
+    state?.problems.length > 0 && `Not readable: ${state.problems.slice(0, 3).join("; ")}`,
+    metrics.numDamaged > 0 && `${metrics.numDamaged} damaged lines of metrics.jsonl are left out.`,
+  ].filter(Boolean);
+  const said = troubles.join(" ");
+  if (notice.textContent !== said) notice.textContent = said;
+  notice.hidden = !said;
+}
+
+start();

@@ -1,0 +1,46 @@
+// The address after `#` holds what is shown, so that it can be shared: `#/page?name=value`.
+
+const listeners = [];
+
+export function here() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  return { page: path || "overview", parameters: new URLSearchParams(query) };
+}
+
+export function address(page, parameters = {}) {
+  const given = Object.entries(parameters).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
+  const query = new URLSearchParams(given).toString();
+  return `#/${page}${query ? `?${query}` : ""}`;
+}
+
+export function go(target) {
+  location.hash = target;
+}
+
+/** Changes parameters of the page that is shown; null takes one away. Leaves no entry in the history. */
+export function adjust(changes) {
+  const { page, parameters } = here();
+  for (const [name, value] of Object.entries(changes)) {
+    if (value === null || value === "" || value === undefined) parameters.delete(name);
+    else parameters.set(name, value);
+  }
+  const target = address(page, Object.fromEntries(parameters));
+  if (target !== location.hash) {
+    history.replaceState(null, "", target);
+    announce();
+  }
+}
+
+/** Is called with `here()` whenever it changes. */
+export function onChange(listener) {
+  listeners.push(listener);
+}
+
+function announce() {
+  const place = here();
+  for (const listener of listeners) listener(place);
+}
+
+window.addEventListener("hashchange", announce);

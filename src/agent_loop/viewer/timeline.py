@@ -1,0 +1,79 @@
+"""What the trajectories of a step did when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+from agent_loop.viewer.plain_json import decoded
+from agent_loop.viewer.run_files import RunFiles
+
+COLUMNS = (
+    "trajectory_id",
+    "group",
+    "rollout",
+    "branch",
+    "began_at",
+    "seconds",
+    "reward",
+    "is_success",
+    "stop_reason",
+    "num_turns",
+    "spans",
+    "segments",
+)
+
+
+def timeline(files: RunFiles, *, split: str, step: int) -> list[dict[str, Any]]:
+    """One entry per trajectory that was watched; branches of one row share theirs."""
+    places = files.find(split=split, step=step)
+    tables = {place.file.number: files.columns(place.file, COLUMNS) for place in places}
+    entries: dict[tuple[Any, Any], dict[str, Any]] = {}
+    for place in places:
+        table = tables[place.file.number]
+        if table is None or place.row >= table.num_rows:
+            continue
+        row = _row(table, place.row)
+        key = row.get("group"), row.get("rollout")
+        if row.get("spans") is not None and key not in entries:
+            entries[key] = _entry(row)
+    return list(entries.values())
+
+
+def _row(table: Any, row: int) -> dict[str, Any]:
+    return {name: table[name][row].as_py() for name in table.column_names}
+
+
+def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
+    versions = _versions(row.get("segments") or ())
+    spans = decoded(row["spans"])
+    shown = {name: value for name, value in row.items() if name not in ("segments", "spans")}
+    return shown | {"spans": [_with_version(span, versions) for span in spans if _is_span(span)]}
+
+
+def _is_span(value: Any) -> bool:
+    span = cast(list[Any], value)
+    return (
+        isinstance(value, list)
+        and len(span) >= 4
+        and all(isinstance(edge, int | float) for edge in span[2:4])
+    )
+
+
+def _versions(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The weight version of each segment of the model, by the number of tokens before it."""
+    starts = accumulate((segment["num_tokens"] for segment in segments), initial=0)
+    return {
+        start: segment["weight_version"]
+        for start, segment in zip(starts, segments, strict=False)
+        if segment["weight_version"] is not None
+    }
+
+
+def _with_version(span: list[Any], versions: Mapping[int, int]) -> list[Any]:
+    kind, name, start, end, *rest = span
+    details = dict(cast(dict[str, Any], rest[0])) if rest and isinstance(rest[0], dict) else {}
+    if kind == "generate" and (version := versions.get(details.get("num_prompt_tokens", -1))) is not None:
+        details["weight_version"] = version
+    return [kind, name, start, end, details]

@@ -1,0 +1,76 @@
+"""Calls written as JSON: that the quick way through a body finds what the careful one finds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from agent_loop.chat.parsers.json_calls import Body, read_body, read_call, scan_json
+from agent_loop.chat.parsers.walking import find_first, skip_space
+
+CLOSINGS, STOPS = ("```]", "]]"), ("<<", "[[")
+PIECES = (
+    '"',
+    "\\",
+    "\\ud800",
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    ",",
+    "'",
+    " ",
+    "\n",
+    "\u00a0",
+    "1e999",
+    "NaN",
+    "nul",
+    "a",
+)
+
+texts = st.lists(st.sampled_from([*PIECES, *CLOSINGS, *STOPS]), max_size=6).map("".join)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+calls = st.fixed_dictionaries({"name": texts, "arguments": values})
+
+
+def carefully_read(text: str) -> Body:
+    """Brackets first, then whether a closing follows."""
+    scanned = scan_json(text, 0)
+    after = skip_space(text, scanned.end)
+    for closing in CLOSINGS:
+        if scanned.is_closed and text.startswith(closing, after):
+            return Body(scanned.text, after + len(closing), is_closed=True)
+    end, marker = find_first(text, 0, CLOSINGS + STOPS)
+    is_closed = marker in CLOSINGS
+    return Body(text[:end], end + len(marker) * is_closed, is_closed)
+
+
+def agree_on(text: str) -> bool:
+    quick, careful = read_body(text, 0, closings=CLOSINGS, stops=STOPS), carefully_read(text)
+    same_place = (quick.text.strip(), quick[1:3]) == (careful.text.strip(), careful[1:3])
+    return same_place and read_call(quick) == read_call(careful)
+
+
+@given(value=calls | values, space=st.sampled_from(["", " ", "\n", "\u00a0", "\x0b"]), behind=texts)
+@example(value={"name": "f", "arguments": {"text": "```]"}}, space="", behind="")
+def test_well_formed_bodies_are_read_alike(value: Any, space: str, behind: str) -> None:
+    for written in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=1)):
+        for closing in (*CLOSINGS, *STOPS, ""):
+            assert agree_on(f"{space}{written}{space}{closing}{behind}")
+
+
+@given(value=calls | values, cut=st.integers(0, 40), piece=texts, behind=texts)
+@example(value={"name": "f", "arguments": {"a": {"a": 1}}}, cut=0, piece="[" * 101 + "]" * 101, behind="")
+def test_broken_bodies_are_read_alike(value: Any, cut: int, piece: str, behind: str) -> None:
+    written = json.dumps(value, ensure_ascii=False)
+    for broken in (written[:cut] + piece + written[cut:], written[:cut] + piece, piece):
+        assert agree_on(f"{broken}```]{behind}")
+        assert agree_on(f"{broken}]]{behind}```]")

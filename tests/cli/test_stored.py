@@ -1,0 +1,196 @@
+"""The commands on stored trajectories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.storage import StoredRun, write_vocabulary
+from tests.cli.stored_project import make_stored_project, run
+from tests.helpers import HERMES_TEMPLATE, small_tokenizer
+
+ROW = "group=2/rollout=0"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stored")
+    make_stored_project(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("rollout", "config.yaml", "--out", "run/rollout.parquet")
+    write_vocabulary(folder / "run" / "vocabulary.json", small_tokenizer())
+    (folder / "run" / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    (project / "added.log").unlink(missing_ok=True)
+
+
+def test_rollout_writes_parquet_with_every_column() -> None:
+    row = StoredRun("run").trajectory("rollout", 0, ROW)
+    assert (row["reward"], row["is_success"], row["answer"]) == (1.0, True, "sum 3")
+    assert (row["num_tool_calls"], row["num_failed_calls"], row["num_assistant_turns"]) == (1, 0, 2)
+    assert row["seconds"] > 0
+    assert [segment["origin"] for segment in row["segments"]] == ["prompt", "model", "tool", "model"]
+
+
+def test_show_lists_trajectories_that_fit() -> None:
+    text = run("show", "run").output
+    assert text.count("group=") == 4
+    assert "4 trajectories, mean reward 0.250" in text
+    text = run("show", "run", "--where", "reward<1", "--where", "num_failed_calls>0").output
+    assert "group=3/rollout=0" in text
+    assert text.count("group=") == 1
+    text = run("show", "run", "--sort", "-group", "--limit", "1").output
+    assert "group=3/rollout=0" in text
+    assert "4 trajectories, mean reward 0.250, 1 shown (--limit)" in text
+    assert run("show", "run", "--text", "too MUCH").output.count("group=") == 1
+
+
+def test_show_tells_one_trajectory_turn_by_turn() -> None:
+    text = run("show", "run", "--row", "group=3/rollout=0").output
+    order = ["rollout step 0  group=3/rollout=0  reward 0", "-- user", "question 3", "-> add(", "-- tool add"]
+    order += ["(incident tool_error)", "!  tool_error: three is too much", "sum 4", "time:"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def test_show_tells_one_trajectory_token_by_token() -> None:
+    text = run("show", "run", "--row", ROW, "--tokens").output
+    assert "log-prob >= -0.1" in text
+    assert "<|im_start|>assistant\nsum 3<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--where", "rewrd<1"], "did you mean 'reward'"),
+        (["--row", "group=9/rollout=9"], "there is no trajectory 'group=9/rollout=9'"),
+        (["--tokens"], "give --row too"),
+        (["--sort", "messages"], "no column 'messages'"),
+    ],
+)
+def test_show_refuses_what_is_not_there(arguments: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        run("show", "run", *arguments)
+
+
+def test_rescore_compares_and_lists_who_differs() -> None:
+    text = run("rescore", "run", "--reward", "script.py:generous", "--out", "new.parquet").output
+    assert "0.2500  1.0000" in text
+    assert "25.0%   100.0%" in text
+    assert "3 of 4 trajectories differ" in text
+    assert "rollout step 0 group=1/rollout=0  0 -> 1  'sum 2'" in text
+    assert StoredRun("new.parquet").scalars()["reward"].to_pylist() == [1.0] * 4
+    old, new = (StoredRun(path).trajectory("rollout", 0, ROW) for path in ("run", "new.parquet"))
+    assert new["response_ids"].tolist() == old["response_ids"].tolist()
+    assert new["messages"] == old["messages"]
+    assert "0 of 4 trajectories differ" in run("rescore", "run", "--reward", "script.py:reward").output
+
+
+def test_rescore_with_a_function_that_raises_ends_with_1() -> None:
+    text = run("rescore", "run", "--reward", "script.py:half", exit_code=1).output
+    assert "scored       4       3" in text
+    assert "1 -> none  RewardError: reward function script.py:half raised ValueError: not this one" in text
+
+
+def test_rescore_refuses_what_it_cannot_use() -> None:
+    with pytest.raises(ConfigError, match="nothing"):
+        run("rescore", "run", "--reward", "script.py:nothing")
+    with pytest.raises(DataError, match="no trajectories of that step"):
+        run("rescore", "run", "--reward", "script.py:reward", "--split", "val")
+    with pytest.raises(ConfigError, match=r"ends in \.parquet"):
+        run("rescore", "run", "--reward", "script.py:reward", "--out", "new.jsonl")
+
+
+@pytest.mark.parametrize("row", [ROW, "group=3/rollout=0"])
+def test_replay_finds_the_same_tokens_and_touches_no_tool(row: str) -> None:
+    text = run("replay", "run", row).output
+    assert f"{row} is identical" in text
+    assert not Path("added.log").exists()
+
+
+def test_replay_says_where_another_template_first_differs() -> None:
+    changed = HERMES_TEMPLATE.replace("<tool_response>\\n'", "<tool_response>'")
+    assert changed != HERMES_TEMPLATE
+    Path("changed.jinja").write_text(changed, encoding="utf-8")
+    text = run("replay", "run", ROW, "model.chat_template_path=changed.jinja", exit_code=1).output
+    assert f"{ROW} differs from token" in text
+    assert "(tool tokens, assistant turn 1)" in text
+    assert "recorded: [" in text
+    assert "'\\n3\\n</tool_response>" in text
+
+
+def test_replay_says_when_the_loop_ends_earlier() -> None:
+    text = run("replay", "run", ROW, "rollout.multi_turn.max_assistant_turns=1", exit_code=1).output
+    assert "now:      []" in text
+    assert "ended with answered, and ends with max_assistant_turns" in text
+
+
+def test_replay_says_when_the_loop_asks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path("script.py").read_text(encoding="utf-8")
+    loop = """
+from agent_loop import AgentLoopBase, register
+
+@register("asks_twice")
+class AsksTwice(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        async with self.episode(row["raw_prompt"], tools=self.context.tools) as episode:
+            await episode.generate(sampling_params)
+            await episode.observe([{"role": "user", "content": "again"}])
+            await episode.generate(sampling_params)
+            await episode.observe([{"role": "user", "content": "again"}])
+            await episode.generate(sampling_params)
+            await episode.finish()
+            return episode.output()
+"""
+    Path("loops.py").write_text(script.split("tokenizer =")[0] + loop, encoding="utf-8")
+    overrides = ["rollout.agent.loop_files=[loops.py]", "rollout.agent.default_agent_loop=asks_twice"]
+    text = run("replay", "run", ROW, *overrides, exit_code=1).output
+    assert "the loop asks for another completion than the 2 that were recorded" in text
+
+
+def test_replay_from_a_turn_goes_on_with_the_real_model_and_real_tools() -> None:
+    Path("other").touch()
+    try:
+        text = run("replay", "run", ROW, "--from-turn", "1", "--out", "again.parquet").output
+    finally:
+        Path("other").unlink()
+    assert "reward                1         0" in text
+    assert "sum 3" in text
+    assert "now 2" in text
+    assert Path("added.log").read_text(encoding="utf-8") == "1+2\n"
+    again, old = (
+        StoredRun("again.parquet").trajectory("rollout", 0, ROW),
+        StoredRun("run").trajectory("rollout", 0, ROW),
+    )
+    assert again["answer"] == "now 2"
+    assert again["prompt_ids"].tolist() == old["prompt_ids"].tolist()
+
+
+def test_replay_follows_the_turns_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = run("replay", "run", ROW, "--from-turn", "2").output
+    assert not Path("added.log").exists(), "a tool without state is not called again"
+    assert "turns of the model's  2         2" in text
+    with pytest.raises(DataError, match="could go on at turn 3 at the latest"):
+        run("replay", "run", ROW, "--from-turn", "4")
+
+
+def test_replay_needs_to_know_how_the_trajectory_came_about(tmp_path: Path) -> None:
+    copy = tmp_path / "alone.parquet"
+    copy.write_bytes(Path("run/rollout.parquet").read_bytes())
+    with pytest.raises(ConfigError, match="give --config"):
+        run("replay", str(copy), ROW)
+    assert "is identical" in run("replay", str(copy), ROW, "--config", "config.yaml").output
+
+
+def test_eval_leaves_parquet_beside_its_own_files() -> None:
+    run("eval", "config.yaml", "--out", "evaluated", "-n", "2")
+    assert StoredRun("evaluated").scalars()["split"].to_pylist() == ["eval"] * 8
+    assert "8 trajectories, mean reward 0.250" in run("show", "evaluated").output

@@ -1,0 +1,108 @@
+"""Training whose servers and workers are actors of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent_loop.config import load_config
+from agent_loop.errors import TeamError
+from agent_loop.training import metrics as names
+from agent_loop.training.metrics import read_metrics
+from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.run_folder import METRICS_FILE
+from tests.cli.project import make_project
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+REWARD = """
+def reward(output, row):
+    return sum(output.response_ids) % 7 / 7
+"""
+
+
+def make_trainer(folder: Path, *overrides: str) -> PPOTrainer:
+    path = make_project(folder)
+    (folder / "task.py").write_text(REWARD)
+    config = load_config(
+        path,
+        overrides=[
+            "trainer.runtime=ray",
+            "trainer.ray.num_cpus_per_server=0.01",
+            "trainer.ray.num_cpus_per_worker=0.01",
+            "trainer.ray.num_cpus_per_learner=0.01",
+            "rollout.engine_kwargs.num_threads=1",
+            *overrides,
+        ],
+    )
+    return PPOTrainer(config, console=Console(file=io.StringIO()))
+
+
+def metrics_of(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in read_metrics(folder / "run" / METRICS_FILE)]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_training_on_a_cluster_runs_to_its_end(
+    max_staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(
+        tmp_path,
+        "rollout.num_servers=2",
+        "rollout.agent.num_workers=2",
+        "trainer.total_steps=4",
+        f"trainer.mode={'async' if max_staleness else 'sync'}",
+        f"trainer.max_staleness={max_staleness or 1}",
+    )
+    result = asyncio.run(trainer.fit())
+    assert (result.step, result.is_interrupted) == (4, False)
+    staleness = metrics_of(tmp_path, names.STALENESS_MAX)
+    assert len(staleness) == 4
+    assert max(staleness) <= max_staleness
+
+
+def test_processes_of_the_cluster_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(tmp_path, "rollout.n=4", "trainer.num_processes=2", "trainer.total_steps=3")
+    result = asyncio.run(trainer.fit())
+    assert (result.step, result.is_interrupted) == (3, False)
+    assert all(norm > 0 for norm in metrics_of(tmp_path, names.GRAD_NORM))
+    # What the servers sampled with is what is trained.
+    assert max(metrics_of(tmp_path, names.LOGPROB_DIFF_MAX)) < 1e-4
+
+
+def test_a_training_process_that_is_killed_ends_the_run_with_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = make_trainer(tmp_path, "rollout.n=4", "trainer.num_processes=2", "trainer.total_steps=100000")
+
+    async def main() -> None:
+        training = asyncio.create_task(trainer.fit())
+        metrics = tmp_path / "run" / METRICS_FILE
+        while not (metrics.exists() and len(metrics_of(tmp_path, "step")) >= 2):
+            await asyncio.sleep(0.1)
+            assert not training.done(), training
+        os.kill(follower(), signal.SIGKILL)
+        with pytest.raises(TeamError, match="of the 2 processes that train together, process 1 ended"):
+            await training
+
+    asyncio.run(main())
+
+
+def follower() -> int:
+    """The process id of the actor that trains along."""
+    (pid,) = (
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"ray::FollowerActor" in path.read_bytes()
+    )
+    return pid

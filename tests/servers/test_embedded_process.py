@@ -1,0 +1,213 @@
+"""The embedded engine in a process of its own, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent_loop.config import ModelConfig
+from agent_loop.errors import ConfigError, SamplingParamsError, ServerDied, ServerTimeout
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.check import Reference, check_server
+from agent_loop.servers.embedded_process import EmbeddedProcess
+from agent_loop.servers.embedded_process.line import MAX_MESSAGES, SIZE_BYTES, Answer, Call, Line
+from tests.servers.tiny_embedded import GREEDY, LONG, random_prompt, tiny_model
+
+LENGTH = 256
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(initializer_range=0.06).save_pretrained(path)
+    return path
+
+
+def spec_of(model_path: Path, **changes: object) -> ServerSpec:
+    values = {
+        "name": "engine",
+        "model": ModelConfig(path=str(model_path)),
+        "max_model_len": LENGTH,
+        **changes,
+    }
+    return ServerSpec(**values)
+
+
+@asynccontextmanager
+async def running(model_path: Path, **engine_kwargs: object) -> AsyncIterator[EmbeddedProcess]:
+    server = EmbeddedProcess(spec_of(model_path, engine_kwargs=engine_kwargs))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+def pid_of(server: EmbeddedProcess) -> int:
+    process = server._process._process
+    assert process is not None
+    return process.pid
+
+
+@pytest.mark.slow
+def test_the_server_keeps_the_whole_contract(model_path: Path) -> None:
+    async def main() -> None:
+        server = EmbeddedProcess(spec_of(model_path))
+        await server.start()
+        report = await check_server(server, max_model_len=LENGTH, reference=Reference.load(model_path))
+        report.raise_if_failed()
+        assert report.named("skipped") == []
+
+    asyncio.run(main())
+
+
+def test_requests_are_answered_refused_cancelled_and_lost_with_the_engine(model_path: Path) -> None:
+    async def main() -> None:
+        async with running(model_path, max_slots=1) as server:
+            await check_refusal_and_cancellation(server)
+            await check_loss(server)
+
+    asyncio.run(main())
+
+
+async def check_refusal_and_cancellation(server: EmbeddedProcess) -> None:
+    with pytest.raises(SamplingParamsError):
+        await server.generate(random_prompt(9), replace(GREEDY, repetition_penalty=1.5), "a")
+    task = asyncio.create_task(server.generate(random_prompt(9), LONG, "b"))
+    await until_one_runs(server)
+    task.cancel()
+    output = await server.generate(random_prompt(9), GREEDY, "c")
+    chunks = [chunk async for chunk in server.stream(random_prompt(9), GREEDY, "d")]
+    assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
+    assert (await server.health()).num_running == 0
+
+
+async def check_loss(server: EmbeddedProcess) -> None:
+    pending = [
+        asyncio.create_task(server.generate(random_prompt(9), LONG, f"long-{number}")) for number in range(20)
+    ]
+    streamed = asyncio.create_task(anext(server.stream(random_prompt(9), LONG, "streamed")))
+    await until_one_runs(server)
+    os.kill(pid_of(server), signal.SIGKILL)
+    *_, last, part = await asyncio.gather(*pending, streamed, return_exceptions=True)
+    for failed in (last, part):
+        assert isinstance(failed, ServerDied)
+        assert "exit code -9" in str(failed)
+    health = await server.health()
+    assert not health.is_alive
+    assert "exit code -9" in health.detail
+    with pytest.raises(ServerDied, match="start another"):
+        await server.generate(random_prompt(9), GREEDY, "d")
+    await server.abort("a")
+    server.end_session("a")
+
+
+async def until_one_runs(server: EmbeddedProcess) -> None:
+    async with asyncio.timeout(60):
+        while (await server.health()).num_running == 0:  # noqa: ASYNC110  (another process begins it)
+            await asyncio.sleep(0.001)
+
+
+def test_what_cannot_be_started_is_said_and_leaves_no_process(model_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_slot"):
+        EmbeddedProcess(spec_of(model_path, engine_kwargs={"max_slot": 2}))
+
+    async def start(spec: ServerSpec) -> None:
+        server = EmbeddedProcess(spec)
+        try:
+            await server.start()
+        finally:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid_of(server), 0)
+
+    with pytest.raises(ConfigError, match="no model can be loaded"):
+        asyncio.run(start(spec_of(tmp_path / "nothing")))
+    with pytest.raises(ServerTimeout, match="start_timeout_s"):
+        asyncio.run(start(spec_of(model_path, start_timeout_s=0.05)))
+
+
+@pytest.mark.slow
+def test_the_engine_ends_with_the_process_that_started_it(model_path: Path) -> None:
+    program = f"""
+        import asyncio, time
+        from agent_loop.config import ModelConfig
+        from agent_loop.servers.base import ServerSpec
+        from agent_loop.servers.embedded_process import EmbeddedProcess
+
+        async def main():
+            server = EmbeddedProcess(ServerSpec("engine", ModelConfig(path={str(model_path)!r}), {LENGTH}))
+            await server.start()
+            print(server._process._process.pid, flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    engine = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+
+    async def gone() -> None:
+        async with asyncio.timeout(60):
+            while _is_running(engine):  # noqa: ASYNC110  (another process ends)
+                await asyncio.sleep(0.05)
+
+    asyncio.run(gone())
+
+
+def _is_running(pid: int) -> bool:
+    """A process that nobody has waited for yet has ended all the same."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_what_is_said_in_one_turn_of_the_event_loop_goes_together() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        line, other = await Line.open(ours), await Line.open(theirs)
+        for number in range(3):
+            line.say(Call(number, "health"))
+        heard = other.hear()
+        assert [(await anext(heard)) for _ in range(3)] == [Call(number, "health") for number in range(3)]
+        line.say(Answer(7, "the last word"))
+        line.close()
+        assert [message async for message in heard] == [Answer(7, "the last word")]
+        line.say(Call(8, "health"))
+        await asyncio.sleep(0)
+        other.close()
+
+    asyncio.run(main())
+
+
+def test_many_messages_do_not_wait_for_the_end_of_the_turn() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            line = await Line.open(ours)
+            calls = [Call(number, "health") for number in range(MAX_MESSAGES + 1)]
+            for call in calls:
+                line.say(call)
+            sent = theirs.recv(2**20, socket.MSG_DONTWAIT)
+            assert pickle.loads(sent[SIZE_BYTES:]) == calls[:-1]
+            line.close()
+            assert pickle.loads(theirs.recv(2**20)[SIZE_BYTES:]) == calls[-1:]
+
+    asyncio.run(main())

@@ -1,0 +1,165 @@
+"""What was written is read again, by this package and by others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_loop.errors import DataError
+from agent_loop.storage import SCHEMA, Learned, StoredRun, to_trajectory, write_trajectories
+from agent_loop.storage.schema import SCALARS
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from tests.storage.samples import failed, solved, without_log_probs
+
+
+def written(folder: Path, *trajectories: Trajectory, step: int = 12, **more: object) -> Path:
+    path = folder / "trajectories" / f"train-{step:06d}.parquet"
+    write_trajectories(path, trajectories, step=step, split="train", **more)
+    return path
+
+
+def assert_same(read: AgentLoopOutput, output: AgentLoopOutput) -> None:
+    assert len(read.segments) == len(output.segments)
+    for mine, its in zip(read.segments, output.segments, strict=True):
+        assert mine.token_ids.tolist() == its.token_ids.tolist()
+        assert (mine.origin, mine.weight_version) == (its.origin, its.weight_version)
+        assert (mine.log_probs is None) == (its.log_probs is None)
+        if its.log_probs is not None:
+            assert mine.log_probs.tobytes() == its.log_probs.tobytes()
+    for field in fields(AgentLoopOutput):
+        if field.name not in ("segments", "failure"):
+            assert getattr(read, field.name) == getattr(output, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    "trajectory",
+    [solved(), failed(), without_log_probs(), without_log_probs(some=True)],
+    ids=["solved", "failed", "no log-probs", "some log-probs"],
+)
+def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory, tmp_path: Path) -> None:
+    written(tmp_path, trajectory)
+    row = StoredRun(tmp_path).trajectory("train", 12, trajectory.trajectory_id)
+    read = to_trajectory(row)
+    assert_same(read.output, trajectory.output)
+    assert read.trajectory_id == trajectory.trajectory_id
+    assert (read.reward, read.reward_extra) == (trajectory.reward, trajectory.reward_extra)
+    assert read.trace is None or read.trace.spans == trajectory.trace.spans
+    assert (read.trace is None) == (trajectory.trace is None)
+
+
+def test_half_a_surrogate_becomes_a_replacement_character(tmp_path: Path) -> None:
+    written(tmp_path, failed())
+    read = to_trajectory(StoredRun(tmp_path).trajectory("train", 12, "group=0/rollout=1"))
+    assert read.output.failure.error == "ValueError: half a surrogate \ufffd"
+    assert read.row == {"raw_prompt": [{"role": "user", "content": "\ufffd"}], "weight": None}
+
+
+def test_columns_say_what_happened(tmp_path: Path) -> None:
+    learned = Learned(
+        advantages=np.array([1, 1, 9, 9, 9, 1, 5], np.float32),
+        train_logprobs=np.array([-0.1, -0.25, 0, 0, 0, -0.3, -0.5], np.float32),
+    )
+    written(tmp_path, solved(), failed(), learned=[learned, None], weight_version=5, success_threshold=0.1)
+    table = StoredRun(tmp_path).scalars()
+    assert table.column_names == list(SCALARS)
+    first, second = table.to_pylist()
+    assert (first["step"], first["split"], first["agent_name"]) == (12, "train", "tool_agent")
+    assert (first["reward"], first["is_success"], first["stop_reason"]) == (0.1, True, "answered")
+    assert (first["num_turns"], first["num_assistant_turns"], first["num_model_tokens"]) == (4, 2, 4)
+    assert (first["prompt_length"], first["response_length"]) == (3, 7)
+    assert (first["advantage"], first["staleness"]) == (2.0, 2)
+    assert first["logprob_diff_max"] == pytest.approx(0.1)
+    assert first["logprob_diff_mean"] == pytest.approx(0.15 / 4)
+    assert (first["admission_s"], first["generate_s"], first["prefill_s"]) == (1.0, 3.5, 0.75)
+    assert (first["tool_s"], first["other_s"], first["seconds"]) == (0.5, 1.0, 6.0)
+    assert second["failure"].startswith("ValueError")
+    assert [second[name] for name in ("reward", "seconds", "advantage", "staleness")] == [None] * 4
+
+
+def test_images_are_described(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    asked = {"role": "user", "content": [{"type": "image", "image": pixels}, {"type": "text", "text": "?"}]}
+    base = solved()
+    shown = Trajectory(
+        output=AgentLoopOutput(segments=base.output.segments, messages=[asked]),
+        row={"raw_prompt": [asked], "images": [pixels.repeat(100, 0)]},
+        group=0,
+        rollout=0,
+        reward=0.0,
+        reward_extra={},
+    )
+    row = StoredRun(written(tmp_path, shown)).trajectory("train", 12, "group=0/rollout=0")
+    described = "an array of shape [4, 4, 3] and type uint8"
+    assert json.loads(row["messages"])[0]["content"][0] == {"type": "image", "image": described}
+    assert json.loads(row["row"])["raw_prompt"][0]["content"][0]["image"] == described
+    assert json.loads(row["row"])["images"] == ["an array of shape [400, 4, 3] and type uint8"]
+
+
+def test_a_run_is_read_by_step_and_split(tmp_path: Path) -> None:
+    for step in (1, 2):
+        written(tmp_path, *(solved(group=g, rollout=r) for g in range(40) for r in range(2)), step=step)
+    val = tmp_path / "trajectories" / "val-000002.parquet"
+    write_trajectories(val, [solved()], step=2, split="val")
+    run = StoredRun(tmp_path)
+    assert [(f.step, f.split, f.num_trajectories) for f in run.files()] == [
+        (1, "train", 80),
+        (2, "train", 80),
+        (2, "val", 1),
+    ]
+    assert len(run.scalars()) == 161
+    assert len(run.scalars(split="val")) == 1
+    assert [row["trajectory_id"] for row in run.rows(step=2, trajectory_id="group=39/rollout=1")] == [
+        "group=39/rollout=1"
+    ]
+    assert len(StoredRun(tmp_path / "trajectories").files()) == 3
+    assert len(StoredRun(val).files()) == 1
+    with pytest.raises(DataError, match=r"no trajectory 'group=99/rollout=0' of train step 1"):
+        run.trajectory("train", 1, "group=99/rollout=0")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no stored trajectories"):
+        StoredRun(tmp_path)
+    (tmp_path / "other.parquet").write_bytes(b"not Parquet")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        StoredRun(tmp_path).files()
+
+
+def test_an_empty_step_is_a_file_without_rows(tmp_path: Path) -> None:
+    run = StoredRun(written(tmp_path))
+    assert run.scalars().num_rows == 0
+    assert list(run.rows()) == []
+
+
+def test_pandas_reads_it(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.read_parquet(written(tmp_path, solved(), failed(), without_log_probs(some=True)))
+    assert list(frame.columns) == SCHEMA.names
+    assert frame.loc[0, "response_ids"].tolist() == [4, 5, 6, 7, 8, 9, 10]
+    assert frame["is_success"].tolist() == [False, False, True]
+    assert np.isnan(frame.loc[2, "response_logprobs"][-1])
+
+
+def test_duckdb_reads_it(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    path = written(tmp_path, solved(), solved(rollout=1, reward=1.0), failed(rollout=2))
+    query = f"""
+        select trajectory_id, len(response_ids), row ->> 'answer', messages -> 2 ->> 'content'
+        from '{path}' where reward < 1 order by seconds
+    """
+    assert duckdb.sql(query).fetchall() == [("group=0/rollout=0", 7, "4", "vier ☃")]
+    mean = duckdb.sql(f"select avg(list_avg(response_logprobs)) from '{path}'").fetchall()[0][0]
+    assert mean == pytest.approx(-1.0 / 7)
+
+
+def test_datasets_reads_it(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = written(tmp_path, solved(), failed())
+    rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
+    assert rows.column_names == SCHEMA.names
+    assert rows[0]["response_ids"] == [4, 5, 6, 7, 8, 9, 10]
+    assert rows[0]["segments"][1] == {"origin": "model", "num_tokens": 2, "weight_version": 3}

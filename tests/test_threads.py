@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+
+from agent_loop.concurrency import run_together
+from agent_loop.testing import run_virtual
+from agent_loop.threads import OneThread, num_idle_threads, run_in_thread, run_in_threads
+
+
+class Large:
+    """Something whose end can be seen."""
+
+
+def test_an_exception_in_a_thread_arrives() -> None:
+    def fails() -> None:
+        raise LookupError("nothing there")
+
+    with pytest.raises(LookupError, match="nothing there"):
+        run_virtual(run_in_thread(fails))
+
+
+def test_threads_that_are_done_are_used_again_and_hold_nothing_meanwhile() -> None:
+    async def main() -> None:
+        large = Large()
+        gone = weakref.ref(large)
+        idents = {await run_in_thread(lambda _: threading.get_ident(), large) for _ in range(50)}
+        assert len(idents) < 50
+        del large
+        while gone() is not None or not num_idle_threads():
+            gc.collect()
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_function_that_hangs_hangs_alone() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        hanging = [asyncio.ensure_future(run_in_thread(release.wait, 20)) for _ in range(40)]
+        assert await run_together(run_in_thread(abs, -number) for number in range(40)) == list(range(40))
+        assert not any(task.done() for task in hanging)
+        release.set()
+        await asyncio.wait(hanging)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
+    asyncio.run(run_in_thread(abs, -1))
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if asyncio.run(run_in_thread(abs, -1)) == 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_one_thread_runs_what_it_is_given_in_order_and_hands_errors_over() -> None:
+    async def main() -> None:
+        thread, idents = OneThread("test"), []
+
+        def note(number: int) -> int:
+            idents.append(threading.get_ident())
+            if number == 2:
+                raise KeyError(number)
+            return number
+
+        assert await run_together(thread.run(note, number) for number in (0, 1)) == [0, 1]
+        with pytest.raises(KeyError):
+            await thread.run(note, 2)
+        assert await thread.run(note, 3) == 3
+        thread.shutdown(wait=True)
+        assert len(set(idents)) == 1
+        assert threading.get_ident() not in idents
+
+    run_virtual(main())
+
+
+def test_what_waits_in_one_thread_behind_something_that_hangs_can_be_left() -> None:
+    release = threading.Event()
+
+    async def main() -> None:
+        thread = OneThread("test")
+        ran: list[int] = []
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread.run(release.wait, 20)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await thread.run(ran.append, 1)
+        release.set()
+        await thread.run(ran.append, 2)
+        thread.shutdown()
+        assert ran == [2]
+
+    asyncio.run(main())
+
+
+def test_results_of_several_threads_come_in_order_and_so_many_run_at_once() -> None:
+    running: set[int] = set()
+    most = 0
+
+    def square(number: int) -> int:
+        nonlocal most
+        running.add(number)
+        most = max(most, len(running))
+        barrier.wait(20)
+        running.discard(number)
+        return number * number
+
+    barrier = threading.Barrier(3)
+
+    assert list(run_in_threads(square, range(9), num_threads=3)) == [n * n for n in range(9)]
+    assert most == 3
+
+
+def test_what_fails_is_raised_when_those_that_run_have_ended() -> None:
+    has_failed, ended = threading.Event(), threading.Event()
+
+    def call(name: str) -> None:
+        if name == "fails":
+            has_failed.set()
+            raise LookupError("nothing there")
+        assert has_failed.wait(20)
+        ended.set()
+
+    with pytest.raises(LookupError, match="nothing there"):
+        list(run_in_threads(call, ["fails", "runs on", "never begun"], num_threads=2))
+    assert ended.is_set()

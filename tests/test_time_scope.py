@@ -1,0 +1,182 @@
+"""A scope ends what it holds at its time, wherever that was moved, and tells its end from a cancellation by others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop import time_scope
+from agent_loop.testing import run_virtual
+from agent_loop.time_scope import TimeScope
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_body_that_takes_too_long_ends_with_a_timeout_error() -> None:
+    async def scenario() -> None:
+        scope = TimeScope.of(5)
+        with pytest.raises(TimeoutError), scope:
+            await asyncio.sleep(100)
+        assert (scope.has_expired, now()) == (True, 5)
+        await asyncio.sleep(1)
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+
+    run_virtual(scenario())
+
+
+def test_a_body_that_ends_in_time_is_left_alone_also_later() -> None:
+    async def scenario() -> None:
+        scope = TimeScope.of(5)
+        with scope:
+            await asyncio.sleep(4)
+        await asyncio.sleep(100)
+        assert not scope.has_expired
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("moves", "end"), [([20.0], 20), ([None, 3.0], 3), ([1.5, 9.0], 9), ([0.0], 1)])
+def test_a_scope_ends_at_the_time_that_it_was_moved_to_last(moves: list[float | None], end: float) -> None:
+    async def scenario() -> float:
+        scope = TimeScope.of(5)
+        with pytest.raises(TimeoutError), scope:
+            await asyncio.sleep(1)
+            for ends_at in moves:
+                scope.move(ends_at)
+            await asyncio.sleep(100)
+        return now()
+
+    assert run_virtual(scenario()) == end
+
+
+def test_a_scope_without_a_limit_never_ends() -> None:
+    async def scenario() -> None:
+        with TimeScope.of(None) as scope:
+            await asyncio.sleep(1e6)
+        with TimeScope.of(5) as scope:
+            scope.move(None)
+            await asyncio.sleep(1e6)
+        assert not scope.has_expired
+
+    run_virtual(scenario())
+
+
+def test_the_outer_of_two_scopes_ends_the_body_of_the_inner() -> None:
+    async def scenario() -> None:
+        outer, inner = TimeScope.of(5), TimeScope.of(50)
+        with pytest.raises(TimeoutError), outer, inner:
+            await asyncio.sleep(100)
+        assert (outer.has_expired, inner.has_expired, now()) == (True, False, 5)
+
+    run_virtual(scenario())
+
+
+def test_a_cancellation_by_somebody_else_goes_on_even_if_the_scope_expires_too() -> None:
+    async def hang(scope: TimeScope) -> None:
+        with scope:
+            try:
+                await asyncio.sleep(100)
+            finally:
+                await asyncio.sleep(100)
+
+    async def scenario() -> None:
+        scope = TimeScope.of(5)
+        task = asyncio.ensure_future(hang(scope))
+        await asyncio.sleep(1)
+        task.cancel()
+        await asyncio.wait({task})
+        assert (task.cancelled(), scope.has_expired, now()) == (True, True, 5)
+
+    run_virtual(scenario())
+
+
+def test_an_exception_of_the_body_is_raised_as_it_is() -> None:
+    async def scenario() -> None:
+        with TimeScope.of(5):
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                raise ValueError("broken") from None
+
+    with pytest.raises(ValueError, match="broken"):
+        run_virtual(scenario())
+
+
+class Plan(NamedTuple):
+    """What is done within one scope."""
+
+    begins_at: int
+    limit: int | None
+    moves: list[tuple[int, int | None]]
+    """After so many seconds, to so many from then on."""
+    lasts: int
+
+    async def within_ours(self) -> float:
+        await asyncio.sleep(self.begins_at)
+        try:
+            with TimeScope.of(self.limit) as scope:
+                for after, to in self.moves:
+                    await asyncio.sleep(after)
+                    scope.move(None if to is None else now() + to)
+                await asyncio.sleep(self.lasts)
+        except TimeoutError:
+            return -now()
+        return now()
+
+    async def within_asyncios(self) -> float:
+        await asyncio.sleep(self.begins_at)
+        try:
+            async with asyncio.timeout(self.limit) as scope:
+                for after, to in self.moves:
+                    await asyncio.sleep(after)
+                    scope.reschedule(None if to is None else now() + to)
+                await asyncio.sleep(self.lasts)
+        except TimeoutError:
+            return -now()
+        return now()
+
+
+# Odd and even seconds, so that nothing ends at the moment in which its scope does.
+LIMITS = st.none() | st.integers(1, 40).map(lambda seconds: 2 * seconds + 1)
+PLANS = st.builds(
+    Plan,
+    st.integers(0, 20).map(lambda seconds: 2 * seconds),
+    LIMITS,
+    st.lists(st.tuples(st.integers(0, 10).map(lambda seconds: 2 * seconds), LIMITS), max_size=4),
+    st.integers(0, 40).map(lambda seconds: 2 * seconds),
+)
+
+
+@given(st.lists(PLANS, max_size=30))
+@settings(deadline=None)
+def test_many_scopes_at_once_end_when_those_of_asyncio_do(plans: list[Plan]) -> None:
+    async def ends(calls: list[asyncio.Task[float]]) -> list[float]:
+        return [await call for call in calls]
+
+    async def scenario() -> None:
+        ours = [asyncio.ensure_future(plan.within_ours()) for plan in plans]
+        asyncios = [asyncio.ensure_future(plan.within_asyncios()) for plan in plans]
+        assert await ends(ours) == await ends(asyncios)
+
+    run_virtual(scenario())
+
+
+def test_scopes_that_were_left_take_no_room_and_no_timer() -> None:
+    async def scenario() -> None:
+        with TimeScope.of(1000):
+            for _ in range(10_000):
+                with TimeScope.of(100):
+                    pass
+            alarms = time_scope._ALARMS[asyncio.get_running_loop()]  # pyright: ignore[reportPrivateUsage]
+            assert len(alarms._heap) <= time_scope.MAX_DEAD + 2  # pyright: ignore[reportPrivateUsage]
+        assert alarms._timer is None  # pyright: ignore[reportPrivateUsage]
+
+    run_virtual(scenario())

@@ -1,0 +1,292 @@
+"""A writer that fails, hangs or is slow is its own trouble: the rollout goes on as if there were none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.config import TraceConfig
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.servers.scripted import ScriptedServer
+from agent_loop.tracing import delivery as delivery_module
+from agent_loop.tracing import tracer as tracer_module
+from agent_loop.tracing.delivery import Delivery, OneByOne
+from agent_loop.tracing.forms import Form, forms_of
+from agent_loop.tracing.stored import read_accounts
+from agent_loop.types import StopReason
+from tests.helpers import hermes_template, says, user
+from tests.tracing.harness import run, settings
+
+
+class Notebook:
+    """Keeps what it is given; does what it is told at each item."""
+
+    def __init__(self, at_write: Callable[[int], None] = lambda number: None) -> None:
+        self.items: list[object] = []
+        self.is_closed = False
+        self.num_opened = 0
+        self._num_writes = 0
+        self._at_write = at_write
+
+    def open(self) -> None:
+        self.num_opened += 1
+
+    def write(self, item: object, /) -> None:
+        self._num_writes += 1
+        self._at_write(self._num_writes)
+        self.items.append(item)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "agent_loop.tracing.delivery"]
+
+
+def test_everything_is_written_in_order_and_the_writer_closed() -> None:
+    notebook = Notebook()
+    delivery = Delivery[int](OneByOne(notebook), name="notes", max_queued=100)
+    for number in range(50):
+        delivery.put(number)
+    delivery.close(timeout_s=10)
+    assert notebook.items == list(range(50))
+    assert (notebook.num_opened, notebook.is_closed, delivery.num_dropped) == (1, True, 0)
+
+
+def test_a_writer_that_was_given_nothing_is_never_opened() -> None:
+    notebook = Notebook()
+    Delivery[int](OneByOne(notebook), name="notes", max_queued=1).close(timeout_s=10)
+    assert (notebook.num_opened, notebook.is_closed) == (0, False)
+
+
+def test_what_a_writer_fails_on_is_dropped_and_said_once_per_kind(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(number: int) -> None:
+        if number % 2:
+            raise OSError(28, "No space left on device") if number < 7 else ValueError("what?")
+
+    notebook = Notebook(fails)
+    delivery = Delivery[int](OneByOne(notebook), name="notes", max_queued=100)
+    for number in range(10):
+        delivery.put(number)
+    delivery.close(timeout_s=10)
+    assert notebook.items == [1, 3, 5, 7, 9]
+    assert delivery.num_dropped == 5
+    assert warnings(caplog) == [
+        "notes: not written, as others like it will not be: OSError: [Errno 28] No space left on device",
+        "notes: not written, as others like it will not be: ValueError: what?",
+        "notes: 5 in all were not written",
+    ]
+
+
+def test_a_writer_that_cannot_be_opened_is_tried_again_with_the_next_item() -> None:
+    class Late(Notebook):
+        def open(self) -> None:
+            super().open()
+            if self.num_opened < 3:
+                raise ConnectionError("not yet")
+
+    late = Late()
+    delivery = Delivery[int](OneByOne(late), name="notes", max_queued=100)
+    for number in range(5):
+        delivery.put(number)
+    delivery.close(timeout_s=10)
+    assert late.items == [2, 3, 4]
+    assert delivery.num_dropped == 2
+
+
+def test_a_writer_that_hangs_drops_what_does_not_fit_and_holds_the_end_up_for_a_bounded_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    release = threading.Event()
+    delivery = Delivery[int](
+        OneByOne(Notebook(lambda number: assert_waits(release))), name="notes", max_queued=3
+    )
+    started = time.monotonic()
+    for number in range(10):
+        delivery.put(number)
+    delivery.close(timeout_s=0.2)
+    assert time.monotonic() - started < 5
+    assert delivery.num_dropped == 10
+    assert warnings(caplog)[-1] == "notes: 10 in all were not written"
+    release.set()
+
+
+def assert_waits(event: threading.Event) -> None:
+    assert event.wait(timeout=60)
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Notebook], None]:
+    """Puts a notebook in the place of a backend."""
+
+    def put(notebook: Notebook) -> None:
+        monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: OneByOne(notebook))
+
+    return put
+
+
+def test_a_rollout_does_not_notice_a_writer_that_raises(writer: Callable[[Notebook], None]) -> None:
+    def raises(number: int) -> None:
+        raise RuntimeError("the tracing server is gone")
+
+    writer(Notebook(raises))
+    trajectories = run(TraceConfig(backend="file"), runs=[{"n": 8}])
+    assert [t.output.stop_reason for t in trajectories] == [StopReason.ANSWERED] * 8
+
+
+def test_a_rollout_does_not_notice_a_writer_that_hangs(writer: Callable[[Notebook], None]) -> None:
+    release = threading.Event()
+    writer(Notebook(lambda number: assert_waits(release)))
+    seconds: list[float] = []
+
+    async def main() -> None:
+        config = settings(TraceConfig(backend="file", max_queued=2, flush_timeout_s=0.2))
+        server = ScriptedServer([says("hi")])
+        async with AgentLoopManager(config, servers=[server], template=hermes_template()) as manager:
+            started = time.monotonic()
+            trajectories = await manager.run([{"raw_prompt": user("hello")}], n=20)
+            seconds.append(time.monotonic() - started)
+            assert len(trajectories) == 20
+            [delivery] = manager.reports.tracing.deliveries
+        assert delivery.num_dropped == 20
+
+    asyncio.run(main())
+    release.set()
+    assert seconds[0] < 5
+
+
+def test_a_full_disk_is_said_once_and_costs_the_traces_alone(caplog: pytest.LogCaptureFixture) -> None:
+    trajectories = run(TraceConfig(backend="file", path="/dev/full"), runs=[{"n": 3}])
+    assert len(trajectories) == 3
+    first, last = warnings(caplog)
+    assert "No space left on device" in first
+    assert last == "traces to file: 3 in all were not written"
+
+
+def test_what_is_queued_when_the_rollout_is_cancelled_is_still_written(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+
+    async def main() -> None:
+        config = settings(TraceConfig(backend="file", path=str(path)))
+        async with AgentLoopManager(
+            config, servers=[ScriptedServer([says("hi")])], template=hermes_template()
+        ) as manager:
+            await manager.run([{"raw_prompt": user("hello")}], n=5)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert len(list(read_accounts(path))) == 5
+
+
+def test_a_package_that_is_missing_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "weave", None)
+    with pytest.raises(
+        ConfigError, match=r'rollout.trace.backend=weave needs weave: pip install "agent-loop\[weave\]"'
+    ):
+        run(TraceConfig(backend="weave"))
+
+
+def test_finished_trajectories_are_read_in_the_writers_thread_alone(
+    writer: Callable[[Notebook], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+
+    def read(*args: Any, **kwargs: Any) -> Iterator[Form]:
+        readers.append(threading.current_thread().name)
+        return forms_of(*args, **kwargs)
+
+    monkeypatch.setattr(tracer_module, "forms_of", read)
+    notebook = Notebook()
+    writer(notebook)
+    run(TraceConfig(backend="file"))
+    assert len(notebook.items) == 1
+    assert readers == ["agent-loop-traces to file-writer"]
+
+
+class Album:
+    """Keeps batches as it is given them."""
+
+    max_batch = 4
+
+    def __init__(self, at_write: Callable[[], None] = lambda: None) -> None:
+        self.batches: list[list[int]] = []
+        self._at_write = at_write
+
+    def open(self) -> None: ...
+
+    def write(self, items: Iterable[int], /) -> None:
+        self._at_write()
+        self.batches.append(list(items))
+
+    def close(self) -> None: ...
+
+
+def test_what_comes_while_a_writer_is_busy_is_written_in_batches_of_bounded_size() -> None:
+    release = threading.Event()
+    album = Album(lambda: assert_waits(release))
+    delivery = Delivery[int](album, name="notes", max_queued=100)
+    for number in range(4):
+        delivery.put(number)
+    for number in range(4, 10):
+        delivery.put(number)
+    release.set()
+    delivery.close(timeout_s=10)
+    assert album.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_a_batch_that_is_not_written_counts_each_of_its_items() -> None:
+    def fails() -> None:
+        raise OSError(28, "No space left on device")
+
+    delivery = Delivery[int](Album(fails), name="notes", max_queued=100)
+    for number in range(6):
+        delivery.put(number)
+    delivery.close(timeout_s=10)
+    assert delivery.num_dropped == 6
+
+
+def test_the_end_counts_the_items_of_a_batch_that_hangs() -> None:
+    release, begun = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        begun.set()
+        assert_waits(release)
+
+    delivery = Delivery[int](Album(hangs), name="notes", max_queued=100)
+    for number in range(6):
+        delivery.put(number)
+    assert begun.wait(timeout=60)
+    delivery.close(timeout_s=0.1)
+    assert delivery.num_dropped == 6
+    release.set()
+
+
+def test_what_comes_alone_is_written_although_nothing_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery_module, "LINGER_S", 0.001)
+    written = threading.Event()
+    delivery = Delivery[int](Album(written.set), name="notes", max_queued=100)
+    delivery.put(1)
+    assert written.wait(timeout=60)
+    delivery.close(timeout_s=10)
+
+
+def test_a_short_queue_does_not_fill_up_while_the_writer_waits_for_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery_module, "LINGER_S", 600.0)
+    written = threading.Event()
+    delivery = Delivery[int](Album(written.set), name="notes", max_queued=2)
+    delivery.put(1)
+    delivery.put(2)
+    assert written.wait(timeout=60)
+    delivery.close(timeout_s=10)
+    assert delivery.num_dropped == 0

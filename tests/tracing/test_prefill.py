@@ -1,0 +1,79 @@
+"""How long the first token took: servers say it, streams are measured, and it reaches the span."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.distributed.wire import Answer
+from agent_loop.servers.base import Ability
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.simulation.engine import EngineModel
+from agent_loop.simulation.server import SimulatedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
+from agent_loop.waits import Board, WaitKind
+
+PROMPT = np.arange(100, dtype=np.int32)
+
+
+class SilentServer(ScriptedServer):
+    """Streams, and says nothing of time."""
+
+    async def stream(self, *args: Any, **kwargs: Any) -> Any:
+        for token in (1, 2, 3):
+            await asyncio.sleep(0.5)
+            yield TokenChunk([token], [-0.5], stop_reason="stop" if token == 3 else None)
+
+
+def details_of(*servers: Any) -> dict[str, Any]:
+    """Of the span of one completion."""
+
+    async def main() -> dict[str, Any]:
+        with Board().trajectory("group=0") as activity:
+            manager = AsyncLLMServerManager(servers)
+            await manager.generate("one", prompt_ids=PROMPT, sampling_params={})
+        [span] = [span for span in activity.spans if span.kind == WaitKind.GENERATE]
+        return dict(span.details)
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_server_that_says_it_is_believed(streams: bool) -> None:
+    replies = [ScriptedReply([1, 2, 3, 4], latency_s=2.0)]
+    servers = [ScriptedServer(replies, name=f"scripted-{n}", streams=streams) for n in range(2)]
+    assert details_of(*servers)["prefill_s"] == 0.5
+
+
+def test_the_stream_of_a_server_that_says_nothing_is_measured() -> None:
+    servers = [SilentServer([], name=f"silent-{n}", streams=True) for n in range(2)]
+    assert Ability.STREAMING in servers[0].abilities
+    assert details_of(*servers)["prefill_s"] == 0.5
+
+
+def test_a_simulated_engine_counts_from_the_request_with_its_time_in_line() -> None:
+    def says(prompt_ids: IntArray, session: str) -> list[int]:
+        return [1] * 10
+
+    async def main() -> list[TokenOutput]:
+        model = EngineModel(prefill_tokens_per_s=100.0, step_s=0.01, step_s_per_request=0.0)
+        server = SimulatedServer(says, model=model)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(server.generate(PROMPT, SamplingParams(), name)) for name in "ab"]
+        return [task.result() for task in tasks]
+
+    first, second = run_virtual(main())
+    assert first.prefill_s == pytest.approx(1.01, abs=0.02)
+    assert second.prefill_s == pytest.approx(2.01, abs=0.02)
+
+
+def test_it_travels_and_does_not_make_completions_differ() -> None:
+    output = TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=0.25)
+    assert Answer.pack(output).unpack().prefill_s == 0.25
+    assert TokenOutput.from_chunks(TokenChunk.whole(output)).prefill_s == 0.25
+    assert output == TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=9.0)

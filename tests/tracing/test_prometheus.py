@@ -1,0 +1,143 @@
+"""What Prometheus reads of a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent_loop.config import TraceConfig
+from agent_loop.errors import ConfigError, ToolError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from tests.helpers import calls, encoded, hermes_template, says, user
+from tests.tracing.harness import ADDS, settings
+
+assert ToolError
+
+
+async def scraped(manager: AgentLoopManager) -> dict[str, float]:
+    """The samples, by name and labels."""
+    assert manager.reports.metrics is not None
+    url = f"http://127.0.0.1:{manager.reports.metrics.port}/metrics"
+
+    def read() -> str:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.read().decode()
+
+    families = text_string_to_metric_families(await asyncio.to_thread(read))
+    return {
+        f"{s.name}{{{','.join(f'{k}={v}' for k, v in s.labels.items())}}}": s.value
+        for f in families
+        for s in f.samples
+    }
+
+
+def manager_of(*servers: ScriptedServer, **rollout: Any) -> AgentLoopManager:
+    config = settings(rollout.pop("trace", TraceConfig()), metrics_port=0, **rollout)
+    return AgentLoopManager(config, servers=servers, template=hermes_template())
+
+
+ROWS = [{"raw_prompt": user("What is 1 + 2?")}]
+
+
+def test_what_ended_is_counted() -> None:
+    async def main() -> None:
+        async with manager_of(ScriptedServer(ADDS)) as manager:
+            trajectories = await manager.run(ROWS, n=4)
+            samples = await scraped(manager)
+        num_tokens = sum(int(t.output.response_mask.sum()) for t in trajectories)
+        assert samples["agent_loop_trajectories_ended_total{stop_reason=answered}"] == 4
+        assert samples["agent_loop_completion_tokens_total{}"] == num_tokens
+        assert samples["agent_loop_tool_calls_total{tool=add}"] == 4
+        assert samples["agent_loop_spans_total{kind=tool}"] == 4
+        assert 0.008 <= samples["agent_loop_span_seconds_total{kind=tool}"] < 10
+        assert samples["agent_loop_trajectories{state=in_flight}"] == 0
+
+    asyncio.run(main())
+
+
+def test_failures_of_tools_and_trajectories_are_told_by_kind() -> None:
+    async def main() -> None:
+        server = ScriptedServer([calls("add", a="one"), ScriptedReply(encoded("no"), error="on fire")])
+        async with manager_of(server, max_failed_share=1.0) as manager:
+            await manager.run(ROWS)
+            samples = await scraped(manager)
+        assert samples["agent_loop_incidents_total{kind=invalid_arguments}"] == 1
+        assert samples["agent_loop_trajectories_ended_total{stop_reason=failed}"] == 1
+
+    asyncio.run(main())
+
+
+def test_what_runs_and_what_is_held_back_is_seen_while_it_does() -> None:
+    async def main() -> None:
+        server = ScriptedServer(lambda request: ScriptedReply(encoded("slow"), latency_s=30.0))
+        async with manager_of(server, max_concurrent=2) as manager, asyncio.TaskGroup() as group:
+            task = group.create_task(manager.run(ROWS, n=5))
+            while server.num_running < 2:  # noqa: ASYNC110  (the rollout begins)
+                await asyncio.sleep(0.01)
+            samples = await scraped(manager)
+            task.cancel()
+            await asyncio.wait([task])
+            after = await scraped(manager)
+        assert samples["agent_loop_trajectories{state=in_flight}"] == 2
+        assert samples["agent_loop_trajectories{state=held_back}"] == 3
+        assert samples["agent_loop_in_flight{server=scripted-0}"] == 2
+        assert after["agent_loop_trajectories{state=in_flight}"] == 0
+        assert after["agent_loop_in_flight{server=scripted-0}"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_lost_server_its_failovers_and_the_weights_of_the_others_are_seen() -> None:
+    async def main() -> None:
+        def script(request: Any) -> ScriptedReply:
+            if not any(server.num_sessions > 4 for server in servers):
+                return says("hi", latency_s=0.2)
+            return says("hi")
+
+        servers = [ScriptedServer(script, name=name) for name in ("one", "two")]
+        async with manager_of(*servers) as manager, asyncio.TaskGroup() as group:
+            await manager.update_weights([], weight_version=7)
+            task = group.create_task(manager.run(ROWS, n=4))
+            while not servers[0].num_running:  # noqa: ASYNC110  (the rollout begins)
+                await asyncio.sleep(0.01)
+            servers[0].die()
+            await task
+            await manager.server_manager.health()
+            samples = await scraped(manager)
+        assert samples["agent_loop_server_alive{server=one}"] == 0
+        assert samples["agent_loop_server_alive{server=two}"] == 1
+        assert samples["agent_loop_servers_lost{}"] == 1
+        assert samples["agent_loop_failovers_total{}"] >= 1
+        assert samples["agent_loop_weight_version{server=two}"] == 7
+        assert samples["agent_loop_trajectories_ended_total{stop_reason=answered}"] == 4
+
+    asyncio.run(main())
+
+
+def test_traces_that_were_not_written_are_counted() -> None:
+    async def main() -> None:
+        trace = TraceConfig(backend="file", path="/dev/full")
+        async with manager_of(ScriptedServer(ADDS), trace=trace) as manager:
+            await manager.run(ROWS, n=2)
+            await asyncio.to_thread(manager.reports.tracing.close)
+            samples = await scraped(manager)
+        assert samples["agent_loop_traces_dropped_total{writer=file}"] == 2
+
+    asyncio.run(main())
+
+
+def test_a_port_that_is_taken_is_said_by_its_key() -> None:
+    async def main() -> None:
+        async with manager_of(ScriptedServer(ADDS)) as manager:
+            assert manager.reports.metrics is not None
+            config = settings(TraceConfig(), metrics_port=manager.reports.metrics.port)
+            other = AgentLoopManager(config, servers=[ScriptedServer(ADDS)], template=hermes_template())
+            with pytest.raises(ConfigError, match=r"rollout\.metrics_port is"):
+                await other.start()
+
+    asyncio.run(main())

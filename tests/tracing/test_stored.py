@@ -1,0 +1,154 @@
+"""What the `file` backend wrote, read back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.cli import app
+from agent_loop.config import TraceConfig
+from agent_loop.errors import DataError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.tracing.events import TraceAttributes
+from agent_loop.tracing.forms import Finished, Form, account_of, forms_of
+from agent_loop.tracing.stored import event_lines, read_accounts
+from agent_loop.tracing.texts import BytesJoiner, decoder_of
+from agent_loop.tracing.writers.file import line_of
+from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from tests.helpers import hermes_template, says, small_tokenizer, user
+from tests.tracing.harness import events_in, run
+
+
+@register("many_branches")
+class ManyBranches(AgentLoopBase):
+    """Says something else in each branch, of another length."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        async with self.episode(row["raw_prompt"]) as episode:
+            outputs: list[AgentLoopOutput] = []
+            for _ in range(row["num_branches"]):
+                async with episode.branch() as branch:
+                    await branch.generate(sampling_params)
+                    outputs.append(branch.output())
+            return outputs
+
+
+def many_branches_script(request: ScriptedRequest) -> ScriptedReply:
+    return says("the" * (1 + next(MANY) % 40))
+
+
+MANY = itertools.count()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "traces.jsonl"
+
+
+def form_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> Form:
+    """As the writer of one row's trajectory is given it."""
+    assert trajectory.trace is not None
+    attributes = TraceAttributes("step=3/group=0/rollout=0", 3, 0, 0, False, "tool_agent", "")
+    texts_of = None if template is None else decoder_of(template)
+    [form] = forms_of([Finished(trajectory, attributes, trajectory.trace)], texts_of=texts_of)
+    return form
+
+
+@pytest.mark.parametrize("token2text", [False, True])
+def test_a_stored_trajectory_has_the_events_of_the_live_one(path: Path, token2text: bool) -> None:
+    [trajectory] = run(TraceConfig(backend="file", path=str(path), token2text=token2text))
+    live = account_of(form_of(trajectory, template=hermes_template() if token2text else None))
+    [stored] = read_accounts(path)
+    assert list(event_lines(stored)) == list(event_lines(live))
+    assert len(list(event_lines(stored))) > 8
+
+
+def test_texts_are_those_of_the_tokenizer() -> None:
+    template = hermes_template()
+    vocabulary = template.tokenizer.backend_tokenizer.get_vocab_size()
+    random = np.random.default_rng(0)
+    runs = [random.integers(0, vocabulary + 50, length).astype(np.int32) for length in (1, 0, 3, 500, 2)]
+    texts_of = decoder_of(template)
+    assert isinstance(texts_of, BytesJoiner)
+    expected = [
+        template.tokenizer.backend_tokenizer.decode(r.tolist(), skip_special_tokens=False) for r in runs
+    ]
+    assert texts_of(runs) == expected
+    assert texts_of([]) == []
+    assert texts_of([runs[1]]) == [""]
+    others = decoder_of(ChatTemplate(small_tokenizer(), tool_parser="hermes", encoder="tokenizers"))
+    assert not isinstance(others, BytesJoiner)
+    assert others(runs) == expected
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_left_out_and_said(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(TraceConfig(backend="file", path=str(path)), runs=[{"n": 3}])
+    path.write_bytes(path.read_bytes()[:-10])
+    with caplog.at_level(logging.WARNING):
+        assert len(list(read_accounts(path))) == 2
+    assert "line 3 is not whole" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"event": "began"}', "line 1 is no trajectory that rollout.trace.backend=file wrote"),
+        ("what?", "line 1 is no trajectory"),
+        ('{"version": 99}', "line 1 has version 99, and this reads 1; upgrade agent-loop"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_its_place(path: Path, line: str, message: str) -> None:
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=message):
+        list(read_accounts(path))
+
+
+def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_accounts(path))
+
+
+def test_values_that_json_does_not_hold_are_described(path: Path) -> None:
+    [trajectory] = run(TraceConfig())
+    strange = {"half": "a \ud83d b", "large": 2**70, "infinite": float("inf"), "object": object(), 3: (1, 2)}
+    path.write_bytes(line_of(form_of(replace(trajectory, reward=1.0, reward_extra=strange))))
+    [stored] = read_accounts(path)
+    described = str(stored.reward_extra.pop("object"))
+    assert described.startswith("<object object at")
+    assert stored.reward_extra == {"half": "a ? b", "large": 2.0**70, "infinite": None, "3": [1, 2]}
+
+
+def test_many_branches_do_not_each_have_the_spans_of_all(path: Path) -> None:
+    def bytes_per_branch(num_branches: int) -> float:
+        file = path.with_name(f"{num_branches}.jsonl")
+        trace = TraceConfig(backend="file", path=str(file))
+        row = {"raw_prompt": user("go"), "agent_name": "many_branches", "num_branches": num_branches}
+        run(trace, script=many_branches_script, rows=[row])
+        assert len(list(read_accounts(file))) == num_branches
+        return file.stat().st_size / num_branches
+
+    assert bytes_per_branch(40) < 1.3 * bytes_per_branch(4)
+
+
+def test_the_command_prints_events_of_the_trajectories_asked_for(path: Path) -> None:
+    run(TraceConfig(backend="file", path=str(path)), runs=[{"label": "step=1"}, {"label": "step=2", "n": 2}])
+    result = CliRunner().invoke(app, ["traces", str(path), "--trajectory", "step=2/"], catch_exceptions=False)
+    events = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {event["trajectory_id"] for event in events} == {
+        "step=2/group=0/rollout=0",
+        "step=2/group=0/rollout=1",
+    }
+    assert events == [event for event in events_in(path) if "step=2" in event["trajectory_id"]]

@@ -1,0 +1,129 @@
+"""Spans that users put around their own code."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from agent_loop.integrations.verl import rollout_trace_attr, rollout_trace_op
+from agent_loop.testing import run_virtual
+from agent_loop.threads import run_in_thread
+from agent_loop.tracing.bounded import MAX_CHARACTERS
+from agent_loop.trajectory import Span
+from agent_loop.waits import Board, WaitKind, waiting_for
+
+
+class Thinker:
+    @rollout_trace_op
+    async def think(self, about: str, *, seconds: float = 1.0) -> str:
+        """Thinks."""
+        await asyncio.sleep(seconds)
+        return self.conclude(about)
+
+    @rollout_trace_op
+    def conclude(self, about: str) -> str:
+        return f"{about}!"
+
+    @rollout_trace_op
+    async def fail(self) -> None:
+        raise ValueError("no idea")
+
+
+def spans_of(what: Any) -> list[Span]:
+    """What a trajectory has waited for that does this."""
+
+    async def main() -> tuple[Span, ...]:
+        with Board().trajectory("group=0") as activity:
+            await what()
+        return activity.trace().spans
+
+    return [span for span in run_virtual(main()) if span.kind == WaitKind.USER]
+
+
+def test_a_call_is_a_span_with_its_inputs_its_output_and_its_time() -> None:
+    inner, outer = spans_of(lambda: Thinker().think("tea", seconds=2.0))
+    assert (outer.name, outer.seconds) == ("Thinker.think", 2.0)
+    assert outer.details["inputs"] == {"about": "tea", "seconds": 2.0}
+    assert outer.details["output"] == "tea!"
+    assert inner.name == "Thinker.conclude"
+
+
+def test_a_span_knows_in_which_one_it_lies_whatever_runs_beside_it() -> None:
+    async def many() -> None:
+        await asyncio.gather(*(Thinker().think(f"tea {n}") for n in range(3)))
+
+    spans = spans_of(many)
+    outer = {span.details["span"]: span for span in spans if span.name == "Thinker.think"}
+    inner = [span for span in spans if span.name == "Thinker.conclude"]
+    assert [outer[span.details["within"]].details["inputs"]["about"] for span in inner] == [
+        span.details["inputs"]["about"] for span in inner
+    ]
+    assert all("within" not in span.details for span in outer.values())
+
+
+def test_spans_within_a_tool_lie_within_its_span_even_in_a_thread() -> None:
+    async def in_tool() -> None:
+        with waiting_for(WaitKind.TOOL, "teapot") as details:
+            await run_in_thread(Thinker().conclude, "tea")
+        tool.append(details["span"])
+
+    tool: list[int] = []
+    [span] = spans_of(in_tool)
+    assert [span.details["within"]] == tool
+    assert span.details["output"] == "tea!"
+
+
+def test_an_exception_is_kept_on_the_span_and_goes_on() -> None:
+    async def fails() -> None:
+        with pytest.raises(ValueError, match="no idea"):
+            await Thinker().fail()
+
+    [span] = spans_of(fails)
+    assert span.details["error"] == "ValueError: no idea"
+
+
+def test_attributes_are_a_span_around_the_code_and_trace_false_hides_it() -> None:
+    async def run() -> None:
+        with rollout_trace_attr(sample_index=3, step=7, rollout_n=1, name="tea", validate=True):
+            await Thinker().think("milk")
+        with rollout_trace_attr(trace=False):
+            await Thinker().think("nothing")
+
+    *inner, outer = spans_of(run)
+    assert outer.name == "tea"
+    assert outer.details["attributes"] == {"sample_index": 3, "step": 7, "rollout_n": 1, "validate": True}
+    assert [span.name for span in inner] == ["Thinker.conclude", "Thinker.think"]
+    assert inner[1].details["within"] == outer.details["span"]
+
+
+def test_what_is_recorded_is_bounded_and_json_whatever_it_is() -> None:
+    class Rude:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    @rollout_trace_op
+    def swallow(*values: Any) -> Any:
+        return values
+
+    async def run() -> None:
+        swallow("x" * 100_000, list(range(100_000)), Rude(), float("nan"), {"deep": {"deeper": [[[[1]]]]}})
+
+    [span] = spans_of(run)
+    text, numbers, rude, nan, deep = span.details["output"]
+    assert len(text) < MAX_CHARACTERS + 50
+    assert numbers[-1] == "... (100000 in all)"
+    assert rude.startswith("<Rude instance")
+    assert nan is None
+    assert deep == {"deep": {"deeper": ["[[[1]]]"]}}
+
+
+def test_outside_of_a_rollout_the_functions_are_as_they_were() -> None:
+    assert asyncio.run(Thinker().think("tea", seconds=0.0)) == "tea!"
+    assert Thinker().conclude("tea") == "tea!"
+    assert inspect.iscoroutinefunction(Thinker.think)
+    assert Thinker.think.__doc__ == "Thinks."
+    with rollout_trace_attr(step=1):
+        pass

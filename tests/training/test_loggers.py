@@ -1,0 +1,120 @@
+"""Metrics in TensorBoard, MLflow and Weights & Biases, read back with their own means."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig, load_config
+from agent_loop.errors import ConfigError
+from agent_loop.tracing.delivery import Delivery, OneByOne
+from agent_loop.training.loggers import Scalars, flat, make_loggers
+from agent_loop.training.metrics import MetricsWriter, read_metrics
+
+STEPS = [{"reward/mean": 0.25, "val/pass@2": 0.5}, {"reward/mean": 0.75, "reward/kl": math.nan}]
+
+
+def write_steps(run_dir: Path, *, logger: list[Any], uri: str | None = None) -> None:
+    config = Config(
+        trainer=TrainerConfig(
+            run_dir=str(run_dir), logger=logger, project_name="tea", experiment_name="green"
+        ),
+        rollout=RolloutConfig(trace=TraceConfig(tracking_uri=uri)),
+    )
+    run_dir.mkdir(exist_ok=True)
+    with MetricsWriter(run_dir / "metrics.jsonl", loggers=make_loggers(config)) as writer:
+        for step, metrics in enumerate(STEPS, start=1):
+            writer.write(step, metrics)
+    assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.filterwarnings("default")
+def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    write_steps(tmp_path, logger=["console", "tensorboard"])
+    events = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]} == {
+        "reward/mean": [(1, 0.25), (2, 0.75)],
+        "val/pass@2": [(1, 0.5)],
+    }
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("default")
+def test_mlflow_has_a_run_with_the_settings_and_every_number(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    write_steps(tmp_path, logger=["mlflow"], uri=uri)
+    client = mlflow.MlflowClient(uri)
+    [run] = client.search_runs([client.get_experiment_by_name("tea").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("green", "FINISHED")
+    assert run.data.params["rollout.n"] == "1"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.25), (2, 0.75)]
+    assert run.data.metrics["val/pass_2"] == 0.5
+    assert "reward/kl" not in run.data.metrics
+
+
+@pytest.mark.integrations
+@pytest.mark.filterwarnings("default")
+def test_wandb_keeps_a_run_that_can_be_synced_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write_steps(tmp_path, logger=["wandb"])
+    wandb.teardown()  # its background process writes the file, and may do so as late as at its end
+    [kept] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    data = kept.read_bytes()
+    assert b"reward/mean" in data
+    assert b"tea" in data
+
+
+def test_a_logger_that_fails_costs_its_numbers_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def open(self) -> None:
+            raise ConnectionError("nobody is there")
+
+        def write(self, item: Scalars, /) -> None: ...
+
+        def close(self) -> None: ...
+
+    logger = Delivery[Scalars](OneByOne(Broken()), name="metrics to broken", max_queued=10)
+    with (
+        caplog.at_level(logging.WARNING),
+        MetricsWriter(tmp_path / "metrics.jsonl", loggers=[logger]) as writer,
+    ):
+        writer.write(1, {"reward/mean": 1.0})
+    assert [line["reward/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1.0]
+    assert "metrics to broken: 1 in all were not written" in caplog.text
+
+
+def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r'needs wandb: pip install "agent-loop\[wandb\]"'):
+        make_loggers(Config(trainer=TrainerConfig(logger=["wandb"])))
+
+
+def test_verls_names_are_read() -> None:
+    config = load_config(
+        overrides=[
+            "trainer.logger=[console,wandb]",
+            "trainer.project_name=tea",
+            "trainer.experiment_name=green",
+            "actor_rollout_ref.rollout.trace.backend=mlflow",
+            "actor_rollout_ref.rollout.trace.token2text=true",
+            "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=5",
+        ]
+    )
+    assert config.trainer.logger == ["console", "wandb"]
+    assert config.rollout.trace.backends == ["mlflow"]
+    assert config.rollout.trace.max_samples_per_step_per_worker == 5
+    assert make_loggers(load_config(overrides=["trainer.logger=console"])) == []
+
+
+def test_settings_are_flat_and_dotted() -> None:
+    assert flat({"a": {"b": 1, "c": {"d": None}}, "e": [1]}) == {"a.b": 1, "a.c.d": None, "e": [1]}

@@ -1,0 +1,95 @@
+"""Where the time of a step went."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.training import metrics as names
+from agent_loop.training.time_shares import time_shares
+from agent_loop.trajectory import AgentLoopOutput, Span, Trace, Trajectory
+
+
+def trajectory(
+    group: int, *, seconds: float, spans: tuple[Span, ...] = (), watched: bool = True
+) -> Trajectory:
+    return Trajectory(
+        output=AgentLoopOutput(segments=()),
+        row={},
+        group=group,
+        rollout=0,
+        reward=0.0,
+        reward_extra={},
+        trace=Trace(100.0, seconds, spans) if watched else None,
+    )
+
+
+def test_the_rollout_is_dealt_out_as_its_trajectories_spent_it() -> None:
+    fast = trajectory(
+        0,
+        seconds=4.0,
+        spans=(
+            Span("queue", "", 0.0, 1.0),
+            Span("generate", "server-0", 1.0, 3.0, {"prefill_s": 0.5}),
+            Span("reward", "", 3.0, 4.0),
+        ),
+    )
+    slow = trajectory(
+        1, seconds=10.0, spans=(Span("generate", "server-0", 0.0, 3.0), Span("tool", "search", 3.0, 9.0))
+    )
+    time = time_shares(
+        [fast, slow],
+        phases={"rollout": 10.0, "update": 5.0, "publish": 1.0, "validate": 2.0, "step": 20.0},
+        label="step=3",
+    )
+    expected = {
+        names.TIME_QUEUE: 1 / 40,
+        names.TIME_PREFILL: 0.5 / 40,
+        names.TIME_DECODE: 4.5 / 40,
+        names.TIME_TOOLS: 6 / 40,
+        names.TIME_REWARD: 1 / 40,
+        names.TIME_OTHER: 1 / 40,
+        names.TIME_TRAINING: 5 / 20,
+        names.TIME_WEIGHTS: 1 / 20,
+        names.TIME_VALIDATION: 2 / 20,
+        names.TIME_IDLE: 6 / 40 + 2 / 20,
+    }
+    assert time.shares == pytest.approx(expected)
+    assert sum(time.shares.values()) == pytest.approx(1)
+    assert str(time).startswith("time: training 25%  idle 25%  tools 15%  decode 11%")
+    assert str(time).endswith("slowest step=3/group=1/rollout=0 10.0 s (tool 6.0 s)")
+    assert time.metrics()[names.SLOWEST_SECONDS] == 10.0
+
+
+def test_what_lies_within_or_beside_counts_once() -> None:
+    spans = (
+        Span("user", "", 0.0, 8.0),
+        Span("tool", "a", 1.0, 4.0),
+        Span("tool", "b", 2.0, 5.0),
+        Span("generate", "server-0", 6.0, 7.0),
+    )
+    time = time_shares(
+        [trajectory(0, seconds=8.0, spans=spans)], phases={"rollout": 8.0, "step": 8.0}, label="step=1"
+    )
+    assert time.shares[names.TIME_TOOLS] == pytest.approx(4 / 8)
+    assert time.shares[names.TIME_DECODE] == pytest.approx(1 / 8)
+    assert time.shares[names.TIME_OTHER] == pytest.approx(3 / 8)
+    assert sum(time.shares.values()) == pytest.approx(1)
+
+
+def test_what_nobody_watched_is_other() -> None:
+    time = time_shares(
+        [trajectory(0, seconds=8.0, watched=False)], phases={"rollout": 3.0, "step": 4.0}, label="step=1"
+    )
+    assert time.shares[names.TIME_OTHER] == pytest.approx(0.75)
+    assert time.slowest is None
+    assert names.SLOWEST_SECONDS not in time.metrics()
+
+
+def test_steps_are_put_together_by_their_seconds() -> None:
+    first = time_shares([trajectory(0, seconds=1.0)], phases={"rollout": 1.0, "step": 1.0}, label="step=1")
+    second = time_shares([], phases={"update": 3.0, "step": 3.0}, label="step=2")
+    both = first.and_then(second)
+    assert both.seconds == 4.0
+    assert both.shares[names.TIME_TRAINING] == pytest.approx(0.75)
+    assert both.slowest is not None
+    assert both.slowest.name == "step=1/group=0/rollout=0"

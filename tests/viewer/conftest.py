@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.viewer.browser import ARGUMENTS, Viewer, browser_path, viewing
+from tests.viewer.large import write_long, write_many
+from tests.viewer.synthetic import write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small run that nobody changes."""
+    return write_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="session")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real training with a few steps; `AGENT_LOOP_DEMO_RUN` names one that is there already."""
+    if given := os.environ.get("AGENT_LOOP_DEMO_RUN"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "examples.run", "two_hop_lookup", "--out", str(folder), "--steps", "8"]
+    subprocess.run([*command, "--skip-report"], cwd=ROOT, check=False, timeout=900)
+    return next(path.parent for path in folder.rglob("trajectories"))
+
+
+@pytest.fixture(scope="session")
+def many_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_many(tmp_path_factory.mktemp("many"), count=100_000)
+
+
+@pytest.fixture(scope="session")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_long(tmp_path_factory.mktemp("long"), num_tokens=100_000)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright  # late: needed by the tests with a browser alone
+
+    path = browser_path()
+    assert path, "no browser is installed; `make test-browser` says how to get one"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page that fails the test if a script of it raises, or if it asks for anything from elsewhere."""
+    context = browser.new_context(viewport={"width": 1360, "height": 860}, color_scheme="light")
+    page = context.new_page()
+    errors: list[str] = []
+    asked: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "console", lambda message: errors.append(message.text) if "Content Security" in message.text else None
+    )
+    page.on("request", lambda request: asked.append(request.url))
+    yield page
+    context.close()
+    assert not errors
+    local = ("http://127.0.0.1", "file://", "data:", "blob:")
+    assert [url for url in asked if not url.startswith(local)] == []
+
+
+@pytest.fixture(scope="session")
+def small_viewer(run_folder: Path) -> Iterator[Viewer]:
+    with viewing(run_folder) as viewer:
+        yield viewer

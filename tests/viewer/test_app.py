@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from agent_loop.viewer.app import create_viewer_app
+from agent_loop.viewer.page import static_files
+from agent_loop.viewer.source import RunSource
+
+
+@pytest.fixture(scope="module")
+def client(run_folder: Path) -> TestClient:
+    app = create_viewer_app(RunSource(run_folder), hosts=("127.0.0.1", "::1"))
+    return TestClient(app, base_url="http://127.0.0.1:7321")
+
+
+def test_the_page_may_load_nothing_from_elsewhere(client: TestClient) -> None:
+    reply = client.get("/")
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    for name, text in static_files().items():
+        assert "https://" not in text, name
+        assert "http://" not in text.replace("http://www.w3.org/2000/svg", ""), name
+
+
+def test_no_script_writes_markup() -> None:
+    for name, text in static_files().items():
+        for word in (
+            "innerHTML",
+            "outerHTML",
+            "insertAdjacentHTML",
+            "document.write",
+            "eval(",
+            "new Function",
+        ):
+            assert word not in text, f"{word} in {name}"
+
+
+def test_all_modules_that_are_imported_are_there(client: TestClient) -> None:
+    for name in static_files():
+        assert client.get(f"/static/{name}").status_code == 200
+    for text in static_files().values():
+        for line in text.splitlines():
+            if line.startswith("import "):
+                assert line.split('"./')[1].split('"')[0] in static_files()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2f..%2fapp.py", "/static/none.js", "/app.py"],
+)
+def test_no_other_file_is_served(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+def test_other_hosts_and_other_methods_are_refused(client: TestClient) -> None:
+    assert client.get("/api/state", headers={"host": "evil.example"}).status_code == 421
+    assert client.get("/api/state", headers={"host": "[::1]:7321"}).status_code == 200
+    assert client.post("/api/state").status_code == 405
+
+
+def test_all_hosts_are_served_where_that_is_asked_for(run_folder: Path) -> None:
+    client = TestClient(create_viewer_app(RunSource(run_folder), hosts=None), base_url="http://box.lan")
+    assert client.get("/api/state").json()["name"] == run_folder.name
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("table?files=1;2", 400, "give numbers"),
+        ("table", 400, "give numbers"),
+        ("trajectory?split=train&step=x&id=y", 400, "give a name and a number"),
+        ("trajectory?split=train&step=1&id=../../x", 404, "no trajectory ../../x of train step 1"),
+        ("search?text=&files=0", 400, "give 1 to 500"),
+        ("nothing", 404, ""),
+    ],
+)
+def test_requests_that_make_no_sense_are_told_so(
+    client: TestClient, path: str, status: int, said: str
+) -> None:
+    reply = client.get(f"/api/{path}")
+    assert reply.status_code == status
+    assert said in reply.json()["error"]
+
+
+def test_the_data_are_those_of_the_run(client: TestClient) -> None:
+    assert len(client.get("/api/state").json()["files"]) == 6
+    assert client.get("/api/config").json()["trainer"]["total_steps"] == 40
+    part = client.get("/api/metrics").json()
+    assert [line["step"] for line in part["lines"]] == [1, 2, 3, 4, 5, 6]
+    assert client.get("/api/metrics", params={"place": part["place"]}).json()["lines"] == []
+    assert len(client.get("/api/timeline?split=train&step=2").json()) == 16
+    assert client.get("/api/table?files=0,1").headers["content-type"] == "application/octet-stream"

@@ -1,0 +1,255 @@
+"""The pages in a real browser, on small runs that were made up."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.viewer.export import write_export
+from tests.viewer.browser import Viewer, shoot, viewing
+from tests.viewer.synthetic import add_step, write_run
+
+pytestmark = pytest.mark.browser
+
+PAGES = {
+    "overview": "#/overview",
+    "table": "#/trajectories",
+    "conversation": "#/trajectory?split=train&step=6&id=group%3D2%2Frollout%3D1",
+    "tokens": "#/trajectory?split=train&step=6&id=group%3D0%2Frollout%3D2&view=tokens&color=logprob",
+    "branches": "#/trajectory?split=train&step=6&id=group%3D1%2Frollout%3D0%2Fbranch%3D1",
+    "siblings": "#/group?split=train&step=6&group=0",
+    "time": "#/time?split=train&step=6",
+}
+READY = {
+    "overview": ".chart",
+    "table": ".table .row a",
+    "conversation": ".message",
+    "tokens": ".t",
+    "branches": ".tree a",
+    "siblings": ".turn-cell",
+    "time": ".gantt-row",
+}
+
+
+def open_page(page: Any, url: str, name: str) -> None:
+    """Waits until all of the run has been read and drawn."""
+    page.goto(url + PAGES[name])
+    page.locator("main[aria-busy=false]").wait_for()
+    page.locator(READY[name]).first.wait_for()
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", list(PAGES))
+def test_no_page_has_a_serious_fault_of_accessibility(
+    page: Any, small_viewer: Viewer, name: str, scheme: str
+) -> None:
+    from axe_playwright_python.sync_playwright import Axe  # late: needed by the tests with a browser alone
+
+    page.emulate_media(color_scheme=scheme)
+    open_page(page, small_viewer.url, name)
+    shoot(page, f"{name}-{scheme}")
+    faults = [
+        (fault["id"], fault["impact"], [node["html"][:200] for node in fault["nodes"]][:3])
+        for fault in Axe().run(page).response["violations"]
+        if fault["impact"] in ("serious", "critical")
+    ]
+    assert faults == []
+
+
+def test_filters_choose_rows_and_are_kept_in_the_address(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "table")
+    page.locator(".summary", has_text=re.compile("^102 trajectories")).wait_for()
+    page.get_by_label("Filter failure").fill("toolbug")
+    page.locator(".summary", has_text="6 of 102").wait_for()
+    page.get_by_label("Filter step").fill(">4")
+    page.locator(".summary", has_text="2 of 102").wait_for()
+    assert "f.failure=toolbug" in page.url
+    again = page.context.new_page()
+    again.goto(page.url)
+    again.locator(".summary", has_text="2 of 102").wait_for()
+    page.get_by_label("Filter step").fill("many")
+    page.locator("input[aria-invalid]").wait_for()
+
+
+def test_a_search_finds_words_of_messages_but_not_keys_of_json(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "table")
+    page.get_by_label("Search in all messages").fill("NÄHER")
+    page.locator(".summary", has_text="102 of 102").or_(
+        page.locator(".summary", has_text="102 trajectories")
+    ).wait_for()
+    page.locator(".summary", has_text="searched 6 of 6").wait_for()
+    page.get_by_label("Search in all messages").fill("tool_calls")
+    page.locator(".summary", has_text="0 of 102").wait_for()
+
+
+def test_sorting_by_a_heading(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "table")
+    page.get_by_role("button", name="time").first.click()
+    first = page.locator(".table .row").first
+    page.locator("[aria-sort=descending]", has_text=re.compile("^time")).wait_for()
+    longest = first.inner_text()
+    page.get_by_role("button", name="time").first.click()
+    page.locator("[aria-sort=ascending]").wait_for()
+    assert first.inner_text() != longest
+
+
+def test_rows_are_walked_and_opened_by_keys_and_siblings_too(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "table")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    name = page.locator(".row.current a").inner_text()
+    page.keyboard.press("Enter")
+    page.locator(".trajectory-head h1", has_text=name).wait_for()
+    page.locator(".message").first.wait_for()
+    current = page.locator(".sibling[aria-current]")
+    before = int(current.locator(".sibling-name").inner_text())
+    page.keyboard.press("]")
+    page.locator(".sibling[aria-current] .sibling-name", has_text=re.compile(f"^{before + 1}$")).wait_for()
+    page.keyboard.press("[")
+    page.locator(".sibling[aria-current] .sibling-name", has_text=re.compile(f"^{before}$")).wait_for()
+    page.keyboard.press("Escape")
+    page.locator(".table").wait_for()
+    page.keyboard.press("?")
+    page.get_by_role("dialog").get_by_text("Keys", exact=True).wait_for()
+
+
+def test_tokens_are_coloured_by_their_mask(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "tokens")
+    page.get_by_text("Mask", exact=True).click()
+    page.locator(".t.mask-1").first.wait_for()
+    colours = page.evaluate(
+        """async () => {
+          const { decodePacket } = await import("./static/packets.js");
+          const query = "split=train&step=6&id=" + encodeURIComponent("group=0/rollout=2");
+          const { columns } = decodePacket(await (await fetch("api/trajectory?" + query)).arrayBuffer());
+          const mask = columns.get("mask").values;
+          const spans = [...document.querySelectorAll(".t[data-token]")];
+          return spans.map((span) => [mask[span.dataset.token], span.classList.contains("mask-1") ? 1 : 0]);
+        }"""
+    )
+    assert len(colours) > 30
+    assert all(stored == shown for stored, shown in colours)
+    page.locator(".t.mask-1").first.hover()
+    for part in ("id", "log-prob", "trainer", "difference", "advantage", "version", "position"):
+        page.locator(".token-details", has_text=part).wait_for()
+
+
+def test_an_address_with_another_view_of_the_same_trajectory_shows_it(
+    page: Any, small_viewer: Viewer
+) -> None:
+    open_page(page, small_viewer.url, "conversation")
+    page.goto(f"{small_viewer.url}{PAGES['conversation']}&view=tokens")
+    page.locator(".t").first.wait_for()
+    page.go_back()
+    page.locator(".message").first.wait_for()
+    assert "view=tokens" not in page.url
+
+
+def test_a_trajectory_that_is_left_while_it_is_read_does_not_change_the_next_address(
+    page: Any, small_viewer: Viewer
+) -> None:
+    open_page(page, small_viewer.url, "table")
+    held: list[Any] = []
+    page.route("**/api/trajectory?*group%3D2*", lambda route: held.append(route))
+    page.goto(small_viewer.url + PAGES["conversation"])
+    page.locator(".trajectory-content", has_text="Loading").wait_for()
+    page.goto(small_viewer.url + PAGES["tokens"])
+    page.locator(".t").first.wait_for()
+    with page.expect_response("**/api/trajectory?*group%3D2*"):
+        held[0].continue_()
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert "view=tokens" in page.url
+
+
+def test_bytes_of_one_character_are_shown_together(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "tokens")
+    page.locator(".tokens", has_text="€").wait_for()
+
+
+def test_nothing_of_a_run_becomes_markup(page: Any, small_viewer: Viewer) -> None:
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+    for name in PAGES:
+        open_page(page, small_viewer.url, name)
+    assert dialogs == []
+    assert page.locator("main img, main script").count() == 0
+    open_page(page, small_viewer.url, "conversation")
+    page.locator(".conversation", has_text="<script>alert(1)</script>").wait_for()
+    page.locator(".why", has_text="<img src=x").wait_for()
+
+
+def test_siblings_stand_side_by_side_with_where_they_part(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "siblings")
+    page.locator("main", has_text="they part in turn 1").wait_for()
+    assert page.locator(".sibling-head").count() == 4
+
+
+def test_the_straggler_is_named_and_leads_to_its_page(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "time")
+    name = page.locator(".gantt-name").first.inner_text()
+    page.locator(".summary", has_text=f"Last was {name}").wait_for()
+    page.locator(".load-row").nth(1).wait_for()
+    assert page.locator(".load-row").count() == 2
+    page.locator(".gantt-name").first.click()
+    page.locator(".trajectory-head h1", has_text=name).wait_for()
+
+
+def test_a_run_is_followed_while_it_grows_and_does_not_notice(page: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", num_steps=2)
+    with viewing(run) as viewer:
+        open_page(page, viewer.url, "table")
+        page.locator(".summary", has_text="34 trajectories").wait_for()
+        add_step(run, step=3)
+        page.locator(".summary", has_text="51 trajectories").wait_for(timeout=10_000)
+        (run / "trajectories" / "train-000004.parquet").write_bytes(b"PAR1 half")
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 4, "rew')
+        page.locator(".notice", has_text="train-000004.parquet").wait_for(timeout=10_000)
+        add_step(run, step=5)
+        page.locator(".summary", has_text="68 trajectories").wait_for(timeout=10_000)
+        before = sorted(path.name for path in run.rglob("*"))
+        assert viewer.stop() == 130
+        page.locator(".notice", has_text="cannot be reached").wait_for(timeout=10_000)
+        assert sorted(path.name for path in run.rglob("*")) == before
+
+
+def test_a_run_without_trajectories_shows_its_curves(page: Any, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n'
+    )
+    with viewing(tmp_path) as viewer:
+        page.goto(viewer.url)
+        page.locator(".chart", has_text="Reward").first.wait_for()
+        for name in ("trajectories", "time"):
+            page.goto(f"{viewer.url}#/{name}")
+            page.get_by_text("No trajectories are stored.").wait_for()
+
+
+def test_the_exported_file_shows_the_same_without_a_server(
+    page: Any, run_folder: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "report.html"
+    assert "102 trajectories, 20 in full" in write_export(run_folder, target=target, max_trajectories=20)
+    url = target.as_uri()
+    for name in ("overview", "table", "conversation", "siblings", "time"):
+        open_page(page, url, name)
+    page.locator(".notice", has_text="20 of 102 trajectories").wait_for()
+    open_page(page, url, "table")
+    page.get_by_label("Search in all messages").fill("order")
+    page.locator(".summary", has_text=re.compile("of 102")).wait_for()
+    page.goto(url + "#/trajectory?split=train&step=1&id=group%3D0%2Frollout%3D0")
+    page.get_by_text("this file does not hold group=0/rollout=0").wait_for()
+    shoot(page, "export")
+
+
+def test_the_theme_can_be_switched(page: Any, small_viewer: Viewer) -> None:
+    open_page(page, small_viewer.url, "overview")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.get_by_label("Colours: system").click()
+    page.get_by_label("Colours: light").click()
+    assert page.evaluate(background) != light

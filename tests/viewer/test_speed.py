@@ -1,0 +1,114 @@
+"""How quick the page is with large runs. The limits are generous; the figures are printed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.viewer.browser import shoot, viewing
+from tests.viewer.large import PER_FILE
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
+
+FIRST_PAINT_S = 2.0
+FILTER_S = 0.5
+FRAME_MS = 50.0
+"""Work of the page's thread for a frame; how long a frame takes depends on who else uses the machine."""
+
+FILTERING = """async ([label, text, said]) => {
+  const input = document.querySelector(`[aria-label="${label}"]`);
+  const started = performance.now();
+  input.value = text;
+  input.dispatchEvent(new Event("input"));
+  while (!document.querySelector(".summary").innerText.startsWith(said)) await new Promise(requestAnimationFrame);
+  return performance.now() - started;
+}"""
+"""From the last key to the rows, the wait for further keys included."""
+
+NUM_FRAMES = 120
+SCROLLING = """async (selector) => {
+  const element = document.querySelector(selector);
+  const frames = [];
+  const end = element.scrollHeight - element.clientHeight;
+  let before = performance.now();
+  for (let part = 1; part <= 120; part++) { // half of them near by, half of them from one end to the other
+    element.scrollTop = part < 60 ? part * 300 : (end * part) / 120;
+    await new Promise(requestAnimationFrame);
+    const now = performance.now();
+    frames.push(now - before);
+    before = now;
+  }
+  frames.sort((a, b) => a - b);
+  return { median: frames[60], slow: frames[114], worst: frames[119] };
+}"""
+
+
+def scroll(page: Any, selector: str) -> tuple[dict[str, float], float]:
+    """How long frames took while it scrolled, and the work of the page's thread for each, in ms."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def work_s() -> float:
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
+
+    before = work_s()
+    frames = {name: round(value) for name, value in page.evaluate(SCROLLING, selector).items()}
+    return frames, 1000 * (work_s() - before) / NUM_FRAMES
+
+
+def first_paints(page: Any, url: str) -> tuple[float, float]:
+    """Seconds to the first rows, the best of three, as others may use the machine; and to all rows at first."""
+    paints: list[float] = []
+    all_s = 0.0
+    for _ in range(3):
+        page.goto("about:blank")
+        started = time.monotonic()
+        page.goto(url)
+        page.locator(".table .row a").first.wait_for()
+        paints.append(time.monotonic() - started)
+        page.locator(".summary", has_text="100,000 trajectories").wait_for(timeout=120_000)
+        all_s = all_s or time.monotonic() - started
+    return min(paints), all_s
+
+
+def test_a_hundred_thousand_trajectories_are_shown_and_filtered_at_once(page: Any, many_run: Path) -> None:
+    with viewing(many_run) as viewer:
+        first_paint_s, all_s = first_paints(page, f"{viewer.url}#/trajectories")
+        last = 100_000 // PER_FILE
+        filters_ms = [
+            page.evaluate(FILTERING, ["Filter step", f"<={step}", f"{step * PER_FILE:,} of 100,000"])
+            for step in (last // 2, last // 4, last // 5)
+        ]
+        shoot(page, "hundred-thousand")
+        frames, work_ms = scroll(page, ".table")
+        print(f"\nfirst paint {first_paint_s:.2f} s, all rows {all_s:.2f} s")
+        print(f"filters {', '.join(f'{took:.0f}' for took in filters_ms)} ms")
+        print(f"frames of scrolling {frames} ms, {work_ms:.1f} ms of work in each")
+        assert first_paint_s < FIRST_PAINT_S
+        assert min(filters_ms) < 1000 * FILTER_S
+        assert work_ms < FRAME_MS
+
+
+def test_a_hundred_thousand_tokens_scroll_without_jerks(page: Any, long_run: Path) -> None:
+    with viewing(long_run) as viewer:
+        started = time.monotonic()
+        page.goto(
+            f"{viewer.url}#/trajectory?split=train&step=1&id=group%3D0%2Frollout%3D0&view=tokens&color=difference"
+        )
+        page.locator(".t").first.wait_for()
+        first_paint_s = time.monotonic() - started
+        frames, work_ms = scroll(page, ".tokens")
+        num_elements = page.evaluate("document.querySelectorAll('*').length")
+        print(f"\nfirst paint {first_paint_s:.2f} s, {num_elements} elements")
+        print(f"frames of scrolling {frames} ms, {work_ms:.1f} ms of work in each")
+        assert first_paint_s < 2 * FIRST_PAINT_S
+        assert work_ms < FRAME_MS
+        assert num_elements < 10_000
+        page.goto(page.url.replace("&token=", "&x=") + "&token=99000")
+        page.reload()
+        page.locator(".at-cursor").first.wait_for()
+        assert "99,000" in page.locator(".token-details").inner_text().replace("99000", "99,000")

@@ -1,0 +1,216 @@
+"""A base travels once, and each update is the factors alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from agent_loop.errors import WeightsError
+from agent_loop.weights import AdaptedWeights, Factors, WeightHandle, WeightReceiver, WeightSender, adapted
+from agent_loop.weights.handle import Transport
+from tests.weights.adapting import ADAPTED, adapted_of, base_weights
+from tests.weights.receiving import SHARED_MEMORY, Receiver, blocks, flat
+
+READ_LATER: tuple[Transport, ...] = ("shared_memory", "disk")
+"""Transports whose offers anybody can read while they are open."""
+
+
+def block_names(handle: WeightHandle) -> set[str]:
+    return {name for name, _ in handle.field("blocks", list)}
+
+
+def damage(handle: WeightHandle) -> None:
+    """Changes one byte of the offer's first tensor."""
+    (name,) = block_names(handle)
+    with (SHARED_MEMORY / name).open("r+b") as block:
+        block.seek(3)
+        (byte,) = block.read(1)
+        block.seek(3)
+        block.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("transport", READ_LATER)
+def test_updates_are_small_and_both_sides_merge_to_the_same_bits(
+    transport: Transport, receivers: list[Receiver]
+) -> None:
+    base = base_weights()
+    bases = set[str]()
+    with WeightSender(transport) as sender:
+        for version in range(1, 4):
+            weights = adapted_of(base, version=version)
+            with sender.offer(weights, weight_version=version) as handle:
+                assert handle.base is not None
+                assert handle.num_bytes * 20 < handle.base.num_bytes
+                assert handle.shapes == [(name, tuple(tensor.shape)) for name, tensor in base.items()]
+                bases.add(handle.base.to_json())
+                for receiver in receivers:
+                    receiver.begin("receive", handle.to_json())
+                assert [receiver.answer() for receiver in receivers] == [flat(weights)] * 2
+    assert len(bases) == 1
+
+
+def test_merging_adds_the_product_in_float32_whatever_is_merged_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = base_weights()
+    weights = adapted_of(base, version=1)
+    whole = dict(weights)
+    for name, (left_OR, right_RI) in weights.factors.items():
+        expected = (base[name].float() + left_OR @ right_RI).bfloat16()
+        torch.testing.assert_close(whole[name], expected, atol=1e-5, rtol=2**-7)
+        assert not torch.equal(whole[name], base[name])
+    assert whole["norm"] is base["norm"]
+    assert list(whole) == list(base)
+    assert len(weights) == len(base)
+    monkeypatch.setattr(adapted, "MERGED_AT_ONCE", 3 * 512)
+    for name, merged in weights:
+        torch.testing.assert_close(merged, whole[name], atol=1e-5, rtol=2**-7)
+
+
+@pytest.mark.parametrize("transport", READ_LATER)
+def test_a_receiver_that_comes_late_gets_everything_and_one_that_was_there_reads_the_base_once(
+    transport: Transport,
+) -> None:
+    base = base_weights()
+    with WeightSender(transport) as sender, WeightReceiver() as constant:
+        for version in range(1, 5):
+            with sender.offer(adapted_of(base, version=version), weight_version=version) as handle:
+                constant.receive_all(handle.to_json())
+        fifth = adapted_of(base, version=5)
+        with sender.offer(fifth, weight_version=5) as handle:
+            assert flat(WeightReceiver().receive(handle.to_json())) == flat(fifth)
+            assert handle.base is not None
+            unread = {"blocks": [], "folder": "/nowhere", "files": []}
+            without = WeightHandle(transport, 1, handle.base.tensors, unread)
+            astray = WeightHandle(
+                transport, 5, handle.tensors, handle.source, base=without, base_id=handle.base_id
+            )
+            assert flat(constant.receive(astray)) == flat(fifth)
+            with pytest.raises(WeightsError):
+                WeightReceiver().receive_all(astray)
+
+
+def test_another_base_takes_the_place_of_the_former_whose_memory_is_given_back() -> None:
+    first, second = base_weights(0), base_weights(1)
+    with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
+        with sender.offer(adapted_of(first, version=1), weight_version=1) as handle:
+            receiver.receive_all(handle)
+            assert handle.base is not None
+            former = block_names(handle.base)
+        assert former < blocks()
+        weights = adapted_of(second, version=2, base_id="second")
+        with sender.offer(weights, weight_version=2) as handle:
+            assert not former & blocks()
+            assert flat(receiver.receive(handle)) == flat(weights)
+
+
+def test_plain_weights_between_updates_leave_the_base_where_it_is() -> None:
+    base, plain = base_weights(), {"w": torch.arange(5)}
+    with WeightSender("shared_memory") as sender, WeightReceiver() as receiver:
+        for version in (1, 3):
+            with sender.offer(adapted_of(base, version=version), weight_version=version) as handle:
+                assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=version))
+            with sender.offer(plain.items(), weight_version=version + 1) as handle:
+                assert handle.base is None
+                assert flat(receiver.receive(handle)) == flat(plain.items())
+        assert len(blocks()) == 2
+
+
+@pytest.mark.parametrize("is_base_damaged", [False, True])
+def test_a_damaged_tensor_is_refused_and_nothing_is_handed_out(is_base_damaged: bool) -> None:
+    base = base_weights()
+    with (
+        WeightSender("shared_memory") as sender,
+        WeightReceiver() as receiver,
+        sender.offer(adapted_of(base, version=1), weight_version=1) as handle,
+    ):
+        assert handle.base is not None
+        part, name = (handle.base, "embedding") if is_base_damaged else (handle, f"left.{ADAPTED[0]}")
+        damage(part)
+        for _ in range(2):
+            with pytest.raises(WeightsError, match=f"'{name}' arrived damaged"):
+                next(receiver.receive(handle))
+            with pytest.raises(WeightsError, match=f"'{name}' arrived damaged"):
+                receiver.receive_all(handle)
+        damage(part)
+        assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=1))
+
+
+@pytest.mark.parametrize("transport", READ_LATER)
+def test_from_a_closed_sender_a_receiver_without_the_base_gets_a_clear_error(transport: Transport) -> None:
+    sender = WeightSender(transport)
+    with sender.offer(adapted_of(base_weights(), version=1), weight_version=1) as handle:
+        pass
+    sender.close()
+    assert not blocks()
+    with pytest.raises(WeightsError, match="the offer has ended"):
+        WeightReceiver().receive_all(handle)
+
+
+def test_an_offer_that_fails_leaves_the_base_to_the_next() -> None:
+    base = base_weights()
+    with WeightSender("shared_memory") as sender:
+        with (
+            pytest.raises(ValueError, match="the engine refuses"),
+            sender.offer(adapted_of(base, version=1), weight_version=1) as handle,
+        ):
+            raise ValueError("the engine refuses")
+        assert handle.base is not None
+        assert blocks() == block_names(handle.base)
+        with sender.offer(adapted_of(base, version=2), weight_version=2) as handle:
+            assert flat(WeightReceiver().receive(handle)) == flat(adapted_of(base, version=2))
+
+
+def test_who_writes_to_what_was_received_spares_the_base() -> None:
+    base = base_weights()
+    weights = adapted_of(base, version=1)
+    with (
+        WeightSender("shared_memory") as sender,
+        WeightReceiver() as receiver,
+        sender.offer(weights, weight_version=1) as handle,
+    ):
+        for _ in range(2):
+            received = dict(receiver.receive_all(handle))
+            assert flat(received.items()) == flat(weights)
+            for tensor in received.values():
+                tensor.zero_()
+
+
+def test_offers_that_are_pushed_or_are_checkpoints_have_the_merged_weights(
+    tmp_path: Path, receivers: list[Receiver]
+) -> None:
+    weights = adapted_of(base_weights(), version=1)
+    with WeightSender("broadcast", timeout_s=30) as sender, sender.offer(weights, weight_version=1) as handle:
+        assert handle.base is None
+        assert receivers[0].receive(handle.to_json()) == flat(weights)
+    (tmp_path / "config.json").write_text("{}")
+    save_file(base_weights(), tmp_path / "model.safetensors")
+    with WeightSender("disk", like=tmp_path) as sender, sender.offer(weights, weight_version=1) as handle:
+        assert handle.base is None
+        assert flat(WeightReceiver().receive(handle)) == flat(weights)
+
+
+def test_factors_that_do_not_fit_are_refused_by_name() -> None:
+    base = base_weights()
+    left, right = torch.zeros(512, 4), torch.zeros(4, 512)
+    for name, factors, message in (
+        ("head", Factors(left, right), "'head' adds .* has no such weight"),
+        ("norm", Factors(left, right), r"'norm' adds .* has \(512,\) there"),
+        (ADAPTED[1], Factors(left, right), r"has \(700, 512\) there"),
+        (ADAPTED[0], Factors(left, right[:3]), r"adds \(512, 4\) times \(3, 512\)"),
+    ):
+        with pytest.raises(WeightsError, match=message):
+            AdaptedWeights(base, base_id="first", factors={name: factors})
+
+
+@pytest.mark.parametrize("lost", [f"left.{ADAPTED[0]}", f"right.{ADAPTED[0]}"])
+def test_a_lost_factor_is_noticed(lost: str) -> None:
+    base = base_weights()
+    tensors: dict[str, Tensor] = dict(adapted_of(base, version=1).to_tensors())
+    tensors.pop(lost)
+    with pytest.raises(WeightsError, match="some lack the other half"):
+        AdaptedWeights.from_tensors(tensors, base=base, base_id="first")
