@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, ServerError, WeightsError
+from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.check import Reference, check_server, suite
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -60,6 +62,19 @@ def test_the_scripted_server_keeps_what_it_claims() -> None:
     report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB))
     report.raise_if_failed()
     assert len(report.named("passed")) >= 14
+
+
+def test_what_is_over_before_health_shows_it_is_no_fault_of_refusals() -> None:
+    class TellsLate(ScriptedServer):
+        async def health(self) -> ServerHealth:
+            await asyncio.sleep(60.0)
+            return await super().health()
+
+    server = TellsLate(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
+    report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=3600.0))
+    named = {result.name: result for result in report.results}
+    assert named["a second request of a running session is refused"].verdict == "passed"
+    assert "health showed none of 5 requests" in named["a server with requests does not go to sleep"].detail
 
 
 class LosesStopTokens(Embedded):
@@ -137,6 +152,18 @@ class RaisesWhatItWants(Embedded):
             raise KeyError("no such thing") from error
 
 
+class QueuesASecondRequest(Embedded):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def generate(
+        self, ids: IntArray, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        async with self._lines[request_id]:
+            return await super().generate(ids, params, request_id, **kwargs)
+
+
 class NeverAnswersTwice(Embedded):
     async def wake_up(self) -> None:
         pass
@@ -152,6 +179,7 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (StampsOldVersions, "new weights are what is sampled from"),
     (TakesAnyWeights, "weights that do not fit change nothing"),
     (MixesRequests, "requests that run together do not mix"),
+    (QueuesASecondRequest, "a second request of a running session is refused"),
     (IgnoresSeeds, "a seed makes a completion reproducible"),
     (RaisesWhatItWants, "what no engine can do is refused by name, and the server goes on"),
     (NeverAnswersTwice, "a server that sleeps generates nothing, and wakes up as it was"),
