@@ -83,7 +83,7 @@ def row_by_row(
                 "response_mask": mask["input_ids"] * response["attention_mask"],
                 "input_ids": torch.cat([prompt["input_ids"], response["input_ids"]]),
                 "attention_mask": attention_mask,
-                "position_ids": (attention_mask.cumsum(0) - 1).clip(0),
+                "position_ids": (attention_mask.cumsum(0) - 1) * attention_mask,
                 "rollout_log_probs": torch.tensor(log_probs + [0.0] * (response_width - len(log_probs))),
             }
         )

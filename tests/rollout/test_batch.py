@@ -91,6 +91,7 @@ def test_unpadding_gives_back_every_trajectory(trajectories: list[Trajectory], e
         assert row["input_ids"][attended].tolist() == [*output.prompt_ids, *output.response_ids]
         assert (row["input_ids"][~attended] == PAD).all()
         assert row["position_ids"][attended].tolist() == list(range(end - start))
+        assert (row["position_ids"][~attended] == 0).all()
         length = len(output.response_ids)
         for column, value, fill in (
             ("response_mask", output.response_mask, 0),
@@ -105,6 +106,20 @@ def test_unpadding_gives_back_every_trajectory(trajectories: list[Trajectory], e
         assert bool(row["is_scored"]) == (expected.reward is not None)
         reward = float(row["reward"])
         assert math.isnan(reward) if expected.reward is None else reward == expected.reward
+
+
+def test_a_batch_of_nearly_nothing_but_padding_holds_the_same_and_can_be_written_to() -> None:
+    both = [trajectory(response=[(Origin.MODEL, [4, 5]), (Origin.TOOL, [6])]), trajectory(prompt=[7])]
+    narrow = assemble(both, pad_token_id=PAD)
+    wide = assemble(both, pad_token_id=PAD, prompt_width=3, response_width=2**18)
+
+    for name in ("input_ids", "attention_mask", "position_ids", "response_mask", "rollout_log_probs"):
+        width = narrow[name].shape[1]
+        assert torch.equal(wide[name][:, :width], narrow[name])
+        assert (wide[name][:, width:] == (PAD if name == "input_ids" else 0)).all()
+        wide[name][1, width:] += 1
+        assert torch.equal(wide[name][0, :width], narrow[name][0])
+        assert (wide[name][1, width:] == (PAD + 1 if name == "input_ids" else 1)).all()
 
 
 def test_columns_have_the_types_that_trainers_expect() -> None:

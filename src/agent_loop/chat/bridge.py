@@ -153,7 +153,7 @@ class Bridge:
         """How many leading tokens of a bridge the model has already said: those up to where it stopped."""
         if last_token_id is None:
             return 0
-        all_controls = (i for i, token_id in enumerate(ids) if token_id in self._encoder.control_ids)
+        all_controls = (i for i, token_id in enumerate(ids.tolist()) if token_id in self._encoder.control_ids)
         controls = list(islice(all_controls, max(joint.num_stops, joint.num_closing)))
         for position in controls[: joint.num_stops]:
             if ids[position] == last_token_id:

@@ -25,6 +25,7 @@ MAX_OPENING_TOKENS = 32
 """Where in a generation prompt reasoning may be opened, from its end."""
 FEW_TOKENS = 4
 """Nearly always enough to see that it is not."""
+NO_KINDS: frozenset[AttachmentKind] = frozenset()
 
 
 class ChatTemplate:
@@ -96,7 +97,7 @@ class ChatTemplate:
     @property
     def media_kinds(self) -> frozenset[AttachmentKind]:
         """What messages may hold beside text."""
-        return frozenset[AttachmentKind]() if isinstance(self.media, str) else self.media.kinds
+        return NO_KINDS if isinstance(self.media, str) else self.media.kinds
 
     async def read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
         """Reads the images and videos in messages in a thread of its own, for `open_encoded` and `bridge_encoded`,

@@ -5,6 +5,8 @@ Shapes: B rows, P prompt width, R response width, W = P + R.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -41,6 +43,11 @@ TENSOR_COLUMNS = (
     "num_turns",
 )
 
+MIN_SPARSE_BYTES = 2**20
+"""Smaller columns come from memory that the process has already."""
+MAX_SPARSE_SHARE = 0.25
+"""A column of which more is written to gains by huge pages."""
+
 
 def assemble(
     trajectories: Sequence[Trajectory],
@@ -60,9 +67,9 @@ def assemble(
     Returns:
         int64: `input_ids` [B, W], and its views `prompts` [B, P], padded left, and `responses` [B, R], padded right;
         `response_mask` [B, R] (1 = the model said it; a segment that several branches share has it in the first scored
-        one only), `attention_mask`, `position_ids` [B, W], `group`, `rollout`, `branch` (-1 where the loop returned a
-        single output), `num_turns` [B]; where a trajectory has images with positions of their own, also
-        `multi_modal_position_ids` [B, 3, W] in time, height and width.
+        one only), `attention_mask`, `position_ids` [B, W] (0 where there is no token), `group`, `rollout`, `branch` (-1
+        where the loop returned a single output), `num_turns` [B]; where a trajectory has images with positions of their
+        own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
         int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
         and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
         one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at the last
@@ -145,7 +152,8 @@ def _token_columns(
     rows, width = len(flat.prompt_lengths_B), prompt_width + response_width
     first_B, lengths_B = prompt_width - flat.prompt_lengths_B, flat.lengths_B
     whole, response = (rows, width), (rows, response_width)
-    ones = np.ones(int(lengths_B.max(initial=0)), np.int64)
+    longest = int(lengths_B.max(initial=0))
+    ones, counted = np.ones(longest, np.int64), np.arange(longest)
 
     def of_responses(values_M: NDArray[Any], dtype: Any, fill: int = 0) -> NDArray[Any]:
         values = runs(values_M, flat.response_lengths_B)
@@ -153,14 +161,19 @@ def _token_columns(
 
     token_runs = runs(flat.token_ids_N, lengths_B)
     input_ids = _padded(token_runs, first_B=first_B, shape=whole, dtype=np.int64, fill=pad_token_id)
-    attended = (ones[:length] for length in lengths_B.tolist())
+
+    def of_tokens(values: NDArray[Any]) -> NDArray[Any]:
+        """The same for each row, as far as it has tokens."""
+        of_rows = (values[:length] for length in lengths_B.tolist())
+        return _padded(of_rows, first_B=first_B, shape=whole, dtype=np.int64)
+
     columns: dict[str, NDArray[Any]] = {
         "prompts": input_ids[:, :prompt_width],
         "responses": input_ids[:, prompt_width:],
         "response_mask": of_responses(flat.is_model_M, np.int64),
         "input_ids": input_ids,
-        "attention_mask": _padded(attended, first_B=first_B, shape=whole, dtype=np.int64),
-        "position_ids": _positions(first_B, lengths_B, width=width),
+        "attention_mask": of_tokens(ones),
+        "position_ids": of_tokens(counted),
         "weight_versions": of_responses(flat.weight_versions_M, np.int32, -1),
     }
     log_probs_M = flat.log_probs_M
@@ -172,35 +185,35 @@ def _token_columns(
 def _padded(
     values: Iterable[NDArray[Any]], *, first_B: IndexArray, shape: tuple[int, int], dtype: Any, fill: int = 0
 ) -> NDArray[Any]:
-    """One run of values for each row, from its first place on; zeros cost nothing until they are read."""
-    padded = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
+    """One run of values for each row, from its first place on."""
+    values = list(values)
+    num_values = sum(map(len, values))
+    padded = np.full(shape, fill, dtype) if fill else _zeros(shape, dtype, num_written=num_values)
     for row, first, run in zip(padded, first_B.tolist(), values, strict=True):
         row[first : first + len(run)] = run
     return padded
 
 
-def _positions(first_B: IndexArray, lengths_B: IndexArray, *, width: int) -> IndexArray:
-    """0 before the prompt, the last token's behind the response."""
-    positions = np.zeros((len(first_B), width), np.int64)
-    counted = np.arange(int(lengths_B.max(initial=0)))
-    for row, first, length in zip(positions, first_B.tolist(), lengths_B.tolist(), strict=True):
-        row[first : first + length] = counted[:length]
-        row[first + length :] = max(length - 1, 0)
-    return positions
+def _zeros(shape: tuple[int, int], dtype: Any, *, num_written: int) -> NDArray[Any]:
+    """Zeros, most of which take neither time nor memory where few of them will be written to. numpy's do, from 4 MiB
+    on: it asks for huge pages, each of which is filled as a whole when it is first touched."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes < MIN_SPARSE_BYTES or num_written > MAX_SPARSE_SHARE * math.prod(shape):
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _positions_in_3d(
     trajectories: Sequence[Trajectory], *, first_B: IndexArray, width: int
 ) -> NDArray[np.int64]:
-    """Shape [B, 3, W]; 0 before the prompt, the last token's behind the response."""
+    """Shape [B, 3, W]; 0 where there is no token."""
     positions = np.zeros((len(trajectories), 3, width), np.int64)
     for row, (trajectory, first) in enumerate(zip(trajectories, first_B.tolist(), strict=True)):
         output = trajectory.output
         num_tokens = sum(map(len, output.segments))
         if num_tokens:
-            own = position_ids(num_tokens, output.attachments)
-            positions[row, :, first : first + num_tokens] = own
-            positions[row, :, first + num_tokens :] = own[:, -1:]
+            positions[row, :, first : first + num_tokens] = position_ids(num_tokens, output.attachments)
     return positions
 
 
