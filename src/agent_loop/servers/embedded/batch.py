@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, TypeAlias, cast
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -23,9 +24,10 @@ NO_IMAGES: Mapping[int, PromptImages] = {}
 SHORTEST_CHUNK = 7
 SHORT_CHUNK = 64
 """New tokens of prompts of up to so many, in sequences of up to `SHORTEST_BUCKET` tokens, are computed together."""
-GATHER_COST = 2
-"""Reading slots by index copies them first, which about doubles the time of attention."""
+GATHER_COST = 1.5
+"""Reading slots by index copies them first, by which attention takes so many times as long."""
 
+_index = attrgetter("index")
 
 Chunk: TypeAlias = tuple[Slot, int]
 """How many tokens of a slot are computed."""
@@ -49,22 +51,18 @@ class StepBatch:
     image_rows: tuple[ImageRows, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupPlan:
+class _GroupPlan(NamedTuple):
     slots: list[Slot]
     """In ascending order of index."""
+    length: int
+    """Of the longest."""
+    span: int
+    """From the first index to the last."""
     is_range: bool
+    """All slots of the span are read, those between too; else the slots alone, by index."""
 
     @property
-    def length(self) -> int:
-        return max(slot.num_tokens for slot in self.slots)
-
-    @property
-    def span(self) -> int:
-        return self.slots[-1].index - self.slots[0].index + 1
-
-    @property
-    def cost(self) -> int:
+    def cost(self) -> float:
         return self.length * (self.span if self.is_range else GATHER_COST * len(self.slots))
 
 
@@ -170,17 +168,21 @@ def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[Chunk]:
 
 def _plan_groups(decoding: Iterable[Slot]) -> list[_GroupPlan]:
     """All rows in one call, or one call for each class of like lengths: whichever reads less."""
-    slots = sorted(decoding, key=lambda slot: slot.index)
+    slots = sorted(decoding, key=_index)
     if not slots:
         return []
-    together = _cheaper_plan(slots)
+    together = _plan(slots)
+    if together.length <= SHORTEST_BUCKET:
+        return [together]
     by_length = groupby(sorted(slots, key=_length_class), key=_length_class)
-    apart = [_cheaper_plan(list(group)) for _, group in by_length]
+    apart = [_plan(list(group)) for _, group in by_length]
     return [together] if together.cost <= sum(plan.cost for plan in apart) else apart
 
 
-def _cheaper_plan(slots: list[Slot]) -> _GroupPlan:
-    return min((_GroupPlan(slots, is_range=True), _GroupPlan(slots, is_range=False)), key=lambda p: p.cost)
+def _plan(slots: list[Slot]) -> _GroupPlan:
+    span = slots[-1].index - slots[0].index + 1
+    length = max([slot.num_tokens for slot in slots])
+    return _GroupPlan(slots, length, span, is_range=span <= GATHER_COST * len(slots))
 
 
 def _length_class(slot: Slot) -> int:

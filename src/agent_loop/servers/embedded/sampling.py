@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ BELOW_ONE = 1.0 - 2.0**-50
 """Keeps a point on the cumulative scale under its end, whatever the rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """One row's next token."""
 
     token_id: int
@@ -56,10 +54,7 @@ def sample_rows(
     # One transfer from the device for all three; a double holds any token id.
     columns = torch.cat([column.double() for column in (token_ids, log_probs, is_finite)], dim=1)
     rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
-    return [
-        SampledRow(token_id=int(token), log_prob=log_prob, is_finite=bool(finite))
-        for token, log_prob, finite in rows
-    ]
+    return [SampledRow(int(token), log_prob, bool(finite)) for token, log_prob, finite in rows]
 
 
 def _draw(log_probs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
