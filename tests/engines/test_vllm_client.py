@@ -12,7 +12,7 @@ import pytest
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.check import Reference, check_server
-from agent_loop.types import SamplingParams
+from agent_loop.types import IntArray, SamplingParams
 from tests.engines.common import (
     MAX_MODEL_LEN,
     EngineCase,
@@ -52,6 +52,13 @@ def client(process: ServerProcess, model_path: Path, **changes: object) -> Async
     return EngineCase("vllm", server_urls=(process.url,)).server(model_path, **changes)
 
 
+async def ask_on(server: AsyncServerBase, prompt: IntArray, name: str) -> None:
+    """Completions without end: they are not over before a test has seen what it looks for, however busy the machine
+    is."""
+    while True:
+        await server.generate(prompt, LONG, name)
+
+
 def test_the_client_keeps_the_contract_of_servers(process: ServerProcess, model_path: Path) -> None:
     server = client(process, model_path)
 
@@ -74,13 +81,17 @@ def test_it_tells_how_full_it_is(process: ServerProcess, model_path: Path) -> No
 
     async def main() -> None:
         await server.start()
+        asking = [
+            asyncio.ensure_future(ask_on(server, prompt, f"full-{number}"))
+            for number, prompt in enumerate(prompts(100, seed=3))
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                for number, prompt in enumerate(prompts(100, seed=3)):
-                    group.create_task(server.generate(prompt, LONG, str(number)))
-                while not (health := await server.health()).num_waiting:
-                    pass
+            while not (health := await server.health()).num_waiting:
+                assert not any(task.done() for task in asking)
         finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
             await server.close()
         assert 0 < (health.kv_cache_share or 0) <= 1
         assert 0 < health.num_running <= 100 - health.num_waiting  # some may still be on their way
@@ -112,15 +123,10 @@ def test_when_the_server_is_killed_all_64_requests_fail_by_name(
 ) -> None:
     server = client(process, model_path)
 
-    async def asks_on(name: str) -> None:
-        """One that ends before the server is killed, as on a busy machine, is followed by the next."""
-        while True:
-            await server.generate(prompts(1)[0], LONG, name)
-
     async def main() -> None:
         await server.start()
         names = [f"victim-{index}" for index in range(64)]
-        tasks = [asyncio.ensure_future(asks_on(name)) for name in names]
+        tasks = [asyncio.ensure_future(ask_on(server, prompts(1)[0], name)) for name in names]
         await server.generate(prompts(1)[0], SamplingParams(max_tokens=4), "first")
         began = time.monotonic()
         process.kill()
