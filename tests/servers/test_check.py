@@ -64,7 +64,7 @@ def test_the_scripted_server_keeps_what_it_claims() -> None:
     assert len(report.named("passed")) >= 14
 
 
-def test_what_is_over_before_health_shows_it_is_no_fault_of_refusals() -> None:
+def test_a_server_that_is_faster_than_its_health_keeps_the_contract() -> None:
     class TellsLate(ScriptedServer):
         async def health(self) -> ServerHealth:
             await asyncio.sleep(60.0)
@@ -72,9 +72,7 @@ def test_what_is_over_before_health_shows_it_is_no_fault_of_refusals() -> None:
 
     server = TellsLate(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
     report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=3600.0))
-    named = {result.name: result for result in report.results}
-    assert named["a second request of a running session is refused"].verdict == "passed"
-    assert "health showed none of 5 requests" in named["a server with requests does not go to sleep"].detail
+    report.raise_if_failed()
 
 
 class LosesStopTokens(Embedded):
