@@ -83,6 +83,15 @@ def test_a_step_takes_all_decoding_rows_and_no_more_prefill_than_it_may(
     assert list(batch.sampled_slots) == complete
 
 
+def test_scattered_slots_are_gathered_unless_the_copy_takes_longer_than_reading_all_between() -> None:
+    scattered = [busy_slot(index, num_cached=5, num_new=1) for index in (0, 3)]
+    for key_dim, is_gathered in ((2, True), (2**20, False)):
+        shape = LayerShape(1, key_dim, 2, torch.float32, torch.device("cpu"))
+        cache = KVCache([shape], num_slots=4, max_model_len=8)
+        (group,) = pack_step(scattered, cache=cache, chunk_tokens=0).attention.groups
+        assert isinstance(group.slots, slice) != is_gathered
+
+
 def test_short_chunks_of_about_the_same_length_are_one_call() -> None:
     cache = KVCache([SHAPE], num_slots=NUM_SLOTS, max_model_len=MAX_LEN)
     lengths = [(20, 5), (300, 5), (0, 17), (30, 6), (0, 18), (41, 5), (0, 500)]

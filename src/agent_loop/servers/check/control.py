@@ -57,8 +57,7 @@ async def _cancel(subject: Subject) -> str:
 
     async def begin_and_cancel() -> None:
         async with asyncio.TaskGroup() as group:
-            task = group.create_task(_long(subject, prompt, session=session))
-            await subject.until_running(task)
+            task = await _begun(subject, prompt, session=session, group=group)
             task.cancel()
 
     share = await subject.require_early_end(begin_and_cancel, whole_s=whole_s)
@@ -170,8 +169,7 @@ async def _in_flight(subject: Subject) -> str:
     weights = [] if subject.reference is None else subject.reference.weights()
     session = subject.session()
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(_long(subject, subject.prompt(10, seed=29), session=session))
-        await subject.until_running(task)
+        task = await _begun(subject, subject.prompt(10, seed=29), session=session, group=group)
         await subject.server.update_weights(weights, weight_version=version + 1)
         if not task.done():
             await subject.server.abort(session)

@@ -24,10 +24,10 @@ NO_IMAGES: Mapping[int, PromptImages] = {}
 SHORTEST_CHUNK = 7
 SHORT_CHUNK = 64
 """New tokens of prompts of up to so many, in sequences of up to `SHORTEST_BUCKET` tokens, are computed together."""
-GATHER_COST = 1.5
-"""Reading slots by index copies them first, by which attention takes so many times as long."""
-
-_index = attrgetter("index")
+GATHER_COST, LONG_GATHER_COST = 1.5, 5.0
+"""Reading slots by index copies them first, by which attention takes so many times as long (measured on a CPU)."""
+LONG_GATHER_BYTES = 32 * 2**20
+"""From here on the copy is of memory that is new to the process each time, as glibc has it."""
 
 Chunk: TypeAlias = tuple[Slot, int]
 """How many tokens of a slot are computed."""
@@ -60,10 +60,8 @@ class _GroupPlan(NamedTuple):
     """From the first index to the last."""
     is_range: bool
     """All slots of the span are read, those between too; else the slots alone, by index."""
-
-    @property
-    def cost(self) -> float:
-        return self.length * (self.span if self.is_range else GATHER_COST * len(self.slots))
+    cost: float
+    """In tokens of a range."""
 
 
 def pack_step(
@@ -82,7 +80,7 @@ def pack_step(
         images: By the slot's index, of prompts that have some.
     """
     decoding = [slot for slot in busy if slot.num_tokens - slot.num_cached == 1]
-    plans = _plan_groups(decoding)
+    plans = _plan_groups(decoding, cache=cache)
     rows = [slot for plan in plans for slot in plan.slots]
     short, long = _by_length(_cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens))
     chunks = [chunk for group in (*short, long) for chunk in group]
@@ -166,23 +164,28 @@ def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[Chunk]:
     return chunks
 
 
-def _plan_groups(decoding: Iterable[Slot]) -> list[_GroupPlan]:
+def _plan_groups(decoding: Iterable[Slot], *, cache: KVCache) -> list[_GroupPlan]:
     """All rows in one call, or one call for each class of like lengths: whichever reads less."""
-    slots = sorted(decoding, key=_index)
+    slots = sorted(decoding, key=attrgetter("index"))
     if not slots:
         return []
-    together = _plan(slots)
+    token_bytes = cache.keys[0][0, :, 0].nbytes
+    together = _plan(slots, token_bytes=token_bytes)
     if together.length <= SHORTEST_BUCKET:
         return [together]
     by_length = groupby(sorted(slots, key=_length_class), key=_length_class)
-    apart = [_plan(list(group)) for _, group in by_length]
+    apart = [_plan(list(group), token_bytes=token_bytes) for _, group in by_length]
     return [together] if together.cost <= sum(plan.cost for plan in apart) else apart
 
 
-def _plan(slots: list[Slot]) -> _GroupPlan:
+def _plan(slots: list[Slot], *, token_bytes: int) -> _GroupPlan:
+    """Args: token_bytes: Of the keys of one layer."""
     span = slots[-1].index - slots[0].index + 1
     length = max([slot.num_tokens for slot in slots])
-    return _GroupPlan(slots, length, span, is_range=span <= GATHER_COST * len(slots))
+    num_tokens = length * len(slots)
+    is_long = num_tokens * token_bytes >= LONG_GATHER_BYTES
+    as_range, by_index = length * span, num_tokens * (LONG_GATHER_COST if is_long else GATHER_COST)
+    return _GroupPlan(slots, length, span, is_range=as_range <= by_index, cost=min(as_range, by_index))
 
 
 def _length_class(slot: Slot) -> int:
