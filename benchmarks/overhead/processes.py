@@ -1,26 +1,39 @@
-"""The CPU time of a process and of all below it. Linux; needs the standard library alone."""
+"""This process and all below it. Linux; needs the standard library alone."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def tree_cpu_seconds() -> float:
-    """Of this process and all that run below it. What has ended is counted with whoever waited for it."""
-    parents: dict[int, int] = {}
-    used: dict[int, float] = {}
+    """CPU time of this process and all that run below it. What has ended is counted with whoever waited for it."""
+    stats = _stats()
+    return sum(sum(map(int, stats[pid][11:15])) for pid in _tree(stats)) / TICKS_PER_S
+
+
+def pids_of_tree() -> set[int]:
+    """This process and all that run below it."""
+    return _tree(_stats())
+
+
+def _stats() -> dict[int, list[str]]:
+    """Of all processes, what the kernel tells behind their names."""
+    stats: dict[int, list[str]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has just ended
-                continue
-            parents[int(entry.name)] = int(fields[1])
-            used[int(entry.name)] = sum(map(int, fields[11:15])) / TICKS_PER_S
+            with suppress(OSError):  # it has just ended
+                stats[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
+    return stats
+
+
+def _tree(stats: Mapping[int, Sequence[str]]) -> set[int]:
+    parents = {pid: int(fields[1]) for pid, fields in stats.items()}
     tree = {os.getpid()}
     while grown := {pid for pid, parent in parents.items() if parent in tree and pid not in tree}:
         tree |= grown
-    return sum(used.get(pid, 0.0) for pid in tree)
+    return tree
