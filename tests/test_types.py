@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+from agent_loop.types import TokenChunk, TokenOutput, VersionSpan, as_log_probs, as_token_ids
 
 
 @st.composite
@@ -42,3 +44,25 @@ def test_parts_of_one_version_are_one_span() -> None:
 def test_a_stream_that_broke_off_is_aborted() -> None:
     assert TokenOutput.from_chunks([TokenChunk([1], None)]).stop_reason == "aborted"
     assert TokenOutput.from_chunks([]).token_ids == []
+
+
+@given(st.lists(st.one_of(st.integers(-(2**31), 2**31 - 1), st.booleans(), st.floats(-9, 9))))
+def test_ids_are_packed_as_numpy_packs_them(ids: list[int]) -> None:
+    packed, expected = as_token_ids(ids), np.asarray(ids, np.int32)
+    assert packed.dtype == np.int32
+    assert packed.tolist() == expected.tolist()
+    assert as_token_ids(packed) is packed
+
+
+@given(st.lists(st.floats(width=32)))
+def test_log_probs_are_packed_as_numpy_packs_them(log_probs: list[float]) -> None:
+    packed = as_log_probs(log_probs)
+    assert packed.dtype == np.float32
+    np.testing.assert_array_equal(packed, np.asarray(log_probs, np.float32))
+    assert as_log_probs(packed) is packed
+
+
+@pytest.mark.parametrize("ids", [[2**31], ["a"], [None]])
+def test_what_is_no_id_is_an_error(ids: list[int]) -> None:
+    with pytest.raises((OverflowError, ValueError, TypeError)):
+        as_token_ids(ids)

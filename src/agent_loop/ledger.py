@@ -10,7 +10,7 @@ import numpy as np
 from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import Segment
-from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput
+from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput, as_log_probs, as_token_ids
 
 INITIAL_CAPACITY = 1024
 
@@ -91,7 +91,7 @@ class TokenLedger:
     def append_completion(self, completion: TokenOutput) -> None:
         """Adds what a server sampled: one segment per weight version. An empty completion adds nothing."""
         ids = _kept(completion.token_ids)
-        log_probs = None if completion.log_probs is None else np.asarray(completion.log_probs, np.float32)
+        log_probs = None if completion.log_probs is None else as_log_probs(completion.log_probs)
         if not completion.version_spans:
             self._add(Segment(ids, Origin.MODEL, log_probs, completion.weight_version))
         start = 0
@@ -139,6 +139,8 @@ class TokenLedger:
 
 def _kept(token_ids: TokenIds) -> IntArray:
     """A copy of the ids that nobody can change."""
-    ids: IntArray = np.array(token_ids, np.int32)
+    ids = as_token_ids(token_ids)
+    if isinstance(token_ids, np.ndarray):
+        ids = ids.copy()
     ids.flags.writeable = False
     return ids

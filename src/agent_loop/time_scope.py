@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from heapq import heapify, heappop, heappush
 from itertools import count
 from types import TracebackType
@@ -36,10 +37,10 @@ class TimeScope:
         return cls(None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s)
 
     def __enter__(self) -> Self:
-        self._task = asyncio.current_task()
-        if self._task is None:
+        task = self._task = asyncio.current_task()
+        if task is None:
             raise RuntimeError("a time scope was entered outside of a task")
-        self._num_cancellations = self._task.cancelling()
+        self._num_cancellations = task.cancelling()
         if self._ends_at is not None:
             self._arm(self._ends_at)
         return self
@@ -76,7 +77,7 @@ class TimeScope:
         """An alarm that comes too early is left to: it costs less to look again than to set another one."""
         if self.alarm_at is None or self.alarm_at > at:
             if self._alarms is None:
-                self._alarms = _Alarms.of_running_loop()
+                self._alarms = _alarms_of(asyncio.get_running_loop())
             self._alarms.set(self, at)
 
 
@@ -94,21 +95,15 @@ class _Alarms:
         self._numbers = count()
         self._num_alive = 0
         self._timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    def of_running_loop(cls) -> _Alarms:
-        loop = asyncio.get_running_loop()
-        alarms = _ALARMS.get(loop)
-        if alarms is None:
-            alarms = _ALARMS[loop] = cls()
-        return alarms
+        self._wakes_at = math.inf
 
     def set(self, scope: TimeScope, at: float) -> None:
         """Has the scope looked at then, and not at the time that was set before."""
         self._num_alive += scope.alarm_at is None
         scope.alarm_at = at
         heappush(self._heap, (at, next(self._numbers), scope))
-        self._wake_in_time()
+        if at < self._wakes_at:
+            self._wake_at(at)
 
     def forget(self, scope: TimeScope) -> None:
         """It was left."""
@@ -123,26 +118,32 @@ class _Alarms:
 
     def _look(self) -> None:
         """Looks at all scopes whose time has come."""
-        assert self._timer is not None, "it is the timer that calls"
-        now = max(self._timer.when(), asyncio.get_running_loop().time())
-        self._timer = None
+        now = max(self._wakes_at, asyncio.get_running_loop().time())
+        self._sleep()
         while self._heap and (self._heap[0][0] <= now or self._heap[0][2].alarm_at != self._heap[0][0]):
             at, _, scope = heappop(self._heap)
             if scope.alarm_at == at:
                 self._num_alive -= 1
                 scope.look()
-        self._wake_in_time()
+        if self._heap and self._heap[0][0] < self._wakes_at:
+            self._wake_at(self._heap[0][0])
 
-    def _wake_in_time(self) -> None:
-        """Has the timer fire no later than the first entry's time."""
-        if self._heap and (self._timer is None or self._heap[0][0] < self._timer.when()):
-            self._sleep()
-            self._timer = asyncio.get_running_loop().call_at(self._heap[0][0], self._look)
+    def _wake_at(self, at: float) -> None:
+        self._sleep()
+        self._wakes_at = at
+        self._timer = asyncio.get_running_loop().call_at(at, self._look)
 
     def _sleep(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer, self._wakes_at = None, math.inf
 
 
 _ALARMS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarms] = WeakKeyDictionary()
+
+
+def _alarms_of(loop: asyncio.AbstractEventLoop) -> _Alarms:
+    alarms = _ALARMS.get(loop)
+    if alarms is None:
+        alarms = _ALARMS[loop] = _Alarms()
+    return alarms

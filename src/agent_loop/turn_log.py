@@ -38,24 +38,24 @@ class TurnLog(Protocol):
         """Takes the number of a turn whose calls are then logged one by one."""
         ...
 
-    async def tokens(
+    def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
-    ) -> Encoded:
+    ) -> Awaitable[Encoded]:
         """The tokens of a prompt or an observation."""
         ...
 
-    async def completion(
+    def completion(
         self,
         params: SamplingParams,
         *,
         num_context: int,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
-    ) -> TokenOutput:
+    ) -> Awaitable[TokenOutput]:
         """What the model says to `num_context` tokens. `sample` is given what there is of a completion that was cut
         before, and returns the rest."""
         ...
 
-    async def tool_result(
+    def tool_result(
         self,
         call: ToolCall,
         *,
@@ -64,18 +64,18 @@ class TurnLog(Protocol):
         on_replay: OnReplay,
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
-    ) -> ToolResult:
+    ) -> Awaitable[ToolResult]:
         """What a call gives: the `number`-th of a turn. `prepare` sets the tool's instance up without a call."""
         ...
 
-    async def interaction_reply(
+    def interaction_reply(
         self,
         *,
         num_messages: int,
         on_replay: OnReplay,
         respond: Callable[[], Awaitable[InteractionReply]],
         prepare: Callable[[], Awaitable[object]],
-    ) -> InteractionReply:
+    ) -> Awaitable[InteractionReply]:
         """What the interaction says to a conversation of `num_messages`."""
         ...
 
@@ -96,21 +96,21 @@ class Unlogged:
     def next_turn(self) -> int:
         return 0
 
-    async def tokens(
+    def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
-    ) -> Encoded:
-        return await encode()
+    ) -> Awaitable[Encoded]:
+        return encode()
 
-    async def completion(
+    def completion(
         self,
         params: SamplingParams,
         *,
         num_context: int,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
-    ) -> TokenOutput:
-        return await sample(None)
+    ) -> Awaitable[TokenOutput]:
+        return sample(None)
 
-    async def tool_result(
+    def tool_result(
         self,
         call: ToolCall,
         *,
@@ -119,18 +119,18 @@ class Unlogged:
         on_replay: OnReplay,
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
-    ) -> ToolResult:
-        return await execute()
+    ) -> Awaitable[ToolResult]:
+        return execute()
 
-    async def interaction_reply(
+    def interaction_reply(
         self,
         *,
         num_messages: int,
         on_replay: OnReplay,
         respond: Callable[[], Awaitable[InteractionReply]],
         prepare: Callable[[], Awaitable[object]],
-    ) -> InteractionReply:
-        return await respond()
+    ) -> Awaitable[InteractionReply]:
+        return respond()
 
     def holds(self, segments: Sequence[Segment]) -> None:
         pass

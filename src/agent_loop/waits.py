@@ -168,7 +168,10 @@ class waiting_for:
                 activity.num_numbered += 1
                 self.details["span"] = activity.num_numbered
                 self._token = WITHIN.set(activity.num_numbered)
-            self.task = _current_task()
+            try:
+                self.task = asyncio.current_task()
+            except RuntimeError:  # in a thread that is not an event loop's
+                self.task = None
             self.since = activity.since = activity.clock()
             activity.waits.append(self)
         return self.details
@@ -192,11 +195,3 @@ def note_progress() -> None:
     activity = CURRENT.get()
     if activity is not None:
         activity.board.progressed_at = activity.clock()
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    """None in a thread that is not an event loop's."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None

@@ -93,6 +93,7 @@ class Bridge:
         self.tools = self._find_joint(_TOOL_REPLIES, for_tools=True)
         if isinstance(self.user, ChatTemplateError) and isinstance(self.tool, ChatTemplateError):
             raise self.user
+        self._joints = {"user": self.user, "tool": self.tool, "tools": self.tools}
         self.end_ids = self._find_end_ids() | ({eos_token_id} if eos_token_id is not None else set[int]())
         """At any of these the model may end a turn."""
         self._forms = ReplyForms(self._write, proof=proof, encoder=encoder, chat_template=chat_template)
@@ -135,7 +136,7 @@ class Bridge:
         return self._joint(_key(replies))
 
     def _joint(self, key: str) -> Joint:
-        joint = {"user": self.user, "tool": self.tool, "tools": self.tools}[key]
+        joint = self._joints[key]
         if isinstance(joint, ChatTemplateError):
             raise joint
         return joint
@@ -153,6 +154,9 @@ class Bridge:
         """How many leading tokens of a bridge the model has already said: those up to where it stopped."""
         if last_token_id is None:
             return 0
+        is_first = ids[:1].tolist() == [last_token_id]
+        if is_first and joint.num_stops and last_token_id in self._encoder.control_ids:
+            return 1  # (as nearly always)
         all_controls = (i for i, token_id in enumerate(ids.tolist()) if token_id in self._encoder.control_ids)
         controls = list(islice(all_controls, max(joint.num_stops, joint.num_closing)))
         for position in controls[: joint.num_stops]:
@@ -269,9 +273,7 @@ class Bridge:
         return any(control in text for text in between)
 
     def _find_end_ids(self) -> frozenset[int]:
-        joints = [
-            joint for joint in (self.user, self.tool, self.tools) if not isinstance(joint, ChatTemplateError)
-        ]
+        joints = [joint for joint in self._joints.values() if not isinstance(joint, ChatTemplateError)]
         closes = [joint.close or self._first_control(joint.opening) for joint in joints]
         if not isinstance(self.user, ChatTemplateError):
             stand_in = self.user.stand_in

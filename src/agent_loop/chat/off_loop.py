@@ -17,7 +17,8 @@ async def encoded_off_loop(messages: Sequence[Message], encode: Callable[[], Enc
 
     Only `tiktoken` lets the event loop go on meanwhile: `tokenizers` keeps the interpreter's lock.
     """
-    texts = (message.get("content") for message in messages)
-    if sum(len(text) for text in texts if isinstance(text, str)) < LONG_CHARACTERS:
-        return encode()
-    return await run_in_thread(encode)
+    num_characters = 0
+    for message in messages:
+        text = message.get("content")
+        num_characters += len(text) if isinstance(text, str) else 0
+    return encode() if num_characters < LONG_CHARACTERS else await run_in_thread(encode)

@@ -410,7 +410,8 @@ class Episode:
             self._stopwatch.count(metric, clock() - started_at)
 
     def _record_turn(self, sampled: TokenOutput) -> Completion:
-        self._stopwatch.count("num_preempted", sampled.num_preempted)
+        if sampled.num_preempted:
+            self._stopwatch.count("num_preempted", sampled.num_preempted)
         return self._transcript.add_turn(sampled)
 
     async def _close(self, reason: StopReason) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -79,9 +79,9 @@ class TurnSampler:
         except Cut:
             return TokenOutput([], [], "aborted", weight_version=begun.weight_version)
 
-    async def _sample(
+    def _sample(
         self, question: Question, *, keep_partial: Callable[[TokenOutput], object]
-    ) -> TokenOutput:
+    ) -> Awaitable[TokenOutput]:
         if question.hear is None:
             generate = partial(
                 self._server_manager.generate,
@@ -93,7 +93,7 @@ class TurnSampler:
         else:
             generate = partial(self._generate_heard, question)
         abort = partial(self._server_manager.abort, self._request_id)
-        return await self._cancellation.run_abortable(
+        return self._cancellation.run_abortable(
             generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S
         )
 

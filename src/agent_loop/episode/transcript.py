@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agent_loop.chat.multimodal import Encoded, ReadMedium
+from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.off_loop import encoded_off_loop
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.turns import Completion, EpisodeMark
@@ -69,16 +69,14 @@ class Transcript:
 
     async def encoded_prompt(self) -> Encoded:
         """The tokens of the messages, as the first prompt."""
-        read = await self._read(self.messages)
-        encode = partial(self._template.open_encoded, self.messages, tools=self.tool_schemas, read=read)
-        return await encoded_off_loop(self.messages, encode)
+        encode = partial(self._template.open_encoded, self.messages, tools=self.tool_schemas)
+        return await self._encoded(self.messages, encode)
 
     async def encoded_reply(self, messages: Sequence[Message]) -> Encoded:
         """The tokens that these messages add behind the last turn."""
-        read = await self._read(messages)
         last, calls = self.ledger.last_token_id, self._last_calls
-        encode = partial(self._template.bridge_encoded, messages, last_token_id=last, calls=calls, read=read)
-        return await encoded_off_loop(messages, encode)
+        encode = partial(self._template.bridge_encoded, messages, last_token_id=last, calls=calls)
+        return await self._encoded(messages, encode)
 
     def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
         """Keeps the first prompt; tells whether it fits, perhaps cut on the side that `truncate` names."""
@@ -122,9 +120,9 @@ class Transcript:
         self.user_turns += 1
         return True
 
-    async def _read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
-        """The images and videos in messages; the template refuses those that it has nothing to read with."""
-        if not self._template.media_kinds:
-            return ()
-        with waiting_for(WaitKind.ENCODE):
-            return await self._template.read(messages)
+    async def _encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Encoded:
+        """Reads the images and videos first; the template refuses those that it has nothing to read with."""
+        if self._template.media_kinds:
+            with waiting_for(WaitKind.ENCODE):
+                encode = partial(encode, read=await self._template.read(messages))
+        return await encoded_off_loop(messages, encode)

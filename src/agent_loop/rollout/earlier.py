@@ -31,6 +31,6 @@ def divide(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[list[Tra
         if left and not cancelled:
             over += left
         else:
-            parts = (output for output in cancelled if output.extra_fields.get("is_cancel"))
-            rest.append(replace(job, partial_output=next(parts, None)))
+            parts = [output for output in cancelled if output.extra_fields.get("is_cancel")]
+            rest.append(replace(job, partial_output=parts[0]) if parts else job)
     return over, rest

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
-from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_token_ids
+from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_log_probs, as_token_ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +85,7 @@ def segments_of_mask(
         )
     if not np.isin(mask, (0, 1)).all():
         raise EpisodeError("response_mask holds something else than 0 and 1")
-    log_probs = None if response_logprobs is None else np.asarray(response_logprobs, dtype=np.float32)
+    log_probs = None if response_logprobs is None else as_log_probs(response_logprobs)
     if log_probs is not None and len(log_probs) != len(ids):
         raise EpisodeError(f"response_ids has {len(ids)} tokens but response_logprobs has {len(log_probs)}")
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)] if len(ids) else [0]
