@@ -113,11 +113,17 @@ def test_an_exception_of_the_body_is_raised_as_it_is() -> None:
 class Plan(NamedTuple):
     """What is done within one scope."""
 
-    begins_at: int
-    limit: int | None
-    moves: list[tuple[int, int | None]]
+    begins_at: float
+    limit: float | None
+    moves: list[tuple[float, float | None]]
     """After so many seconds, to so many from then on."""
-    lasts: int
+    lasts: float
+
+    def times(self, unit: float) -> Plan:
+        """The same with other seconds."""
+        moves = [(after * unit, None if to is None else to * unit) for after, to in self.moves]
+        limit = None if self.limit is None else self.limit * unit
+        return Plan(self.begins_at * unit, limit, moves, self.lasts * unit)
 
     async def within_ours(self) -> float:
         await asyncio.sleep(self.begins_at)
@@ -155,9 +161,12 @@ PLANS = st.builds(
 )
 
 
-@given(st.lists(PLANS, max_size=30))
+@pytest.mark.parametrize("unit", [1.0, 0.125], ids=["most ends are far", "most ends are near"])
+@given(plans=st.lists(PLANS, max_size=30))
 @settings(deadline=None)
-def test_many_scopes_at_once_end_when_those_of_asyncio_do(plans: list[Plan]) -> None:
+def test_many_scopes_at_once_end_when_those_of_asyncio_do(plans: list[Plan], unit: float) -> None:
+    plans = [plan.times(unit) for plan in plans]
+
     async def ends(calls: list[asyncio.Task[float]]) -> list[float]:
         return [await call for call in calls]
 
@@ -176,7 +185,13 @@ def test_scopes_that_were_left_take_no_room_and_no_timer() -> None:
                 with TimeScope.of(100):
                     pass
             alarms = time_scope._ALARMS[asyncio.get_running_loop()]  # pyright: ignore[reportPrivateUsage]
-            assert len(alarms._heap) <= time_scope.MAX_DEAD + 2  # pyright: ignore[reportPrivateUsage]
+            assert not alarms._near  # pyright: ignore[reportPrivateUsage]
+            assert len(alarms._far) == 1  # pyright: ignore[reportPrivateUsage]
+            for _ in range(10_000):
+                with TimeScope.of(0.5):
+                    pass
+                await asyncio.sleep(0.01)
+            assert len(alarms._near) <= 0.5 / 0.01 + 1  # pyright: ignore[reportPrivateUsage]
         assert alarms._timer is None  # pyright: ignore[reportPrivateUsage]
 
     run_virtual(scenario())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count
 from types import TracebackType
 from typing import Self
@@ -81,57 +81,88 @@ class TimeScope:
             self._alarms.set(self, at)
 
 
-MAX_DEAD = 256
-"""So many entries of scopes that were left may always remain."""
+FAR_S = 1.0
+"""Scopes that end later are looked through no more often than that."""
 
 
 class _Alarms:
-    """When the scopes of one event loop are to be looked at, behind a single timer: nearly all are left long before
-    their end, and a timer for each would be made and cancelled for nothing."""
+    """When the scopes of one event loop are to be looked at, behind a single timer. Nearly all are left long before
+    their end: those are put into a dict and taken out of it, and no more is done for them."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, TimeScope]] = []
-        """Entries whose scope has another time by now are dead."""
+        self._far: dict[TimeScope, None] = {}
+        """To be looked at from `_scan_at` on."""
+        self._scan_at = math.inf
+        self._near: list[tuple[float, int, TimeScope]] = []
+        """A heap of the others; entries whose scope has another time by now are dead."""
+        self._num_near = 0
+        """Those that are not dead."""
         self._numbers = count()
-        self._num_alive = 0
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = math.inf
 
     def set(self, scope: TimeScope, at: float) -> None:
         """Has the scope looked at then, and not at the time that was set before."""
-        self._num_alive += scope.alarm_at is None
+        if scope.alarm_at is not None:
+            self._take_out(scope)
         scope.alarm_at = at
-        heappush(self._heap, (at, next(self._numbers), scope))
-        if at < self._wakes_at:
-            self._wake_at(at)
+        if at >= self._scan_at:
+            self._far[scope] = None
+        elif at >= asyncio.get_running_loop().time() + FAR_S:
+            self._far[scope], self._scan_at = None, at
+            self._wake_in_time()
+        else:
+            self._bring_near(scope, at)
+            self._wake_in_time()
 
     def forget(self, scope: TimeScope) -> None:
         """It was left."""
         scope.alarm_at = None
-        self._num_alive -= 1
-        if not self._num_alive:
-            self._heap.clear()
+        self._take_out(scope)
+        if not self._far and not self._num_near:
+            self._near.clear()
+            self._scan_at = math.inf
             self._sleep()
-        elif len(self._heap) > MAX_DEAD + 2 * self._num_alive:
-            self._heap = [entry for entry in self._heap if entry[2].alarm_at == entry[0]]
-            heapify(self._heap)
+
+    def _bring_near(self, scope: TimeScope, at: float) -> None:
+        heappush(self._near, (at, next(self._numbers), scope))
+        self._num_near += 1
+
+    def _take_out(self, scope: TimeScope) -> None:
+        if scope in self._far:
+            del self._far[scope]
+        else:
+            self._num_near -= 1
 
     def _look(self) -> None:
         """Looks at all scopes whose time has come."""
         now = max(self._wakes_at, asyncio.get_running_loop().time())
         self._sleep()
-        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].alarm_at != self._heap[0][0]):
-            at, _, scope = heappop(self._heap)
+        if now >= self._scan_at:
+            self._look_far(until=now + FAR_S)
+        while self._near and (self._near[0][0] <= now or self._near[0][2].alarm_at != self._near[0][0]):
+            at, _, scope = heappop(self._near)
             if scope.alarm_at == at:
-                self._num_alive -= 1
+                self._take_out(scope)
                 scope.look()
-        if self._heap and self._heap[0][0] < self._wakes_at:
-            self._wake_at(self._heap[0][0])
+        self._wake_in_time()
 
-    def _wake_at(self, at: float) -> None:
-        self._sleep()
-        self._wakes_at = at
-        self._timer = asyncio.get_running_loop().call_at(at, self._look)
+    def _look_far(self, *, until: float) -> None:
+        """Brings those near that are to be looked at before then."""
+        times = {scope: scope.alarm_at or 0.0 for scope in self._far}
+        for scope, at in times.items():
+            if at < until:
+                del self._far[scope]
+                self._bring_near(scope, at)
+        self._scan_at = min((times[scope] for scope in self._far), default=math.inf)
+
+    def _wake_in_time(self) -> None:
+        """Has the timer fire no later than the first is to be looked at."""
+        first = min(self._scan_at, self._near[0][0] if self._near else math.inf)
+        if first < self._wakes_at:
+            self._sleep()
+            self._wakes_at = first
+            self._timer = asyncio.get_running_loop().call_at(first, self._look)
 
     def _sleep(self) -> None:
         if self._timer is not None:

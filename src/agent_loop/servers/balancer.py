@@ -273,6 +273,9 @@ class LoadBalancer:
 
     def _choose(self, session: SessionState) -> ServerState | None:
         """Where a request of this session goes now; None if it is to wait."""
+        if len(self._servers) == 1:
+            [only] = self._servers.values()
+            return only if only.has_place else None
         self._rank_changed()
         best = self._with_place.first()
         return None if best is None else self.policy.choose(session, best=self._servers[best])
