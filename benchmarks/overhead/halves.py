@@ -35,13 +35,17 @@ class Halves:
     """
 
     def __init__(self, *, num_workers: int) -> None:
-        first, second = sorted(os.sched_getaffinity(0))[:2]
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < 2:
+            raise RuntimeError(
+                f"workers and all else need a core each, but this process may use {cores} alone"
+            )
         tree = pids_of_tree()
         workers = [pid for pid in tree if _title(pid).startswith(WORKER_TITLE)]
         if len(workers) != num_workers:
             raise RuntimeError(f"{workers} are called {WORKER_TITLE}, but there are {num_workers} workers")
-        _pin(workers, core=first)
-        _pin(tree - set(workers), core=second)
+        _pin(workers, core=cores[0])
+        _pin(tree - set(workers), core=cores[1])
         program = [sys.executable, "-m", "overhead.halves", *map(str, workers)]
         self._turns = subprocess.Popen(
             program, cwd=BENCHMARKS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -70,13 +74,15 @@ def take_turns(pids: Sequence[int]) -> None:
     """From one line of the input to the next one; each is answered with a line."""
     for _ in sys.stdin:
         print("begun", flush=True)
-        for turn in cycle(range(2)):
-            for number, pid in enumerate(pids):
-                os.kill(pid, signal.SIGCONT if number == turn else signal.SIGSTOP)
-            if select.select([sys.stdin], [], [], TURN_S)[0]:
-                break
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        try:
+            for turn in cycle(range(2)):
+                for number, pid in enumerate(pids):
+                    os.kill(pid, signal.SIGCONT if number == turn else signal.SIGSTOP)
+                if select.select([sys.stdin], [], [], TURN_S)[0]:
+                    break
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
         sys.stdin.readline()
         print("ended", flush=True)
 
