@@ -75,7 +75,7 @@ def test_a_sample_holds_the_tokens_and_the_log_probs_where_the_model_spoke() -> 
         worker.start()
         sample, other = take(worker, 2)
         worker.stop()
-    assert sample.group_id == other.group_id == 0
+    assert sample.group_id == other.group_id  # (of the two in flight, either may end first)
     assert sample.input_ids.shape == sample.completion_mask.shape == sample.old_log_probs.shape
     assert ((sample.old_log_probs != 0) == (sample.completion_mask == 1)).all()
     by_model = text_of(sample.input_ids[sample.completion_mask == 1].tolist())
