@@ -5,8 +5,6 @@ Shapes: B rows, P prompt width, R response width, W = P + R.
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +14,7 @@ from tensordict import TensorDict
 
 from agent_loop.attachments import position_ids
 from agent_loop.errors import DataError
+from agent_loop.rollout.column_memory import ColumnMemory
 from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
 from agent_loop.trajectory import Trajectory
@@ -43,10 +42,7 @@ TENSOR_COLUMNS = (
     "num_turns",
 )
 
-MIN_SPARSE_BYTES = 2**20
-"""Smaller columns come from memory that the process has already."""
-MAX_SPARSE_SHARE = 0.25
-"""A column of which more is written to gains by huge pages."""
+_MEMORY = ColumnMemory()
 
 
 def assemble(
@@ -187,21 +183,13 @@ def _padded(
 ) -> NDArray[Any]:
     """One run of values for each row, from its first place on."""
     values = list(values)
-    num_values = sum(map(len, values))
-    padded = np.full(shape, fill, dtype) if fill else _zeros(shape, dtype, num_written=num_values)
+    if fill:
+        padded = _MEMORY.filled(shape, dtype, fill)
+    else:
+        padded = _MEMORY.zeros(shape, dtype, num_written=sum(map(len, values)))
     for row, first, run in zip(padded, first_B.tolist(), values, strict=True):
         row[first : first + len(run)] = run
     return padded
-
-
-def _zeros(shape: tuple[int, int], dtype: Any, *, num_written: int) -> NDArray[Any]:
-    """Zeros, most of which take neither time nor memory where few of them will be written to. numpy's do, from 4 MiB
-    on: it asks for huge pages, each of which is filled as a whole when it is first touched."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    if num_bytes < MIN_SPARSE_BYTES or num_written > MAX_SPARSE_SHARE * math.prod(shape):
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _positions_in_3d(
@@ -218,8 +206,9 @@ def _positions_in_3d(
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], *, width: int) -> dict[str, NDArray[Any]]:
-    rewards_BR = np.zeros((len(trajectories), width), np.float32)
-    has_reward_BR = np.zeros(rewards_BR.shape, np.bool_)
+    shape, num_written = (len(trajectories), width), len(trajectories)
+    rewards_BR = _MEMORY.zeros(shape, np.float32, num_written=num_written)
+    has_reward_BR = _MEMORY.zeros(shape, np.bool_, num_written=num_written)
     for row, trajectory in enumerate(trajectories):
         for feedback in trajectory.output.feedback:
             if feedback.reward is not None and feedback.place is not None:
