@@ -20,7 +20,7 @@ def now() -> float:
 
 def test_a_body_that_takes_too_long_ends_with_a_timeout_error() -> None:
     async def scenario() -> None:
-        scope = TimeScope.of(5)
+        scope = TimeScope(timeout_s=5)
         with pytest.raises(TimeoutError), scope:
             await asyncio.sleep(100)
         assert (scope.has_expired, now()) == (True, 5)
@@ -34,7 +34,7 @@ def test_a_body_that_takes_too_long_ends_with_a_timeout_error() -> None:
 
 def test_a_body_that_ends_in_time_is_left_alone_also_later() -> None:
     async def scenario() -> None:
-        scope = TimeScope.of(5)
+        scope = TimeScope(timeout_s=5)
         with scope:
             await asyncio.sleep(4)
         await asyncio.sleep(100)
@@ -46,7 +46,7 @@ def test_a_body_that_ends_in_time_is_left_alone_also_later() -> None:
 @pytest.mark.parametrize(("moves", "end"), [([20.0], 20), ([None, 3.0], 3), ([1.5, 9.0], 9), ([0.0], 1)])
 def test_a_scope_ends_at_the_time_that_it_was_moved_to_last(moves: list[float | None], end: float) -> None:
     async def scenario() -> float:
-        scope = TimeScope.of(5)
+        scope = TimeScope(timeout_s=5)
         with pytest.raises(TimeoutError), scope:
             await asyncio.sleep(1)
             for ends_at in moves:
@@ -59,9 +59,9 @@ def test_a_scope_ends_at_the_time_that_it_was_moved_to_last(moves: list[float | 
 
 def test_a_scope_without_a_limit_never_ends() -> None:
     async def scenario() -> None:
-        with TimeScope.of(None) as scope:
+        with TimeScope(timeout_s=None) as scope:
             await asyncio.sleep(1e6)
-        with TimeScope.of(5) as scope:
+        with TimeScope(timeout_s=5) as scope:
             scope.move(None)
             await asyncio.sleep(1e6)
         assert not scope.has_expired
@@ -71,7 +71,7 @@ def test_a_scope_without_a_limit_never_ends() -> None:
 
 def test_the_outer_of_two_scopes_ends_the_body_of_the_inner() -> None:
     async def scenario() -> None:
-        outer, inner = TimeScope.of(5), TimeScope.of(50)
+        outer, inner = TimeScope(timeout_s=5), TimeScope(timeout_s=50)
         with pytest.raises(TimeoutError), outer, inner:
             await asyncio.sleep(100)
         assert (outer.has_expired, inner.has_expired, now()) == (True, False, 5)
@@ -88,7 +88,7 @@ def test_a_cancellation_by_somebody_else_goes_on_even_if_the_scope_expires_too()
                 await asyncio.sleep(100)
 
     async def scenario() -> None:
-        scope = TimeScope.of(5)
+        scope = TimeScope(timeout_s=5)
         task = asyncio.ensure_future(hang(scope))
         await asyncio.sleep(1)
         task.cancel()
@@ -100,7 +100,7 @@ def test_a_cancellation_by_somebody_else_goes_on_even_if_the_scope_expires_too()
 
 def test_an_exception_of_the_body_is_raised_as_it_is() -> None:
     async def scenario() -> None:
-        with TimeScope.of(5):
+        with TimeScope(timeout_s=5):
             try:
                 await asyncio.sleep(100)
             except asyncio.CancelledError:
@@ -128,7 +128,7 @@ class Plan(NamedTuple):
     async def within_ours(self) -> float:
         await asyncio.sleep(self.begins_at)
         try:
-            with TimeScope.of(self.limit) as scope:
+            with TimeScope(timeout_s=self.limit) as scope:
                 for after, to in self.moves:
                     await asyncio.sleep(after)
                     scope.move(None if to is None else now() + to)
@@ -180,15 +180,15 @@ def test_many_scopes_at_once_end_when_those_of_asyncio_do(plans: list[Plan], uni
 
 def test_scopes_that_were_left_take_no_room_and_no_timer() -> None:
     async def scenario() -> None:
-        with TimeScope.of(1000):
+        with TimeScope(timeout_s=1000):
             for _ in range(10_000):
-                with TimeScope.of(100):
+                with TimeScope(timeout_s=100):
                     pass
-            alarms = time_scope._ALARMS[asyncio.get_running_loop()]  # pyright: ignore[reportPrivateUsage]
+            alarms = time_scope._alarms_of(asyncio.get_running_loop())  # pyright: ignore[reportPrivateUsage]
             assert not alarms._near  # pyright: ignore[reportPrivateUsage]
             assert len(alarms._far) == 1  # pyright: ignore[reportPrivateUsage]
             for _ in range(10_000):
-                with TimeScope.of(0.5):
+                with TimeScope(timeout_s=0.5):
                     pass
                 await asyncio.sleep(0.01)
             assert len(alarms._near) <= 0.5 / 0.01 + 1  # pyright: ignore[reportPrivateUsage]

@@ -43,6 +43,11 @@ class OnReplay(StrEnum):
         raise ConfigError(f"on_replay is {value!r}; give one of {', '.join(cls)}")
 
 
+def read_on_replay(declared: OnReplay | str) -> OnReplay:
+    """Raises: ConfigError: It is none of them."""
+    return declared if isinstance(declared, OnReplay) else OnReplay(declared)
+
+
 class DeadlineExpired(Exception):
     """The time limit given to `run_bounded` passed."""
 
@@ -55,7 +60,7 @@ async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: 
         RuntimeError: The function raised CancelledError although nobody cancelled, tried to end the process, or raised
             what is no `Exception`, as extensions in other languages do when they break.
     """
-    scope = TimeScope.of(timeout_s)
+    scope = TimeScope(timeout_s=timeout_s)
     try:
         with scope:
             return await function()

@@ -69,10 +69,10 @@ class Cancellation:
             return await function()
         self._refuse_if_set()
         grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
-        scope, clock = TimeScope(None), asyncio.get_running_loop().time
+        scope = TimeScope()
         try:
             with scope:
-                listener = signal.listen(lambda: scope.move(clock() + grace_s))
+                listener = signal.listen(lambda: scope.end_in(grace_s))
                 try:
                     return await function()
                 finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -52,14 +53,14 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
     """
 
     async def bounded() -> ResultT:
-        with TimeScope.of(timeout_s):
+        with TimeScope(timeout_s=timeout_s):
             return await function()
 
     task = asyncio.get_running_loop().create_task(bounded())
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await _ended(task, None)
+            await _ended(task)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -135,9 +136,17 @@ async def run_abortable(
     is cancelled. If it was the caller that was cancelled, the result goes to `keep_partial` and the cancellation is
     delivered; if it was the signal, the result is returned, or None if there is none.
     """
-    task = asyncio.get_running_loop().create_task(call)
+    loop = asyncio.get_running_loop()
+    moved = loop.create_future()
+    wake = partial(_resolve, moved)
+    task = loop.create_task(_followed_by(wake, call))
+    listener = None if signal is None else signal.listen(wake)
     try:
-        await _ended(task, signal)
+        try:
+            await moved
+        finally:
+            if signal is not None:
+                signal.leave(listener)
         if not task.done():
             await _ask_to_end(task, abort, grace_s=grace_s)
     except BaseException:
@@ -303,22 +312,28 @@ _SIGNALS: WeakValueDictionary[int, Signal] = WeakValueDictionary()
 """By the ids of their events, which they keep alive."""
 
 
-async def _ended(task: asyncio.Future[Any], signal: Signal | None) -> None:
-    """Returns when the task is done or the signal comes."""
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Returns when the task is done, and leaves it alone when the caller is cancelled."""
     moved = asyncio.get_running_loop().create_future()
-
-    def wake(_: object = None) -> None:
-        if not moved.done():
-            moved.set_result(None)
-
+    wake = partial(_resolve, moved)
     task.add_done_callback(wake)
-    listener = None if signal is None else signal.listen(wake)
     try:
         await moved
     finally:
         task.remove_done_callback(wake)
-        if signal is not None:
-            signal.leave(listener)
+
+
+async def _followed_by(tell: Callable[[], object], call: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """A call that tells when it ends: whoever waits is woken a turn of the event loop earlier than by a callback."""
+    try:
+        return await call
+    finally:
+        tell()
+
+
+def _resolve(future: asyncio.Future[None], _: object = None) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _ask_to_end(

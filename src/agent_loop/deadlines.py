@@ -31,7 +31,7 @@ class Deadlines:
     """
 
     def __init__(self) -> None:
-        self._scope = TimeScope(None)
+        self._scope = TimeScope()
         self._ends: dict[TimeLimit, float] = {}
         self._seconds: dict[TimeLimit, float] = {}
 

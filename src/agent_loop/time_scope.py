@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from heapq import heappop, heappush
 from itertools import count
 from types import TracebackType
 from typing import Self
-from weakref import WeakKeyDictionary
 
 
 class TimeScope:
@@ -19,28 +19,39 @@ class TimeScope:
     somebody else cancelled the task too.
     """
 
-    __slots__ = ("_alarms", "_ends_at", "_num_cancellations", "_task", "alarm_at", "has_expired")
+    __slots__ = (
+        "_alarms",
+        "_ends_at",
+        "_num_cancellations",
+        "_task",
+        "_timeout_s",
+        "alarm_at",
+        "has_expired",
+    )
 
-    def __init__(self, ends_at: float | None) -> None:
-        """Args: ends_at: In the event loop's time; None is no limit, until `move` sets one."""
+    def __init__(self, ends_at: float | None = None, *, timeout_s: float | None = None) -> None:
+        """Args:
+        ends_at: In the event loop's time; None is no limit, until `move` sets one.
+        timeout_s: Has it end so many seconds after it was entered.
+        """
         self.has_expired = False
         self.alarm_at: float | None = None
         """When it is to be looked at; never later than its end."""
         self._ends_at = ends_at
+        self._timeout_s = timeout_s
         self._task: asyncio.Task[object] | None = None
         self._num_cancellations = 0
         self._alarms: _Alarms | None = None
 
-    @classmethod
-    def of(cls, timeout_s: float | None) -> Self:
-        """One that ends in so many seconds."""
-        return cls(None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s)
-
     def __enter__(self) -> Self:
-        task = self._task = asyncio.current_task()
+        loop = asyncio.get_running_loop()  # (once: it asks the system for the process each time)
+        task = self._task = asyncio.current_task(loop)
         if task is None:
             raise RuntimeError("a time scope was entered outside of a task")
         self._num_cancellations = task.cancelling()
+        self._alarms = _alarms_of(loop)
+        if self._timeout_s is not None:
+            self._ends_at = loop.time() + self._timeout_s
         if self._ends_at is not None:
             self._arm(self._ends_at)
         return self
@@ -62,6 +73,11 @@ class TimeScope:
         if ends_at is not None and self._task is not None and not self.has_expired:
             self._arm(ends_at)
 
+    def end_in(self, seconds: float) -> None:
+        """Ends it so many seconds from here."""
+        if self._alarms is not None:
+            self.move(self._alarms.loop.time() + seconds)
+
     def look(self) -> None:
         """Of the alarms: it is so late."""
         at, self.alarm_at = self.alarm_at, None
@@ -75,9 +91,7 @@ class TimeScope:
 
     def _arm(self, at: float) -> None:
         """An alarm that comes too early is left to: it costs less to look again than to set another one."""
-        if self.alarm_at is None or self.alarm_at > at:
-            if self._alarms is None:
-                self._alarms = _alarms_of(asyncio.get_running_loop())
+        if self._alarms is not None and (self.alarm_at is None or self.alarm_at > at):
             self._alarms.set(self, at)
 
 
@@ -89,7 +103,8 @@ class _Alarms:
     """When the scopes of one event loop are to be looked at, behind a single timer. Nearly all are left long before
     their end: those are put into a dict and taken out of it, and no more is done for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self._far: dict[TimeScope, None] = {}
         """To be looked at from `_scan_at` on."""
         self._scan_at = math.inf
@@ -108,7 +123,7 @@ class _Alarms:
         scope.alarm_at = at
         if at >= self._scan_at:
             self._far[scope] = None
-        elif at >= asyncio.get_running_loop().time() + FAR_S:
+        elif at >= self.loop.time() + FAR_S:
             self._far[scope], self._scan_at = None, at
             self._wake_in_time()
         else:
@@ -136,7 +151,7 @@ class _Alarms:
 
     def _look(self) -> None:
         """Looks at all scopes whose time has come."""
-        now = max(self._wakes_at, asyncio.get_running_loop().time())
+        now = max(self._wakes_at, self.loop.time())
         self._sleep()
         if now >= self._scan_at:
             self._look_far(until=now + FAR_S)
@@ -162,7 +177,7 @@ class _Alarms:
         if first < self._wakes_at:
             self._sleep()
             self._wakes_at = first
-            self._timer = asyncio.get_running_loop().call_at(first, self._look)
+            self._timer = self.loop.call_at(first, self._look)
 
     def _sleep(self) -> None:
         if self._timer is not None:
@@ -170,11 +185,17 @@ class _Alarms:
         self._timer, self._wakes_at = None, math.inf
 
 
-_ALARMS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Alarms] = WeakKeyDictionary()
+class _Here(threading.local):
+    """Of the event loop that ran last in this thread. Scopes of an earlier one keep the alarms that they have."""
+
+    alarms: _Alarms | None = None
+
+
+_HERE = _Here()
 
 
 def _alarms_of(loop: asyncio.AbstractEventLoop) -> _Alarms:
-    alarms = _ALARMS.get(loop)
-    if alarms is None:
-        alarms = _ALARMS[loop] = _Alarms()
+    alarms = _HERE.alarms
+    if alarms is None or alarms.loop is not loop:
+        alarms = _HERE.alarms = _Alarms(loop)
     return alarms

@@ -6,8 +6,9 @@ Whoever awaits something for a trajectory says so with `waiting_for`. Outside of
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -45,10 +46,12 @@ class Activity:
     since: float
     """When it last began or ended a wait."""
     task: asyncio.Task[Any] | None = field(repr=False)
+    loop: asyncio.AbstractEventLoop = field(repr=False)
+    """In which it runs; what it waits for may be in other threads."""
+    thread: int = field(repr=False)
+    """Of that loop."""
     waits: list[waiting_for] = field(default_factory=list["waiting_for"])
     """Several where calls, branches or agents run at once; the oldest first."""
-    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
-    """The event loop's, for code that runs in other threads too."""
     asked_at: float = 0.0
     """When the trajectory was asked for, in the event loop's time."""
     num_numbered: int = 0
@@ -67,7 +70,7 @@ class Activity:
 
     def trace(self) -> Trace:
         """Up to now."""
-        seconds = self.clock() - self.asked_at
+        seconds = self.loop.time() - self.asked_at
         return Trace(time.time() - seconds, seconds, tuple(self.spans))
 
 
@@ -91,9 +94,9 @@ class Board:
         Args:
             asked_at: Since when it has waited to begin, in the event loop's time; None is not at all.
         """
-        clock = asyncio.get_running_loop().time
-        now = clock()
-        activity = Activity(trajectory_id, self, now, asyncio.current_task(), clock=clock)
+        loop = asyncio.get_running_loop()
+        now, task = loop.time(), asyncio.current_task(loop)
+        activity = Activity(trajectory_id, self, now, task, loop, threading.get_ident())
         activity.asked_at = now if asked_at is None else asked_at
         if activity.asked_at < now:
             activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.asked_at))
@@ -104,7 +107,7 @@ class Board:
         finally:
             CURRENT.reset(token)
             del self._activities[trajectory_id]
-            self.note(trajectory_id, "ended", at=clock())
+            self.note(trajectory_id, "ended", at=loop.time())
 
     def note(self, who: str, what: waiting_for | str, *, at: float) -> None:
         """Something moved, at this time of the event loop: a wait is over, or what the text says."""
@@ -168,11 +171,9 @@ class waiting_for:
                 activity.num_numbered += 1
                 self.details["span"] = activity.num_numbered
                 self._token = WITHIN.set(activity.num_numbered)
-            try:
-                self.task = asyncio.current_task()
-            except RuntimeError:  # in a thread that is not an event loop's
-                self.task = None
-            self.since = activity.since = activity.clock()
+            is_here = threading.get_ident() == activity.thread
+            self.task = asyncio.current_task(activity.loop) if is_here else None
+            self.since = activity.since = activity.loop.time()
             activity.waits.append(self)
         return self.details
 
@@ -181,7 +182,7 @@ class waiting_for:
         if activity is not None:
             if self._token is not None:
                 WITHIN.reset(self._token)
-            now = activity.since = activity.clock()
+            now = activity.since = activity.loop.time()
             activity.waits.remove(self)
             activity.board.note(activity.trajectory_id, self, at=now)
             activity.add(self, until=now)
@@ -194,4 +195,4 @@ def note_progress() -> None:
     """Says that what the running trajectory waits for goes on, as when a part of a completion came."""
     activity = CURRENT.get()
     if activity is not None:
-        activity.board.progressed_at = activity.clock()
+        activity.board.progressed_at = activity.loop.time()

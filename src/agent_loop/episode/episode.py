@@ -387,8 +387,7 @@ class Episode:
             self.stop(StopReason.PROMPT_LENGTH)
 
     def _refuse_if_over(self) -> None:
-        if not self._stopwatch.is_started:
-            raise EpisodeError("the episode is not open; use it with `async with`")
+        self._stopwatch.now()  # raises where the episode is not open
         if self.stop_reason is not None:
             raise EpisodeStopped(self.stop_reason)
 
@@ -400,14 +399,14 @@ class Episode:
         self, metric: Literal["generate_sequences", "tool_calls"], verb: Awaitable[ResultT]
     ) -> ResultT:
         """What a verb gives; adds the seconds that it takes. One that is cut ends the episode."""
-        clock = asyncio.get_running_loop().time
-        started_at = clock()
+        now = self._stopwatch.now
+        started_at = now()
         try:
             return await verb
         except Cut:
             raise self._stopped(StopReason.CANCELLED) from None
         finally:
-            self._stopwatch.count(metric, clock() - started_at)
+            self._stopwatch.count(metric, now() - started_at)
 
     def _record_turn(self, sampled: TokenOutput) -> Completion:
         if sampled.num_preempted:

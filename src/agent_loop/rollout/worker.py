@@ -222,7 +222,7 @@ class AgentLoopWorker:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
         loop: AgentLoopBase | None = None
         deadline_s = context.limits.deadline_s
-        backstop = TimeScope.of(None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
+        backstop = TimeScope(timeout_s=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
         new_log = None if job.log is None else job.log.new_lane
         try:
             with context.server_manager.scope() as server_manager, backstop:
