@@ -25,10 +25,12 @@ class FlatTokens:
         prompts = [[s for s in t.output.segments if s.origin is Origin.PROMPT] for t in trajectories]
         responses = [[s for s in t.output.segments if s.origin is not Origin.PROMPT] for t in trajectories]
         self._trajectories = trajectories
+        self._responses = responses
         self._in_order = list(chain.from_iterable(chain.from_iterable(zip(prompts, responses, strict=True))))
         self._of_responses = list(chain.from_iterable(responses))
-        self.prompt_lengths_B = _lengths(prompts)
-        self.response_lengths_B = _lengths(responses)
+        self._segment_lengths = _lengths(self._of_responses)
+        self.prompt_lengths_B = _row_lengths(prompts)
+        self.response_lengths_B = _row_lengths(responses)
 
     @property
     def lengths_B(self) -> IndexArray:
@@ -42,13 +44,17 @@ class FlatTokens:
     @property
     def is_model_M(self) -> NDArray[np.bool_]:
         """Whether it is trained on: no token is that of two branches."""
-        return self._repeated(_is_trained(self._trajectories), np.bool_)
+        if any(trajectory.branch is not None for trajectory in self._trajectories):
+            is_trained = _is_trained(self._trajectories, self._responses)
+        else:
+            is_trained = [s.origin is Origin.MODEL for s in self._of_responses]
+        return self._repeated(is_trained, np.bool_)
 
     @property
     def weight_versions_M(self) -> IntArray:
         """-1 where it is not the model's."""
-        versions = (s.weight_version for s in self._of_responses)
-        return self._repeated((-1 if version is None else version for version in versions), np.int32)
+        versions = [-1 if s.weight_version is None else s.weight_version for s in self._of_responses]
+        return self._repeated(versions, np.int32)
 
     @property
     def log_probs_M(self) -> FloatArray | None:
@@ -57,20 +63,20 @@ class FlatTokens:
             return None
         return _join([_log_probs(s) for s in self._of_responses], np.float32)
 
-    def _repeated(self, values: Iterable[Any], dtype: Any) -> NDArray[Any]:
+    def _repeated(self, values: Sequence[Any], dtype: Any) -> NDArray[Any]:
         """The value of each segment of the responses, for each of its tokens."""
-        lengths = np.array([len(s) for s in self._of_responses], np.int64)
-        return np.repeat(np.fromiter(values, dtype), lengths)
+        return np.repeat(np.array(values, dtype), self._segment_lengths)
 
 
-def _is_trained(trajectories: Sequence[Trajectory]) -> Iterator[bool]:
+def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence[Segment]]) -> list[bool]:
     """For each segment of each response whether it is the model's, and nobody before it is trained on it."""
     trained: set[int] = set()
-    for trajectory in trajectories:
-        for segment in trajectory.output.response_segments:
-            yield segment.origin is Origin.MODEL and id(segment) not in trained
+    is_trained: list[bool] = []
+    for trajectory, segments in zip(trajectories, responses, strict=True):
+        is_trained += [s.origin is Origin.MODEL and id(s) not in trained for s in segments]
         if trajectory.branch is not None and trajectory.reward is not None:
-            trained.update(map(id, trajectory.output.segments))
+            trained.update(map(id, segments))
+    return is_trained
 
 
 def runs(flat: NDArray[Any], lengths_B: IndexArray) -> Iterator[NDArray[Any]]:
@@ -85,8 +91,12 @@ def _log_probs(segment: Segment) -> FloatArray:
     return np.zeros(len(segment), np.float32) if segment.log_probs is None else segment.log_probs
 
 
-def _lengths(rows: Iterable[Iterable[Segment]]) -> IndexArray:
-    return np.array([sum(map(len, segments)) for segments in rows], np.int64)
+def _lengths(segments: Sequence[Segment]) -> IndexArray:
+    return np.array([len(s.token_ids) for s in segments], np.int64)
+
+
+def _row_lengths(rows: Iterable[Sequence[Segment]]) -> IndexArray:
+    return np.array([sum([len(s.token_ids) for s in segments]) for segments in rows], np.int64)
 
 
 def _join(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from agent_loop.concurrency import running_beside
 from agent_loop.rollout.gate import AdmissionGate
@@ -34,12 +33,9 @@ class Oversight:
     def timed(self, trajectory: Trajectory, trace: Trace) -> Trajectory:
         """The trajectory with what it waited for, and the event loop's lag up to its end."""
         lag = self._lag.lag
-        if lag.max_s == 0.0:
-            return replace(trajectory, trace=trace)
-        metrics = replace(
-            trajectory.output.metrics,
-            event_loop_lag_max=lag.max_s,
-            event_loop_lag_mean=lag.mean_s,
-            event_loop_late_share=lag.late_share,
-        )
-        return replace(trajectory, trace=trace, output=trajectory.output.measured(metrics))
+        output = trajectory.output
+        if lag.max_s > 0.0:
+            output = output.measured(
+                output.metrics.with_lag(max_s=lag.max_s, mean_s=lag.mean_s, late_share=lag.late_share)
+            )
+        return trajectory.watched(trace, output=output)

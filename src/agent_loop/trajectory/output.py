@@ -43,6 +43,19 @@ class AgentLoopMetrics:
     event_loop_late_share: float = 0.0
     """Of that time, in which the event loop was held up for more than 0.1 s at once."""
 
+    def with_lag(self, *, max_s: float, mean_s: float, late_share: float) -> AgentLoopMetrics:
+        """The same with how late the event loop was."""
+        return AgentLoopMetrics(  # (`replace` takes twice as long)
+            self.generate_sequences,
+            self.tool_calls,
+            self.num_preempted,
+            self.total,
+            self.num_tool_calls,
+            max_s,
+            mean_s,
+            late_share,
+        )
+
 
 @dataclass(frozen=True, init=False, eq=False)
 class AgentLoopOutput:
@@ -225,6 +238,19 @@ class Trajectory:
     """Which output, where the loop returned a list of them."""
     trace: Trace | None = None
     """None where nobody watched it, as of what ended before a crash and is in the journal."""
+
+    def watched(self, trace: Trace, *, output: AgentLoopOutput) -> Trajectory:
+        """The same with its trace, and what came out with the metrics of whoever watched it."""
+        return Trajectory(  # (`replace` takes twice as long)
+            output,
+            self.row,
+            self.group,
+            self.rollout,
+            self.reward,
+            self.reward_extra,
+            self.branch,
+            trace,
+        )
 
     @property
     def trajectory_id(self) -> str:
