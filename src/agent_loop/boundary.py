@@ -43,11 +43,6 @@ class OnReplay(StrEnum):
         raise ConfigError(f"on_replay is {value!r}; give one of {', '.join(cls)}")
 
 
-def read_on_replay(declared: OnReplay | str) -> OnReplay:
-    """Raises: ConfigError: It is none of them."""
-    return declared if isinstance(declared, OnReplay) else OnReplay(declared)
-
-
 class DeadlineExpired(Exception):
     """The time limit given to `run_bounded` passed."""
 

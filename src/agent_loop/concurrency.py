@@ -60,7 +60,7 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await _ended(task)
+            await asyncio.wait({task})
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -312,17 +312,6 @@ _SIGNALS: WeakValueDictionary[int, Signal] = WeakValueDictionary()
 """By the ids of their events, which they keep alive."""
 
 
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Returns when the task is done, and leaves it alone when the caller is cancelled."""
-    moved = asyncio.get_running_loop().create_future()
-    wake = partial(_resolve, moved)
-    task.add_done_callback(wake)
-    try:
-        await moved
-    finally:
-        task.remove_done_callback(wake)
-
-
 async def _followed_by(tell: Callable[[], object], call: Coroutine[Any, Any, ResultT]) -> ResultT:
     """A call that tells when it ends: whoever waits is woken a turn of the event loop earlier than by a callback."""
     try:
@@ -331,7 +320,7 @@ async def _followed_by(tell: Callable[[], object], call: Coroutine[Any, Any, Res
         tell()
 
 
-def _resolve(future: asyncio.Future[None], _: object = None) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 

@@ -30,9 +30,11 @@ class TimeScope:
     )
 
     def __init__(self, ends_at: float | None = None, *, timeout_s: float | None = None) -> None:
-        """Args:
-        ends_at: In the event loop's time; None is no limit, until `move` sets one.
-        timeout_s: Has it end so many seconds after it was entered.
+        """At most one of the two is given; without them there is no limit, until `move` sets one.
+
+        Args:
+            ends_at: In the event loop's time.
+            timeout_s: Has it end so many seconds after it was entered.
         """
         self.has_expired = False
         self.alarm_at: float | None = None
@@ -49,7 +51,6 @@ class TimeScope:
         if task is None:
             raise RuntimeError("a time scope was entered outside of a task")
         self._num_cancellations = task.cancelling()
-        self._alarms = _alarms_of(loop)
         if self._timeout_s is not None:
             self._ends_at = loop.time() + self._timeout_s
         if self._ends_at is not None:
@@ -74,9 +75,9 @@ class TimeScope:
             self._arm(ends_at)
 
     def end_in(self, seconds: float) -> None:
-        """Ends it so many seconds from here."""
-        if self._alarms is not None:
-            self.move(self._alarms.loop.time() + seconds)
+        """Ends it so many seconds from here; does nothing where `move` does nothing."""
+        if self._task is not None:
+            self.move(self._task.get_loop().time() + seconds)
 
     def look(self) -> None:
         """Of the alarms: it is so late."""
@@ -91,7 +92,9 @@ class TimeScope:
 
     def _arm(self, at: float) -> None:
         """An alarm that comes too early is left to: it costs less to look again than to set another one."""
-        if self._alarms is not None and (self.alarm_at is None or self.alarm_at > at):
+        if self._task is not None and (self.alarm_at is None or self.alarm_at > at):
+            if self._alarms is None:
+                self._alarms = _alarms_of(self._task.get_loop())
             self._alarms.set(self, at)
 
 

@@ -15,7 +15,6 @@ from agent_loop.boundary import (
     close_instances,
     describe_error,
     describe_value,
-    read_on_replay,
     run_bounded,
 )
 from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
@@ -93,7 +92,7 @@ class InteractionSession:
     @property
     def on_replay(self) -> OnReplay:
         """What the interaction declares."""
-        return read_on_replay(self._interaction.on_replay)
+        return OnReplay(self._interaction.on_replay)
 
     async def open(self) -> None:
         """Starts the interaction without a reply, if it is not started.

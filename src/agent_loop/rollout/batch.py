@@ -43,6 +43,7 @@ TENSOR_COLUMNS = (
 )
 
 _MEMORY = ColumnMemory()
+"""Shared by all batches of the process."""
 
 
 def assemble(

@@ -44,11 +44,7 @@ class FlatTokens:
     @property
     def is_model_M(self) -> NDArray[np.bool_]:
         """Whether it is trained on: no token is that of two branches."""
-        if any(trajectory.branch is not None for trajectory in self._trajectories):
-            is_trained = _is_trained(self._trajectories, self._responses)
-        else:
-            is_trained = [s.origin is Origin.MODEL for s in self._of_responses]
-        return self._repeated(is_trained, np.bool_)
+        return self._repeated(_is_trained(self._trajectories, self._responses), np.bool_)
 
     @property
     def weight_versions_M(self) -> IntArray:

@@ -50,8 +50,8 @@ class Place:
 
     def __init__(self, request: Request, *, desk: Desk, timeout_s: float | None) -> None:
         self.request = request
-        self._clock = asyncio.get_running_loop().time
-        self.ends_at = None if timeout_s is None else self._clock() + timeout_s
+        self.clock = asyncio.get_running_loop().time
+        self.ends_at = None if timeout_s is None else self.clock() + timeout_s
         self._desk = desk
         self._timeout_s = timeout_s or 0.0
         self._details: dict[str, Any] = {"num_prompt_tokens": request.num_prompt_tokens}
@@ -70,12 +70,7 @@ class Place:
     def give(self, server: AsyncServerBase, *, num_known_tokens: int) -> None:
         """Of the desk: this is the place."""
         self.server, self.num_known_tokens = server, num_known_tokens
-        self.granted_at = self._clock()
-
-    @property
-    def held_s(self) -> float | None:
-        """Since when it is given out, in seconds; None if it is not."""
-        return None if self.granted_at is None else self._clock() - self.granted_at
+        self.granted_at = self.clock()
 
     async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """Awaits a call to the server until the request's time is over or the server is lost.

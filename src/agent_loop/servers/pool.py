@@ -150,7 +150,9 @@ class ServerPool:
         """For the place itself."""
         request = place.request
         self._places.pop(request.id, None)
-        num_new_tokens = None
+        num_new_tokens = seconds = None
+        if place.granted_at is not None:
+            seconds = place.clock() - place.granted_at
         if place.output is not None:
             num_new_tokens = len(place.output.token_ids)
             self.use = self.use.with_completion(
@@ -158,7 +160,7 @@ class ServerPool:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_known_tokens=place.num_known_tokens,
             )
-        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=place.held_s))
+        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
 
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from agent_loop.boundary import OnReplay, read_on_replay
+from agent_loop.boundary import OnReplay
 from agent_loop.errors import ConfigError, ToolUnavailable
 from agent_loop.tools.base import BaseTool
 
@@ -24,7 +24,7 @@ def check_declarations(tool: BaseTool) -> None:
     Raises:
         ConfigError: A limit is out of range, or calls that may not be run twice are to be retried.
     """
-    on_replay = read_on_replay(tool.on_replay)
+    on_replay = OnReplay(tool.on_replay)
     if tool.timeout_s is not None and not tool.timeout_s > 0:
         raise ConfigError(f"timeout_s of tool {tool.name!r} is {tool.timeout_s}; give seconds, or None")
     if tool.max_concurrent is not None and tool.max_concurrent < 1:

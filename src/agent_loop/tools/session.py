@@ -16,7 +16,6 @@ from agent_loop.boundary import (
     describe_error,
     describe_value,
     one_line,
-    read_on_replay,
     run_bounded,
 )
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
@@ -91,8 +90,7 @@ class ToolSession:
 
     def on_replay(self, name: str) -> OnReplay:
         """What a tool declares; nothing is lost where there is none of that name."""
-        tool = self._tools.get(name)
-        return OnReplay.RECORDED if tool is None else read_on_replay(tool.on_replay)
+        return OnReplay(self._tools[name].on_replay) if name in self._tools else OnReplay.RECORDED
 
     async def open(self, name: str) -> None:
         """Creates a tool's instance without a call, if there is none.

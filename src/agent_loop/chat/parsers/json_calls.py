@@ -91,7 +91,7 @@ def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool)
     name, call_id = fields.get("name"), fields.get("id")
     if not isinstance(name, str) or not name:
         return malformed(text, 'the call has no "name", or it is not a string')
-    key = next(filter(fields.__contains__, keys), None)
+    key = next((key for key in keys if key in fields), None)
     if key is None and not fields.keys() <= {"name", "id", "type"}:
         return malformed(text, f'the call has no "{keys[0]}"')
     arguments: Any = fields[key] if key else {}
