@@ -7,17 +7,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay
-from agent_loop.concurrency import Signal, run_abortable
+from agent_loop.concurrency import Cut, Signal, run_abortable
 from agent_loop.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 
 FINISH_GRACE_S = 10.0
 """How long a call that may be run only once gets to end, once its trajectory is cancelled."""
-
-
-class Cut(Exception):
-    """The trajectory was cancelled before this began, or while it ran; nothing came of it."""
 
 
 class Cancellation:
@@ -30,30 +26,26 @@ class Cancellation:
     def __init__(self, event: asyncio.Event | None) -> None:
         self._signal = None if event is None else Signal.of(event)
 
-    async def run_abortable(
+    def run_abortable(
         self,
         function: Callable[[], Coroutine[Any, Any, ResultT]],
         *,
         abort: Callable[[], Awaitable[None]],
         keep_partial: Callable[[ResultT], object],
         grace_s: float,
-    ) -> ResultT:
+    ) -> Awaitable[ResultT]:
         """The result of a function that `abort` has end by itself, when the event comes or the caller is cancelled.
 
         Args:
             keep_partial: Given the result if the caller is cancelled.
             grace_s: How long it may go on after that.
 
-        Raises:
+        Raises, when it is awaited:
             Cut: The event was set before, or the function did not end in time.
         """
-        self._refuse_if_set()
-        result = await run_abortable(
-            function(), abort=abort, keep_partial=keep_partial, grace_s=grace_s, signal=self._signal
+        return run_abortable(
+            function, abort=abort, keep_partial=keep_partial, grace_s=grace_s, signal=self._signal
         )
-        if result is None:
-            raise Cut
-        return result
 
     async def call(
         self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay
@@ -67,7 +59,8 @@ class Cancellation:
         signal = self._signal
         if signal is None:
             return await function()
-        self._refuse_if_set()
+        if signal.is_set:
+            raise Cut
         grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
         scope = TimeScope()
         try:
@@ -81,7 +74,3 @@ class Cancellation:
             if scope.has_expired:
                 raise Cut from None
             raise
-
-    def _refuse_if_set(self) -> None:
-        if self._signal is not None and self._signal.is_set:
-            raise Cut

@@ -122,24 +122,33 @@ async def run_while(
     return None if task.cancelled() else task.result()
 
 
+class Cut(Exception):
+    """A call was to stop before it began, or while it ran; nothing came of it."""
+
+
 async def run_abortable(
-    call: Coroutine[Any, Any, ResultT],
+    function: Callable[[], Coroutine[Any, Any, ResultT]],
     *,
     abort: Callable[[], Awaitable[None]],
     keep_partial: Callable[[ResultT], object],
     grace_s: float,
     signal: Signal | None = None,
-) -> ResultT | None:
+) -> ResultT:
     """Awaits a call that is first asked to end by itself, where the caller is cancelled or the signal comes.
 
     To ask it, `abort` is awaited; the call then gets `grace_s` to return what it has. One that does not return in time
     is cancelled. If it was the caller that was cancelled, the result goes to `keep_partial` and the cancellation is
-    delivered; if it was the signal, the result is returned, or None if there is none.
+    delivered; if it was the signal, the result is returned.
+
+    Raises:
+        Cut: The signal had come before, or the call did not return in time.
     """
+    if signal is not None and signal.is_set:
+        raise Cut
     loop = asyncio.get_running_loop()
     moved = loop.create_future()
     wake = partial(_resolve, moved)
-    task = loop.create_task(_followed_by(wake, call))
+    task = loop.create_task(_followed_by(wake, function()))
     listener = None if signal is None else signal.listen(wake)
     try:
         try:
@@ -156,7 +165,9 @@ async def run_abortable(
             if not task.cancelled() and task.exception() is None:
                 keep_partial(task.result())
         raise
-    return None if task.cancelled() else task.result()
+    if task.cancelled():
+        raise Cut
+    return task.result()
 
 
 async def await_or_leave(call: Coroutine[Any, Any, ResultT], *, patience_s: float) -> ResultT:

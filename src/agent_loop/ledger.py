@@ -125,14 +125,15 @@ class TokenLedger:
         return tuple(self._segments)
 
     def _add(self, segment: Segment) -> None:
-        if not len(segment):
+        token_ids = segment.token_ids
+        needed = self._num_tokens + len(token_ids)
+        if needed == self._num_tokens:
             return
-        needed = self._num_tokens + len(segment)
         if needed > len(self._buffer):
             grown: IntArray = np.empty(max(needed, 2 * len(self._buffer)), np.int32)
             grown[: self._num_tokens] = self._buffer[: self._num_tokens]
             self._buffer = grown
-        self._buffer[self._num_tokens : needed] = segment.token_ids
+        self._buffer[self._num_tokens : needed] = token_ids
         self._num_tokens = needed
         self._segments.append(segment)
 

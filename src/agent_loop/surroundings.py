@@ -8,8 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from agent_loop.cancellation import Cancellation, Cut
-from agent_loop.concurrency import run_together
+from agent_loop.cancellation import Cancellation
+from agent_loop.concurrency import Cut, run_together
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.tools.results import ToolResult

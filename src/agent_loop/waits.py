@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from agent_loop.trajectory import Span, Trace
 
@@ -58,6 +57,17 @@ class Activity:
     """Of its spans, those that others may lie within."""
     spans: list[Span] = field(default_factory=list[Span])
     """What it has waited for."""
+    _token: Token[Activity | None] | None = field(default=None, repr=False)
+
+    def __enter__(self) -> Self:
+        self._token = CURRENT.set(self)
+        self.board.show(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            CURRENT.reset(self._token)
+        self.board.remove(self)
 
     def add(self, wait: waiting_for, *, until: float) -> None:
         """A wait is over."""
@@ -87,9 +97,8 @@ class Board:
     def activities(self) -> Sequence[Activity]:
         return tuple(self._activities.values())
 
-    @contextmanager
-    def trajectory(self, trajectory_id: str, *, asked_at: float | None = None) -> Generator[Activity]:
-        """Shows a trajectory meanwhile; what its tasks wait for goes to it.
+    def trajectory(self, trajectory_id: str, *, asked_at: float | None = None) -> Activity:
+        """A trajectory that begins, for `with`: shown meanwhile, and what its tasks wait for goes to it.
 
         Args:
             asked_at: Since when it has waited to begin, in the event loop's time; None is not at all.
@@ -100,14 +109,16 @@ class Board:
         activity.asked_at = now if asked_at is None else asked_at
         if activity.asked_at < now:
             activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.asked_at))
-        self._activities[trajectory_id] = activity
-        token = CURRENT.set(activity)
-        try:
-            yield activity
-        finally:
-            CURRENT.reset(token)
-            del self._activities[trajectory_id]
-            self.note(trajectory_id, "ended", at=loop.time())
+        return activity
+
+    def show(self, activity: Activity) -> None:
+        """Of the activity itself: it has begun."""
+        self._activities[activity.trajectory_id] = activity
+
+    def remove(self, activity: Activity) -> None:
+        """Of the activity itself: it is over."""
+        del self._activities[activity.trajectory_id]
+        self.note(activity.trajectory_id, "ended", at=activity.loop.time())
 
     def note(self, who: str, what: waiting_for | str, *, at: float) -> None:
         """Something moved, at this time of the event loop: a wait is over, or what the text says."""

@@ -55,16 +55,14 @@ class ControlledEncoder:
         self._anchor_ids = {token_id for token_id, text in self._controls.items() if text in found}
         words = {*self._controls.values(), *reserved, MASK_OPEN}
         self._word_start = _starts_of(words)
-        self._word_starts = [_starts_of(group) for group in _by_first_character(words).values()]
+        self._word_starts = {first: _starts_of(group) for first, group in _by_first_character(words).items()}
         # The tokenizer looks for such tokens in the normalised text: `<TOOL>` may be found as `<tool>`.
         self._finds_normalised = any(token.normalized for token in added.values())
 
     def mask(self, text: str) -> str:
         """Foreign text in which no control token stands, for rendering."""
         text = _encodable(text)
-        # One pattern for each first character is searched many times faster than one for all.
-        has_words = any(starts.search(text) for starts in self._word_starts)
-        masked = self._word_start.sub(_masked_start, text) if has_words else text
+        masked = self._word_start.sub(_masked_start, text) if self._has_words(text) else text
         normalise = self._normalise
         if normalise is not None and self._word_start.search(normalise(text)):
             masked = "".join(char if normalise(char) == char else _mask_of(char) for char in masked)
@@ -134,6 +132,12 @@ class ControlledEncoder:
             if start < length < end:
                 length = start
         return rendered[:length]
+
+    def _has_words(self, text: str) -> bool:
+        if not any(map(text.__contains__, self._word_starts)):
+            return False
+        # One pattern for each first character is searched many times faster than one for all.
+        return any(starts.search(text) for starts in self._word_starts.values())
 
     def _spans(self, rendered: str, token_ids: Set[int]) -> list[tuple[int, int]]:
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)

@@ -60,10 +60,11 @@ def split_media(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Me
     Raises:
         DataError: A part of a message names no image.
     """
-    if not any(isinstance(message.get("content"), list) for message in messages):
-        return messages, []
     media: list[Medium] = []
-    return [_without_media(message, media) for message in messages], media
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            return [_without_media(message, media) for message in messages], media
+    return messages, media
 
 
 def load_image(source: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ MAX_OPENING_TOKENS = 32
 """Where in a generation prompt reasoning may be opened, from its end."""
 FEW_TOKENS = 4
 """Nearly always enough to see that it is not."""
+MAX_ENDS = 256
+"""So many ends of generation prompts are kept; a template has a few."""
 NO_KINDS: frozenset[AttachmentKind] = frozenset()
 
 
@@ -78,6 +81,7 @@ class ChatTemplate:
         )
         self._prompts = PromptForms(self.renderer, proof=proof, encoder=self.encoder, chat_template=source)
         self._last_of_openings = _last_characters(self.tool_parser.thoughts)
+        self._may_open = lru_cache(MAX_ENDS)(self._ends_like_opening)
         self._opened_reasoning = self._find_opened_reasoning()
 
     @property
@@ -253,7 +257,7 @@ class ChatTemplate:
     def _opened_at_end(self, context: TokenIds) -> str:
         if not self.tool_parser.thoughts:
             return ""
-        if self.decode(context[-FEW_TOKENS:]).rstrip()[-1:] not in self._last_of_openings:
+        if not self._may_open(*as_token_ids(context[-FEW_TOKENS:]).tolist()):
             return ""
         end = self.decode(context[-MAX_OPENING_TOKENS:])
         for opening, _, label in self.tool_parser.thoughts:
@@ -261,6 +265,9 @@ class ChatTemplate:
             if found and not behind.strip().removeprefix(label):
                 return end[len(before) :]
         return ""
+
+    def _ends_like_opening(self, *token_ids: int) -> bool:
+        return self.encoder.decode(token_ids).rstrip()[-1:] in self._last_of_openings
 
     def _split(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[Medium]]:
         messages, media = split_media(messages)

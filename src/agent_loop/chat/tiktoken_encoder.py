@@ -81,7 +81,7 @@ class TiktokenEncoder:
             text: The text.
             read: Applied to each stretch between control tokens before it is encoded.
         """
-        may_hold_controls = any(first in text for first in self._first_characters)
+        may_hold_controls = any(map(text.__contains__, self._first_characters))
         stretches = self._controls.split(text) if may_hold_controls else [text]
         ids: list[int] = []
         for number, stretch in enumerate(stretches):

@@ -8,7 +8,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from agent_loop.cancellation import Cancellation, Cut
+from agent_loop.cancellation import Cancellation
+from agent_loop.concurrency import Cut
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.deadlines import Deadlines, TimeLimit
 from agent_loop.episode.sampling import Question, TurnSampler

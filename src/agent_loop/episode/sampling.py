@@ -9,7 +9,8 @@ from functools import partial
 from typing import NamedTuple
 
 from agent_loop.attachments import Attachment
-from agent_loop.cancellation import Cancellation, Cut
+from agent_loop.cancellation import Cancellation
+from agent_loop.concurrency import Cut
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
@@ -51,25 +52,30 @@ class TurnSampler:
         self._request_id = request_id
         self._cancellation = cancellation
 
-    async def sample(
+    def sample(
         self,
         question: Question,
         begun: TokenOutput | None,
         *,
         keep_partial: Callable[[TokenOutput], object],
-    ) -> TokenOutput:
+    ) -> Awaitable[TokenOutput]:
         """What the model says, behind what it has begun with.
 
         Args:
             begun: What was sampled of the completion before it was cut.
             keep_partial: Given all there is of the completion if the caller itself is cancelled.
 
-        Raises:
+        Raises, when it is awaited:
             Cut: The episode was cancelled, and nothing was sampled.
             ServerError: The server failed.
         """
         if begun is None:
-            return await self._sample(question, keep_partial=keep_partial)
+            return self._sample(question, keep_partial=keep_partial)
+        return self._sample_rest(question, begun, keep_partial=keep_partial)
+
+    async def _sample_rest(
+        self, question: Question, begun: TokenOutput, *, keep_partial: Callable[[TokenOutput], object]
+    ) -> TokenOutput:
         if question.params.max_tokens is not None and len(begun.token_ids) >= question.params.max_tokens:
             return TokenOutput([], [], "length", weight_version=begun.weight_version)
         try:

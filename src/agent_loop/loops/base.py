@@ -40,6 +40,22 @@ class LoopContext:
     cancellation: asyncio.Event | None = None
     """Shared by trajectories that are cancelled together: once it is set, their episodes end with `cancelled`."""
 
+    def of_trajectory(
+        self, server_manager: AsyncLLMServerManager, *, new_log: Callable[[], TurnLog] | None
+    ) -> LoopContext:
+        """The same for one trajectory."""
+        return LoopContext(  # (`replace` takes three times as long)
+            server_manager,
+            self.template,
+            self.limits,
+            self.multi_turn,
+            self.tools,
+            self.interactions,
+            self.environments,
+            new_log,
+            self.cancellation,
+        )
+
 
 class AgentLoopBase(ABC):
     """One agent loop; made anew for each row.

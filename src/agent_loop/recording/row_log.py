@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay, describe_error
-from agent_loop.cancellation import Cut
+from agent_loop.concurrency import Cut
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.recording import forms

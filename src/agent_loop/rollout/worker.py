@@ -226,7 +226,7 @@ class AgentLoopWorker:
         new_log = None if job.log is None else job.log.new_lane
         try:
             with context.server_manager.scope() as server_manager, backstop:
-                context = replace(context, server_manager=server_manager, new_log=new_log)
+                context = context.of_trajectory(server_manager, new_log=new_log)
                 loop = self._make_loop(job, context)
                 output: Any = await loop.run(dict(job.sampling_params), **job.columns)
             return _checked(output, loop)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from agent_loop.attachments import Attachment
 from agent_loop.chat.template import ChatTemplate
@@ -81,7 +81,8 @@ class AsyncLLMServerManager:
         keeps_parts = self._pool.num_servers > 1
         while True:
             try:
-                async with self._place(work) as place:
+                with self._place(work) as place:
+                    await place.occupy()
                     streams = keeps_parts and Ability.STREAMING in place.server.abilities
                     take = work.take_parts if streams else work.take_whole
                     place.fill(await place.run(partial(take, place.server)))
@@ -114,11 +115,13 @@ class AsyncLLMServerManager:
         while True:
             num_before = len(work.chunks)
             try:
-                async with self._place(work) as place, aclosing(work.stream_on(place.server)) as chunks:
-                    while (chunk := await place.run(partial(anext, chunks, None))) is not None:
-                        work.chunks.append(chunk)
-                        yield chunk
-                    place.fill(TokenOutput.from_chunks(work.chunks[num_before:]))
+                with self._place(work) as place:
+                    await place.occupy()
+                    async with aclosing(work.stream_on(place.server)) as chunks:
+                        while (chunk := await place.run(partial(anext, chunks, None))) is not None:
+                            work.chunks.append(chunk)
+                            yield chunk
+                        place.fill(TokenOutput.from_chunks(work.chunks[num_before:]))
                 return
             except RequestAborted:
                 yield self._nothing()
@@ -195,15 +198,9 @@ class AsyncLLMServerManager:
         self._sessions.discard(request_id)
         self._pool.end_session(request_id)
 
-    @contextmanager
-    def scope(self) -> Generator[AsyncLLMServerManager]:
-        """A manager on the same servers, whose sessions end when the scope does."""
-        scoped = AsyncLLMServerManager(self._pool, request_timeout_s=self._request_timeout_s)
-        try:
-            yield scoped
-        finally:
-            for request_id in scoped._sessions:
-                self._pool.end_session(request_id)
+    def scope(self) -> ScopedServerManager:
+        """A manager on the same servers, for `with`: its sessions end when the scope does."""
+        return ScopedServerManager(self._pool, request_timeout_s=self._request_timeout_s)
 
     async def wake_up(self) -> None:
         """Makes all servers ready to generate."""
@@ -243,6 +240,17 @@ class AsyncLLMServerManager:
 
     def _nothing(self) -> TokenChunk:
         return TokenChunk([], [], weight_version=self._pool.weight_version, stop_reason="aborted")
+
+
+class ScopedServerManager(AsyncLLMServerManager):
+    """See `AsyncLLMServerManager.scope`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for request_id in self._sessions:
+            self._pool.end_session(request_id)
 
 
 class _PoolSampler:

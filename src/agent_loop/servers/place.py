@@ -29,7 +29,7 @@ class Desk(Protocol):
 
 
 class Place:
-    """A place on a server for one completion, for `async with`. Single use.
+    """A place on a server for one completion, for `with`; `await occupy()` once inside. Single use.
 
     Args:
         request: The completion.
@@ -56,16 +56,21 @@ class Place:
         self._timeout_s = timeout_s or 0.0
         self._details: dict[str, Any] = {"num_prompt_tokens": request.num_prompt_tokens}
 
-    async def __aenter__(self) -> Self:
-        try:
-            await self._desk.occupy(self)
-        except BaseException:
-            self._desk.leave(self)
-            raise
+    def __enter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._desk.leave(self)
+
+    def occupy(self) -> Awaitable[None]:
+        """Takes the place; waits in line if all servers are full.
+
+        Raises, when it is awaited:
+            ServerDied: No server is left.
+            ServerTimeout: None became free in time.
+            RequestAborted: It was aborted before there was a place.
+        """
+        return self._desk.occupy(self)
 
     def give(self, server: AsyncServerBase, *, num_known_tokens: int) -> None:
         """Of the desk: this is the place."""

@@ -123,13 +123,7 @@ class ServerPool:
     def place(
         self, session: str, *, num_prompt_tokens: int, max_tokens: int | None, timeout_s: float | None
     ) -> Place:
-        """A place for one completion, for `async with`; waits in line for it if all servers are full.
-
-        Raises, when it is entered:
-            ServerDied: No server is left.
-            ServerTimeout: None became free in `timeout_s`.
-            RequestAborted: `abort` came before there was a place.
-        """
+        """A place for one completion, which is not taken yet."""
         remaining = 0.0 if self._forecast is None else self._forecast.begin_turn(session)
         request_id = f"{session}/{next(self._numbers)}"
         request = Request(request_id, session, "", num_prompt_tokens, max_tokens, remaining)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from agent_loop.boundary import OnReplay
+from agent_loop.errors import ConfigError
 from agent_loop.tools.schema import ArgumentsCheck
 
 
@@ -64,6 +65,11 @@ class BaseTool(ABC):
         """Holds the arguments of calls against the schema."""
         return ArgumentsCheck(self.tool_schema)
 
+    @cached_property
+    def replay(self) -> OnReplay:
+        """See `check_declarations`."""
+        return check_declarations(self)
+
     @property
     def has_state(self) -> bool:
         """Whether it has instances to create and release: it defines either."""
@@ -96,6 +102,30 @@ class BaseTool(ABC):
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Frees what `create` set up."""
+
+
+def check_declarations(tool: BaseTool) -> OnReplay:
+    """What a tool says in `on_replay`, once all that it declares of its calls was found to be in order.
+
+    Raises:
+        ConfigError: A limit is out of range, or calls that may not be run twice are to be retried.
+    """
+    on_replay = OnReplay(tool.on_replay)
+    if tool.timeout_s is not None and not tool.timeout_s > 0:
+        raise ConfigError(f"timeout_s of tool {tool.name!r} is {tool.timeout_s}; give seconds, or None")
+    if tool.max_concurrent is not None and tool.max_concurrent < 1:
+        raise ConfigError(
+            f"max_concurrent of tool {tool.name!r} is {tool.max_concurrent}; give at least 1, or None"
+        )
+    if tool.retries < 0:
+        raise ConfigError(f"retries of tool {tool.name!r} is {tool.retries}; give 0 or more")
+    if tool.retries and on_replay is not OnReplay.RECORDED:
+        raise ConfigError(
+            f"tool {tool.name!r} has retries={tool.retries} but on_replay={str(on_replay)!r}: a call that seems to "
+            "have failed may have had its effect; set retries to 0, or on_replay to 'recorded' if a second run does no "
+            "harm"
+        )
+    return on_replay
 
 
 def _is_own(method: Callable[..., Any], default: Callable[..., Any]) -> bool:

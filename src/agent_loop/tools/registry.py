@@ -13,8 +13,7 @@ from agent_loop.config import Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.loading import load_object
 from agent_loop.registries import construct, load_class, read_entries
-from agent_loop.tools.base import BaseTool
-from agent_loop.tools.calls import check_declarations
+from agent_loop.tools.base import BaseTool, check_declarations
 from agent_loop.tools.schema import check_tool_schema
 
 REFERENCES_KEY = "rollout.multi_turn.tools"

@@ -21,7 +21,7 @@ from agent_loop.boundary import (
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
 from agent_loop.identifiers import new_id
 from agent_loop.tools.base import BaseTool
-from agent_loop.tools.calls import check_declarations, place_for_call, with_retries
+from agent_loop.tools.calls import in_turn, with_retries
 from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.types import ToolCall
@@ -63,9 +63,8 @@ class ToolSession:
         config: ToolSessionConfig,
         tools_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        for tool in tools.values():
-            check_declarations(tool)
         self._tools = tools
+        self._replay = {name: tool.replay for name, tool in tools.items()}
         self._config = config
         self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
         self._trajectory = new_id()
@@ -90,7 +89,7 @@ class ToolSession:
 
     def on_replay(self, name: str) -> OnReplay:
         """What a tool declares; nothing is lost where there is none of that name."""
-        return OnReplay(self._tools[name].on_replay) if name in self._tools else OnReplay.RECORDED
+        return self._replay.get(name, OnReplay.RECORDED)
 
     async def open(self, name: str) -> None:
         """Creates a tool's instance without a call, if there is none.
@@ -125,9 +124,9 @@ class ToolSession:
         run = partial(self._run, tool, call)
         if tool.retries:
             run = partial(with_retries, tool, run)
+        run = partial(run_bounded, run, timeout_s=tool.timeout_s or self._config.timeout_s)
         try:
-            async with place_for_call(tool):
-                returned = await run_bounded(run, timeout_s=tool.timeout_s or self._config.timeout_s)
+            returned = await (run() if tool.max_concurrent is None else in_turn(tool, run))
         except DeadlineExpired as error:
             return refusal(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
         except ToolUnavailable as error:
@@ -205,8 +204,10 @@ class ToolSession:
 
 def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments for a tool to do with as it likes."""
-    is_flat = not any(isinstance(value, (dict, list)) for value in arguments.values())
-    return dict(arguments) if is_flat else copy.deepcopy(arguments)
+    for value in arguments.values():
+        if isinstance(value, (dict, list)):
+            return copy.deepcopy(arguments)
+    return dict(arguments)
 
 
 def _read_tools_kwargs(

@@ -13,7 +13,7 @@ from agent_loop.checks import CheckFailed, CheckSkipped, place_held, require, re
 from agent_loop.concurrency import run_together
 from agent_loop.errors import ToolError
 from agent_loop.threads import run_in_thread
-from agent_loop.tools.calls import check_declarations
+from agent_loop.tools.base import check_declarations
 from agent_loop.tools.check.edges import edge_arguments
 from agent_loop.tools.check.leaks import count_held, grown_by
 from agent_loop.tools.check.subject import END_S, Subject, require_same
