@@ -3,13 +3,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import Signal, merged, run_abortable, run_shielded, run_together, run_while
+from agent_loop.concurrency import Cut, Signal, merged, run_abortable, run_shielded, run_together, run_while
 from agent_loop.testing import run_virtual
 from agent_loop.threads import run_in_thread
 
@@ -93,7 +94,7 @@ def test_a_cancelled_call_hands_over_what_it_has() -> None:
 
     async def scenario() -> None:
         async with asyncio.timeout(1):
-            await run_abortable(call(), abort=abort, keep_partial=kept.append, grace_s=5)
+            await run_abortable(call, abort=abort, keep_partial=kept.append, grace_s=5)
 
     with pytest.raises(TimeoutError):
         run_virtual(scenario())
@@ -109,7 +110,8 @@ def test_a_call_that_ignores_the_abort_is_cut() -> None:
     async def scenario() -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
-                await run_abortable(asyncio.sleep(1000), abort=abort, keep_partial=kept.append, grace_s=5)
+                call = partial(asyncio.sleep, 1000)
+                await run_abortable(call, abort=abort, keep_partial=kept.append, grace_s=5)
         return asyncio.get_running_loop().time()
 
     assert run_virtual(scenario()) == 6
@@ -127,13 +129,16 @@ def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
         async def abort() -> None:
             asked.set()
 
-        async def run(call: Coroutine[Any, Any, str]) -> str | None:
-            signal = Signal.of(event)
-            return await run_abortable(call, abort=abort, keep_partial=kept.append, grace_s=5, signal=signal)
+        async def run(call: Callable[[], Coroutine[Any, Any, str]]) -> str | None:
+            with suppress(Cut):
+                return await run_abortable(
+                    call, abort=abort, keep_partial=kept.append, grace_s=5, signal=Signal.of(event)
+                )
 
         kept: list[str] = []
         asyncio.get_running_loop().call_later(1, event.set)
-        assert await run_together([run(call()), run(asyncio.sleep(1000, "late"))]) == ["half", None]
+        assert await run_together([run(call), run(partial(asyncio.sleep, 1000, "late"))]) == ["half", None]
+        assert await run(call) is None
         assert kept == []
         assert asyncio.get_running_loop().time() == 6
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -154,7 +159,7 @@ def test_a_signal_calls_those_who_listen_and_no_others() -> None:
         event.set()
         await asyncio.sleep(0)
         assert called == ["first", "second"]
-        assert signal.is_set
+        assert signal.is_set()
 
     run_virtual(scenario())
 

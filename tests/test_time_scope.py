@@ -184,7 +184,8 @@ def test_scopes_that_were_left_take_no_room_and_no_timer() -> None:
             for _ in range(10_000):
                 with TimeScope(timeout_s=100):
                     pass
-            alarms = time_scope._alarms_of(asyncio.get_running_loop())  # pyright: ignore[reportPrivateUsage]
+            alarms = time_scope._HERE.alarms  # pyright: ignore[reportPrivateUsage]
+            assert alarms is not None
             assert not alarms._near  # pyright: ignore[reportPrivateUsage]
             assert len(alarms._far) == 1  # pyright: ignore[reportPrivateUsage]
             for _ in range(10_000):

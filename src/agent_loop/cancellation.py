@@ -59,7 +59,7 @@ class Cancellation:
         signal = self._signal
         if signal is None:
             return await function()
-        if signal.is_set:
+        if signal.is_set():
             raise Cut
         grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
         scope = TimeScope()

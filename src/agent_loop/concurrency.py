@@ -143,7 +143,7 @@ async def run_abortable(
     Raises:
         Cut: The signal had come before, or the call did not return in time.
     """
-    if signal is not None and signal.is_set:
+    if signal is not None and signal.is_set():
         raise Cut
     loop = asyncio.get_running_loop()
     moved = loop.create_future()
@@ -280,6 +280,7 @@ class Signal:
     """
 
     def __init__(self, event: asyncio.Event) -> None:
+        self.is_set = event.is_set
         self._event = event
         self._callbacks: dict[object, Callable[[], object]] = {}
         self._waiting: Coroutine[Any, Any, Any] | None = None
@@ -291,10 +292,6 @@ class Signal:
         if signal is None:
             signal = _SIGNALS[id(event)] = cls(event)
         return signal
-
-    @property
-    def is_set(self) -> bool:
-        return self._event.is_set()
 
     def listen(self, callback: Callable[[], object]) -> object:
         """Has it called once the event is set, which it is not; returns what `leave` takes."""

@@ -25,20 +25,14 @@ class TokenLedger:
     def __init__(self) -> None:
         self._buffer: IntArray = np.empty(INITIAL_CAPACITY, np.int32)
         self._segments: list[Segment] = []
-        self._attachments: tuple[Attachment, ...] = ()
         self._num_tokens = 0
-        self._num_prompt_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_response_tokens = 0
+        self.attachments: tuple[Attachment, ...] = ()
+        """Everything attached so far, counted from the first token of `context`."""
 
     def __len__(self) -> int:
         return self._num_tokens
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._num_prompt_tokens
-
-    @property
-    def num_response_tokens(self) -> int:
-        return self._num_tokens - self._num_prompt_tokens
 
     @property
     def context(self) -> IntArray:
@@ -46,11 +40,6 @@ class TokenLedger:
         view = self._buffer[: self._num_tokens]
         view.flags.writeable = False
         return view
-
-    @property
-    def attachments(self) -> tuple[Attachment, ...]:
-        """Everything attached so far, counted from the first token of `context`."""
-        return self._attachments
 
     @property
     def last_token_id(self) -> int | None:
@@ -83,10 +72,9 @@ class TokenLedger:
         if origin is Origin.PROMPT and self.num_response_tokens:
             raise EpisodeError("the prompt comes first; later tokens are tool or interaction tokens")
         segment = Segment(_kept(token_ids), origin, attachments=tuple(attachments))
-        self._attachments += tuple(attachment.moved(self._num_tokens) for attachment in attachments)
+        if attachments:
+            self.attachments += tuple(attachment.moved(self._num_tokens) for attachment in attachments)
         self._add(segment)
-        if origin is Origin.PROMPT:
-            self._num_prompt_tokens = self._num_tokens
 
     def append_completion(self, completion: TokenOutput) -> None:
         """Adds what a server sampled: one segment per weight version. An empty completion adds nothing."""
@@ -115,9 +103,10 @@ class TokenLedger:
         fork = TokenLedger()
         fork._buffer = self._buffer[:num_tokens].copy()
         fork._segments = self._segments[: ends.index(num_tokens)]
-        fork._attachments = tuple(a for a in self._attachments if a.end <= num_tokens)
+        fork.attachments = tuple(a for a in self.attachments if a.end <= num_tokens)
         fork._num_tokens = num_tokens
-        fork._num_prompt_tokens = min(self._num_prompt_tokens, num_tokens)
+        fork.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
+        fork.num_response_tokens = num_tokens - fork.num_prompt_tokens
         return fork
 
     def segments(self) -> tuple[Segment, ...]:
@@ -135,13 +124,15 @@ class TokenLedger:
             self._buffer = grown
         self._buffer[self._num_tokens : needed] = token_ids
         self._num_tokens = needed
+        if segment.origin is Origin.PROMPT:
+            self.num_prompt_tokens = needed
+        else:
+            self.num_response_tokens = needed - self.num_prompt_tokens
         self._segments.append(segment)
 
 
 def _kept(token_ids: TokenIds) -> IntArray:
     """A copy of the ids that nobody can change."""
-    ids = as_token_ids(token_ids)
-    if isinstance(token_ids, np.ndarray):
-        ids = ids.copy()
+    ids = np.array(token_ids, np.int32) if isinstance(token_ids, np.ndarray) else as_token_ids(token_ids)
     ids.flags.writeable = False
     return ids

@@ -67,15 +67,21 @@ class Surroundings:
         """Instances that were opened and not yet closed."""
         return sum(part.num_open for part in (self._tools, self._interaction) if part is not None)
 
+    @property
+    def opens_conversation(self) -> bool:
+        """Whether the interaction has the first words."""
+        return self._interaction is not None and self._interaction.opens_conversation
+
     async def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """The prompt, with the first words of an interaction that opens the conversation.
+        """The prompt, with the first words of the interaction.
 
         Raises:
+            EpisodeError: There is no interaction.
             InteractionBug: It raised or took too long.
             InteractionUnavailable: What it needs cannot be reached.
         """
-        if self._interaction is None or not self._interaction.opens_conversation:
-            return list(messages)
+        if self._interaction is None:
+            raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
         reply = await self._reply_of(self._interaction, self._interaction.greet, num_messages=len(messages))
         return with_words(messages, f"\n\n{reply.content}") if reply.content else list(messages)
 

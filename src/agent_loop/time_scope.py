@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
+from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 from types import TracebackType
@@ -43,7 +45,7 @@ class TimeScope:
         self._timeout_s = timeout_s
         self._task: asyncio.Task[object] | None = None
         self._num_cancellations = 0
-        self._alarms: _Alarms | None = None
+        self._alarms: _Alarms
 
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()  # (once: it asks the system for the process each time)
@@ -51,17 +53,21 @@ class TimeScope:
         if task is None:
             raise RuntimeError("a time scope was entered outside of a task")
         self._num_cancellations = task.cancelling()
+        alarms = _HERE.alarms
+        if alarms is None or alarms.loop is not loop:
+            alarms = _HERE.alarms = _Alarms(loop)
+        self._alarms = alarms
         if self._timeout_s is not None:
-            self._ends_at = loop.time() + self._timeout_s
+            self._ends_at = alarms.clock() + self._timeout_s
         if self._ends_at is not None:
-            self._arm(self._ends_at)
+            alarms.set(self, self._ends_at)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         task, self._task = self._task, None
-        if self.alarm_at is not None and self._alarms is not None:
+        if self.alarm_at is not None:
             self._alarms.forget(self)
         if self.has_expired and task is not None:
             is_alone = task.uncancel() <= self._num_cancellations
@@ -71,31 +77,32 @@ class TimeScope:
     def move(self, ends_at: float | None) -> None:
         """Ends it at another time; does nothing where it has expired, or is not entered."""
         self._ends_at = ends_at
-        if ends_at is not None and self._task is not None and not self.has_expired:
-            self._arm(ends_at)
+        if ends_at is None or self._task is None or self.has_expired:
+            return
+        # An alarm that comes too early is left to: it costs less to look again than to set another one.
+        if self.alarm_at is None or self.alarm_at > ends_at:
+            self._alarms.set(self, ends_at)
 
     def end_in(self, seconds: float) -> None:
         """Ends it so many seconds from here; does nothing where `move` does nothing."""
         if self._task is not None:
-            self.move(self._task.get_loop().time() + seconds)
+            self.move(self._alarms.clock() + seconds)
 
-    def look(self) -> None:
+    def look(self, at: float) -> None:
         """Of the alarms: it is so late."""
-        at, self.alarm_at = self.alarm_at, None
-        if at is None or self._task is None or self._ends_at is None:
+        if self._task is None or self._ends_at is None:
             return
         if at < self._ends_at:
-            self._arm(self._ends_at)
+            self._alarms.set(self, self._ends_at)
         else:
             self.has_expired = True
             self._task.cancel()
 
-    def _arm(self, at: float) -> None:
-        """An alarm that comes too early is left to: it costs less to look again than to set another one."""
-        if self._task is not None and (self.alarm_at is None or self.alarm_at > at):
-            if self._alarms is None:
-                self._alarms = _alarms_of(self._task.get_loop())
-            self._alarms.set(self, at)
+
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+    """What tells the time of a loop: its `time`, or what that asks where it is asyncio's own; the time is asked for
+    dozens of times in each trajectory."""
+    return time.monotonic if type(loop).time is asyncio.BaseEventLoop.time else loop.time
 
 
 FAR_S = 1.0
@@ -108,6 +115,7 @@ class _Alarms:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.clock = clock_of(loop)
         self._far: dict[TimeScope, None] = {}
         """To be looked at from `_scan_at` on."""
         self._scan_at = math.inf
@@ -122,11 +130,11 @@ class _Alarms:
     def set(self, scope: TimeScope, at: float) -> None:
         """Has the scope looked at then, and not at the time that was set before."""
         if scope.alarm_at is not None:
-            self._take_out(scope)
+            self.forget(scope)
         scope.alarm_at = at
         if at >= self._scan_at:
             self._far[scope] = None
-        elif at >= self.loop.time() + FAR_S:
+        elif at >= self.clock() + FAR_S:
             self._far[scope], self._scan_at = None, at
             self._wake_in_time()
         else:
@@ -134,9 +142,12 @@ class _Alarms:
             self._wake_in_time()
 
     def forget(self, scope: TimeScope) -> None:
-        """It was left."""
+        """It need not be looked at."""
         scope.alarm_at = None
-        self._take_out(scope)
+        if scope in self._far:
+            del self._far[scope]
+        else:
+            self._num_near -= 1
         if not self._far and not self._num_near:
             self._near.clear()
             self._scan_at = math.inf
@@ -146,23 +157,17 @@ class _Alarms:
         heappush(self._near, (at, next(self._numbers), scope))
         self._num_near += 1
 
-    def _take_out(self, scope: TimeScope) -> None:
-        if scope in self._far:
-            del self._far[scope]
-        else:
-            self._num_near -= 1
-
     def _look(self) -> None:
         """Looks at all scopes whose time has come."""
-        now = max(self._wakes_at, self.loop.time())
+        now = max(self._wakes_at, self.clock())
         self._sleep()
         if now >= self._scan_at:
             self._look_far(until=now + FAR_S)
         while self._near and (self._near[0][0] <= now or self._near[0][2].alarm_at != self._near[0][0]):
             at, _, scope = heappop(self._near)
             if scope.alarm_at == at:
-                self._take_out(scope)
-                scope.look()
+                self.forget(scope)
+                scope.look(at)
         self._wake_in_time()
 
     def _look_far(self, *, until: float) -> None:
@@ -195,10 +200,3 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-
-
-def _alarms_of(loop: asyncio.AbstractEventLoop) -> _Alarms:
-    alarms = _HERE.alarms
-    if alarms is None or alarms.loop is not loop:
-        alarms = _HERE.alarms = _Alarms(loop)
-    return alarms

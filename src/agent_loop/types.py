@@ -290,8 +290,8 @@ class ParsedCompletion:
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
-        if calls := self.tool_calls:
-            message["tool_calls"] = [call.as_message() for call in calls]
+        if calls := [call.as_message() for call in self.calls if isinstance(call, ToolCall)]:
+            message["tool_calls"] = calls
         return message
 
 

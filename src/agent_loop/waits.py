@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from agent_loop.time_scope import clock_of
 from agent_loop.trajectory import Span, Trace
 
 
@@ -47,6 +48,8 @@ class Activity:
     task: asyncio.Task[Any] | None = field(repr=False)
     loop: asyncio.AbstractEventLoop = field(repr=False)
     """In which it runs; what it waits for may be in other threads."""
+    clock: Callable[[], float] = field(repr=False)
+    """Of that loop."""
     thread: int = field(repr=False)
     """Of that loop."""
     waits: list[waiting_for] = field(default_factory=list["waiting_for"])
@@ -69,9 +72,11 @@ class Activity:
             CURRENT.reset(self._token)
         self.board.remove(self)
 
-    def add(self, wait: waiting_for, *, until: float) -> None:
+    def end(self, wait: waiting_for, *, at: float) -> None:
         """A wait is over."""
-        start, end = wait.since - self.asked_at, until - self.asked_at
+        self.since = at
+        self.board.note(self.trajectory_id, wait, at=at)
+        start, end = wait.since - self.asked_at, at - self.asked_at
         last = len(self.spans) - 1  # code in another thread may add one meanwhile
         if last >= 0 and self.spans[last].details is wait.details:
             self.spans[last] = self.spans[last]._replace(end=end)
@@ -80,7 +85,7 @@ class Activity:
 
     def trace(self) -> Trace:
         """Up to now."""
-        seconds = self.loop.time() - self.asked_at
+        seconds = self.clock() - self.asked_at
         return Trace(time.time() - seconds, seconds, tuple(self.spans))
 
 
@@ -104,8 +109,9 @@ class Board:
             asked_at: Since when it has waited to begin, in the event loop's time; None is not at all.
         """
         loop = asyncio.get_running_loop()
-        now, task = loop.time(), asyncio.current_task(loop)
-        activity = Activity(trajectory_id, self, now, task, loop, threading.get_ident())
+        clock, task = clock_of(loop), asyncio.current_task(loop)
+        now = clock()
+        activity = Activity(trajectory_id, self, now, task, loop, clock, threading.get_ident())
         activity.asked_at = now if asked_at is None else asked_at
         if activity.asked_at < now:
             activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.asked_at))
@@ -118,12 +124,11 @@ class Board:
     def remove(self, activity: Activity) -> None:
         """Of the activity itself: it is over."""
         del self._activities[activity.trajectory_id]
-        self.note(activity.trajectory_id, "ended", at=activity.loop.time())
+        self.note(activity.trajectory_id, "ended", at=activity.clock())
 
     def note(self, who: str, what: waiting_for | str, *, at: float) -> None:
         """Something moved, at this time of the event loop: a wait is over, or what the text says."""
-        self.progressed_at = at
-        self._last = (who, what)
+        self.progressed_at, self._last = at, (who, what)
 
     @property
     def last_event(self) -> str:
@@ -133,6 +138,8 @@ class Board:
 
     def activity_of(self, task: asyncio.Task[Any] | None) -> str:
         """Whose a task is, as far as it can be told; empty if not."""
+        if task is None:
+            return ""
         for activity in self.activities:
             for wait in reversed(activity.waits):
                 if wait.task is task:
@@ -154,7 +161,7 @@ class waiting_for:
     """Shows that the running trajectory waits for this, as a context, in any thread that has the trajectory's; what it
     yields are the details of the span, to be added to. They get `span`, its number, where user code runs in it, and
     `within`, the number of the span in which it lies. Meanwhile `since` tells when it began, in the event loop's time,
-    and `task` who waits.
+    and `task`, where user code runs on the event loop, who waits.
 
     Args:
         kind: What it waits for.
@@ -171,6 +178,7 @@ class waiting_for:
         self.details: dict[str, Any] = {} if details is None else details
         self._activity = CURRENT.get()
         self._token: Token[int | None] | None = None
+        self.task: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> dict[str, Any]:
         activity = self._activity
@@ -182,9 +190,9 @@ class waiting_for:
                 activity.num_numbered += 1
                 self.details["span"] = activity.num_numbered
                 self._token = WITHIN.set(activity.num_numbered)
-            is_here = threading.get_ident() == activity.thread
-            self.task = asyncio.current_task(activity.loop) if is_here else None
-            self.since = activity.since = activity.loop.time()
+                if threading.get_ident() == activity.thread:
+                    self.task = asyncio.current_task(activity.loop)
+            self.since = activity.since = activity.clock()
             activity.waits.append(self)
         return self.details
 
@@ -193,10 +201,8 @@ class waiting_for:
         if activity is not None:
             if self._token is not None:
                 WITHIN.reset(self._token)
-            now = activity.since = activity.loop.time()
             activity.waits.remove(self)
-            activity.board.note(activity.trajectory_id, self, at=now)
-            activity.add(self, until=now)
+            activity.end(self, at=activity.clock())
 
     def __str__(self) -> str:
         return f"{self.kind} {self.what}".rstrip()
@@ -206,4 +212,4 @@ def note_progress() -> None:
     """Says that what the running trajectory waits for goes on, as when a part of a completion came."""
     activity = CURRENT.get()
     if activity is not None:
-        activity.board.progressed_at = activity.loop.time()
+        activity.board.progressed_at = activity.clock()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from agent_loop.chat.encoded_form import EncodedForm
@@ -104,15 +105,14 @@ class _Proved(NamedTuple):
 
 def _shape(key: str, replies: Sequence[Message]) -> object:
     """Replies of one shape are written alike, however many follow each other with one role."""
-    roles = [reply.get("role") for reply in replies]
-    return key, *(role for role, _ in groupby(roles))
+    return key, *map(itemgetter(0), groupby([reply.get("role") for reply in replies]))
 
 
 def _shown(replies: Sequence[Message], answered: Sequence[CallKey], *, with_ids: bool) -> object:
     """All that the template is shown but the texts; ids, which are new each time, only if it looks at them."""
     if with_ids:
-        return tuple((r["role"], r.get("name"), r.get("tool_call_id")) for r in replies), tuple(answered)
-    return tuple((r["role"], r.get("name")) for r in replies), tuple(call.name for call in answered)
+        return (*[(r["role"], r.get("name"), r.get("tool_call_id")) for r in replies], *answered)
+    return (*[(r["role"], r.get("name")) for r in replies], *[call.name for call in answered])
 
 
 def _is_plain(reply: Message) -> bool:

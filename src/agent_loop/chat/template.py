@@ -150,7 +150,7 @@ class ChatTemplate:
         messages, media = self._split(messages)
         ids = self._prompts.ids(messages, tools=tools)
         if ids is None:
-            ids = self.encoder.encode(self.renderer.text(messages, tools=tools))
+            ids = as_token_ids(self.encoder.encode(self.renderer.text(messages, tools=tools)))
         return self._attached(ids, media, read)
 
     def bridge(
@@ -210,7 +210,8 @@ class ChatTemplate:
                 is cut; without it, that is so where every generation prompt does it.
         """
         ids = list(token_ids) if isinstance(token_ids, (list, tuple)) else as_token_ids(token_ids).tolist()
-        while ids and ids[-1] in self.end_ids and not self.tool_parser.reads_end_tokens:
+        end_ids = frozenset[int]() if self.tool_parser.reads_end_tokens else self.replies.end_ids
+        while ids and ids[-1] in end_ids:
             ids.pop()
         text = self.encoder.decode(ids)
         opened = self._opened_reasoning if context is None else self._opened_at_end(context)
@@ -257,7 +258,7 @@ class ChatTemplate:
     def _opened_at_end(self, context: TokenIds) -> str:
         if not self.tool_parser.thoughts:
             return ""
-        if not self._may_open(*as_token_ids(context[-FEW_TOKENS:]).tolist()):
+        if not self._may_open(*map(int, context[-FEW_TOKENS:])):
             return ""
         end = self.decode(context[-MAX_OPENING_TOKENS:])
         for opening, _, label in self.tool_parser.thoughts:
@@ -279,13 +280,11 @@ class ChatTemplate:
         return messages, media
 
     def _attached(
-        self, token_ids: TokenIds, media: Sequence[Medium], read: Sequence[ReadMedium] | None
+        self, token_ids: IntArray, media: Sequence[Medium], read: Sequence[ReadMedium] | None
     ) -> Encoded:
         if isinstance(self.media, str):
-            return Encoded(as_token_ids(token_ids))
-        return self.media.encode(
-            as_token_ids(token_ids).tolist(), self.media.read(media) if read is None else read
-        )
+            return Encoded(token_ids)
+        return self.media.encode(token_ids.tolist(), self.media.read(media) if read is None else read)
 
 
 def load_chat_template(

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from agent_loop.cancellation import Cancellation
-from agent_loop.concurrency import Cut
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.concurrency import Cut
 from agent_loop.deadlines import Deadlines, TimeLimit
 from agent_loop.episode.sampling import Question, TurnSampler
 from agent_loop.episode.stopwatch import Stopwatch
@@ -164,10 +164,14 @@ class Episode:
         self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
         self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
         sample = partial(self._sampler.sample, question, keep_partial=self._record_turn)
-        completing = self._log.completion(params, num_context=len(ledger), sample=sample)
+        now = self._stopwatch.now
+        began_at = now()
         try:
-            sampled = await self._timed("generate_sequences", completing)
+            sampled = await self._log.completion(params, num_context=len(ledger), sample=sample)
+        except Cut:
+            raise self._stopped(StopReason.CANCELLED) from None
         finally:
+            self._stopwatch.count("generate_sequences", now() - began_at)
             self._deadlines.end(TimeLimit.GENERATE)
         completion = self._record_turn(sampled)
         if sampled.stop_reason == "aborted":
@@ -215,7 +219,7 @@ class Episode:
         self._stopwatch.count("num_tool_calls", len(calls))
         place = self._transcript.ledger.last_sampled
         calling = self._surroundings.call_tools(calls, max_parallel=max_parallel, place=place)
-        results = await self._timed("tool_calls", calling)
+        results = await self._outside(calling)
         for result in results:
             if result.incident is not None:
                 self.note(result.incident.kind, result.incident.detail)
@@ -229,7 +233,7 @@ class Episode:
             InteractionBug: It raised or took too long.
         """
         messages, place = list(self._transcript.messages), self._transcript.ledger.last_sampled
-        return await self._timed("tool_calls", self._surroundings.interact(messages, place=place))
+        return await self._outside(self._surroundings.interact(messages, place=place))
 
     def stop(self, reason: StopReason) -> None:
         """Says why the episode ends; no further turn is possible. The first reason stands."""
@@ -379,8 +383,8 @@ class Episode:
         transcript = self._transcript
         if len(transcript.ledger):  # a branch has its prompt already
             return
-        opening = self._surroundings.opened(transcript.messages)
-        transcript.messages = await self._timed("tool_calls", opening)
+        if self._surroundings.opens_conversation:
+            transcript.messages = await self._outside(self._surroundings.opened(transcript.messages))
         encoded = await self._log.tokens(transcript.messages, encode=transcript.encoded_prompt)
         if not transcript.add_prompt(
             encoded, max_tokens=self.limits.prompt_length, truncate=self.limits.truncate_prompt
@@ -396,18 +400,16 @@ class Episode:
         self.stop(reason)
         return EpisodeStopped(reason)
 
-    async def _timed(
-        self, metric: Literal["generate_sequences", "tool_calls"], verb: Awaitable[ResultT]
-    ) -> ResultT:
-        """What a verb gives; adds the seconds that it takes. One that is cut ends the episode."""
+    async def _outside(self, call: Awaitable[ResultT]) -> ResultT:
+        """What tools or an interaction give; adds the seconds that they take. A call that is cut ends the episode."""
         now = self._stopwatch.now
-        started_at = now()
+        began_at = now()
         try:
-            return await verb
+            return await call
         except Cut:
             raise self._stopped(StopReason.CANCELLED) from None
         finally:
-            self._stopwatch.count(metric, now() - started_at)
+            self._stopwatch.count("tool_calls", now() - began_at)
 
     def _record_turn(self, sampled: TokenOutput) -> Completion:
         if sampled.num_preempted:

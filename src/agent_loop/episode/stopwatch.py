@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agent_loop.errors import EpisodeError
+from agent_loop.time_scope import clock_of
 from agent_loop.trajectory import AgentLoopMetrics
 
 
@@ -32,7 +33,7 @@ class Stopwatch:
         """Raises: EpisodeError: It was started before."""
         if self.is_started:
             raise EpisodeError("an episode is used once; make a new one")
-        self.now = asyncio.get_running_loop().time
+        self.now = clock_of(asyncio.get_running_loop())
         self._started_at = self.now()
 
     @property

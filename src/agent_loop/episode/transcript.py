@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,16 +67,16 @@ class Transcript:
         """Records a named loss."""
         self.incidents.append(Incident(kind, detail, self.assistant_turns))
 
-    async def encoded_prompt(self) -> Encoded:
+    def encoded_prompt(self) -> Awaitable[Encoded]:
         """The tokens of the messages, as the first prompt."""
         encode = partial(self._template.open_encoded, self.messages, tools=self.tool_schemas)
-        return await self._encoded(self.messages, encode)
+        return self._encoded(self.messages, encode)
 
-    async def encoded_reply(self, messages: Sequence[Message]) -> Encoded:
+    def encoded_reply(self, messages: Sequence[Message]) -> Awaitable[Encoded]:
         """The tokens that these messages add behind the last turn."""
         last, calls = self.ledger.last_token_id, self._last_calls
         encode = partial(self._template.bridge_encoded, messages, last_token_id=last, calls=calls)
-        return await self._encoded(messages, encode)
+        return self._encoded(messages, encode)
 
     def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
         """Keeps the first prompt; tells whether it fits, perhaps cut on the side that `truncate` names."""
@@ -114,15 +114,19 @@ class Transcript:
                 f"the reply has {num_tokens} tokens where {max_tokens} are left",
             )
             return False
-        is_tool_reply = any(message["role"] == "tool" for message in messages)
-        origin = Origin.TOOL if is_tool_reply else Origin.INTERACTION
+        roles = [message["role"] for message in messages]
+        origin = Origin.TOOL if "tool" in roles else Origin.INTERACTION
         self.ledger.append(encoded.token_ids, origin=origin, attachments=encoded.attachments)
         self.user_turns += 1
         return True
 
-    async def _encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Encoded:
+    def _encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Awaitable[Encoded]:
         """Reads the images and videos first; the template refuses those that it has nothing to read with."""
         if self._template.media_kinds:
-            with waiting_for(WaitKind.ENCODE):
-                encode = partial(encode, read=await self._template.read(messages))
+            return self._read_and_encoded(messages, encode)
+        return encoded_off_loop(messages, encode)
+
+    async def _read_and_encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Encoded:
+        with waiting_for(WaitKind.ENCODE):
+            encode = partial(encode, read=await self._template.read(messages))
         return await encoded_off_loop(messages, encode)

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay, describe_error
-from agent_loop.concurrency import Cut
 from agent_loop.chat.multimodal import Encoded
+from agent_loop.concurrency import Cut
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.recording import forms
 from agent_loop.recording.record import Entry, Kind, Place, RowRecord

@@ -23,6 +23,8 @@ def divide(jobs: Sequence[Job], earlier: Iterable[Trajectory]) -> tuple[list[Tra
     by_place: dict[tuple[int, int], list[Trajectory]] = {}
     for trajectory in earlier:
         by_place.setdefault((trajectory.group, trajectory.rollout), []).append(trajectory)
+    if not by_place:
+        return [], list(jobs)
     over: list[Trajectory] = []
     rest: list[Job] = []
     for job in jobs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from agent_loop.rollout.oversight import Oversight
 from agent_loop.time_scope import TimeScope
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
-from agent_loop.waits import WaitKind, waiting_for
+from agent_loop.waits import Activity, WaitKind, waiting_for
 
 BEGIN_AT_ONCE = 64
 """So many trajectories are set up and send their first request before the next ones are: else all requests of a large
@@ -124,7 +124,11 @@ class AgentLoopWorker:
 
         async def run_one(job: Job) -> list[Trajectory]:
             async with self.gate:
-                trajectories = await self._run_watched(job, context, asked_at=asked_at)
+                with self._shown(job, asked_at=asked_at) as activity:
+                    trajectories = await self._run_job(job, context)
+            if activity is not None and self._oversight is not None:
+                trace = activity.trace()
+                trajectories = [self._oversight.timed(trajectory, trace) for trajectory in trajectories]
             for trajectory in trajectories:
                 if on_trajectory is not None:
                     on_trajectory(trajectory)
@@ -164,13 +168,11 @@ class AgentLoopWorker:
         self._cancellation = asyncio.Event()
         self._context = replace(self._context, cancellation=self._cancellation)
 
-    async def _run_watched(self, job: Job, context: LoopContext, *, asked_at: float) -> list[Trajectory]:
+    def _shown(self, job: Job, *, asked_at: float) -> AbstractContextManager[Activity | None]:
+        """Shows a trajectory on the board meanwhile, if somebody looks after it."""
         if self._oversight is None:
-            return await self._run_job(job, context)
-        with self._oversight.board.trajectory(job.trajectory_id, asked_at=asked_at) as activity:
-            trajectories = await self._run_job(job, context)
-        trace = activity.trace()
-        return [self._oversight.timed(trajectory, trace) for trajectory in trajectories]
+            return nullcontext()
+        return self._oversight.board.trajectory(job.trajectory_id, asked_at=asked_at)
 
     async def _run_job(self, job: Job, context: LoopContext) -> list[Trajectory]:
         task = asyncio.current_task()

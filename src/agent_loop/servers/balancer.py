@@ -172,7 +172,7 @@ class LoadBalancer:
         if session is not None and session.server is server and num_new_tokens is not None:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
         self._changed[server.name] = server
-        return self._fill(server)
+        return self._fill(server) if self._waiting else []
 
     @contextmanager
     def lease(self, session: str) -> Generator[str]:

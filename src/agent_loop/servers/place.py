@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 from agent_loop.errors import ServerDied, ServerTimeout
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.policy import Request
-from agent_loop.time_scope import TimeScope
+from agent_loop.time_scope import TimeScope, clock_of
 from agent_loop.types import TokenOutput
 from agent_loop.waits import WaitKind, waiting_for
 
@@ -50,7 +50,7 @@ class Place:
 
     def __init__(self, request: Request, *, desk: Desk, timeout_s: float | None) -> None:
         self.request = request
-        self.clock = asyncio.get_running_loop().time
+        self.clock = clock_of(asyncio.get_running_loop())
         self.ends_at = None if timeout_s is None else self.clock() + timeout_s
         self._desk = desk
         self._timeout_s = timeout_s or 0.0

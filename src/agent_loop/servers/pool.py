@@ -154,7 +154,9 @@ class ServerPool:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_known_tokens=place.num_known_tokens,
             )
-        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
+        granted = self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds)
+        if granted:
+            self._hand_out(granted)
 
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""

@@ -52,11 +52,8 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
         raise ToolBug(
             f"tool {name!r} returned {describe_value(response)} as its response; return ToolResponse(text=str)"
         )
-    for kind, media in (("image", response.image), ("video", response.video)):
-        if not _are_media_or_none(media):
-            raise ToolBug(
-                f"tool {name!r} returned ToolResponse({kind}={describe_value(media)}); return a list of them"
-            )
+    if response.image is not None or response.video is not None:
+        _check_media({"image": response.image, "video": response.video}, name=name)
     if not isinstance(extra, dict):
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
     if reward is not None:
@@ -80,8 +77,13 @@ def _is_text_or_none(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _are_media_or_none(value: Any) -> bool:
-    return value is None or isinstance(value, (list, tuple))
+def _check_media(media: Mapping[str, Any], *, name: str) -> None:
+    """Raises: ToolBug: There is something else than a list of them."""
+    for kind, sources in media.items():
+        if sources is not None and not isinstance(sources, (list, tuple)):
+            raise ToolBug(
+                f"tool {name!r} returned ToolResponse({kind}={describe_value(sources)}); return a list of them"
+            )
 
 
 def _encodable(text: str) -> str:

@@ -113,7 +113,7 @@ class AgentLoopOutput:
                 response_logprobs=response_logprobs,
                 weight_version=weight_version,
             )
-        elif any(given is not None for given in (prompt_ids, response_ids, response_mask, response_logprobs)):
+        elif not prompt_ids is response_ids is response_mask is response_logprobs is None:
             raise EpisodeError("AgentLoopOutput got segments and token lists; give one of the two")
         segments = tuple(segments)
         vars(self).update(

@@ -46,7 +46,7 @@ class Segment:
 
 def count_turns(segments: Iterable[Segment]) -> int:
     """Prompt, assistant turns and replies; a completion that spans a weight swap is one turn."""
-    return sum(1 for _ in groupby(_SPEAKER[segment.origin] for segment in segments))
+    return len(list(groupby([_SPEAKER[segment.origin] for segment in segments])))
 
 
 def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:

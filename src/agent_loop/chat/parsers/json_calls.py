@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from agent_loop.chat.parsers.walking import find_first, malformed, skip_space
@@ -91,7 +90,7 @@ def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool)
     name, call_id = fields.get("name"), fields.get("id")
     if not isinstance(name, str) or not name:
         return malformed(text, 'the call has no "name", or it is not a string')
-    key = next((key for key in keys if key in fields), None)
+    key = keys[0] if keys[0] in fields else next((key for key in keys[1:] if key in fields), None)
     if key is None and not fields.keys() <= {"name", "id", "type"}:
         return malformed(text, f'the call has no "{keys[0]}"')
     arguments: Any = fields[key] if key else {}
@@ -130,8 +129,10 @@ def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[
     is_closed = marker in closings
     body = text[start:end]
     if is_closed:
-        with suppress(JsonFault):  # (the closing may stand in a string)
+        try:
             return Body(body, end + len(marker), is_closed, decode_json(body))
+        except JsonFault:
+            pass  # the closing may stand in a string
     scanned = scan_json(text, start)
     after = skip_space(text, scanned.end)
     for closing in closings if scanned.is_closed else ():
