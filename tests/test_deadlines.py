@@ -137,7 +137,6 @@ def test_the_earliest_of_several_limits_counts_and_ended_ones_do_not() -> None:
         deadlines = Deadlines()
         with pytest.raises(TimeoutError), deadlines:
             deadlines.begin(TimeLimit.TRAJECTORY, seconds=100)
-            deadlines.begin(TimeLimit.TURN, seconds=None)
             deadlines.begin(TimeLimit.GENERATE, seconds=10)
             await asyncio.sleep(5)
             deadlines.end(TimeLimit.GENERATE)

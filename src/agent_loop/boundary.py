@@ -216,7 +216,7 @@ async def close_instances(
                 group.create_task(close(instance))
 
     instances = list(instances)
-    most_openings = max((instance.num_open for instance in instances), default=0)
+    most_openings = max([instance.num_open for instance in instances], default=0)
     if most_openings:
         with waiting_for(WaitKind.CLOSE, what):
             await run_shielded(close_all, timeout_s=timeout_s * (most_openings + 1))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay
-from agent_loop.concurrency import Cut, Signal, run_abortable
+from agent_loop.concurrency import Cut, Signal
 from agent_loop.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
@@ -24,28 +24,8 @@ class Cancellation:
     """
 
     def __init__(self, event: asyncio.Event | None) -> None:
-        self._signal = None if event is None else Signal.of(event)
-
-    def run_abortable(
-        self,
-        function: Callable[[], Coroutine[Any, Any, ResultT]],
-        *,
-        abort: Callable[[], Awaitable[None]],
-        keep_partial: Callable[[ResultT], object],
-        grace_s: float,
-    ) -> Awaitable[ResultT]:
-        """The result of a function that `abort` has end by itself, when the event comes or the caller is cancelled.
-
-        Args:
-            keep_partial: Given the result if the caller is cancelled.
-            grace_s: How long it may go on after that.
-
-        Raises, when it is awaited:
-            Cut: The event was set before, or the function did not end in time.
-        """
-        return run_abortable(
-            function, abort=abort, keep_partial=keep_partial, grace_s=grace_s, signal=self._signal
-        )
+        self.signal = None if event is None else Signal.of(event)
+        """Of that event."""
 
     async def call(
         self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay
@@ -56,7 +36,7 @@ class Cancellation:
         Raises:
             Cut: The event was set before, or the function did not end in time.
         """
-        signal = self._signal
+        signal = self.signal
         if signal is None:
             return await function()
         if signal.is_set():

@@ -43,12 +43,11 @@ class Deadlines:
     ) -> None:
         self._scope.__exit__(kind, error, traceback)
 
-    def begin(self, limit: TimeLimit, *, seconds: float | None) -> None:
-        """Counts from here; None sets no limit."""
-        if seconds is not None:
-            self._seconds[limit] = seconds
-            self._ends[limit] = asyncio.get_running_loop().time() + seconds
-            self._scope.move(min(self._ends.values()))
+    def begin(self, limit: TimeLimit, *, seconds: float) -> None:
+        """Counts from here."""
+        self._seconds[limit] = seconds
+        self._ends[limit] = asyncio.get_running_loop().time() + seconds
+        self._scope.move(min(self._ends.values()))
 
     def end(self, limit: TimeLimit) -> None:
         """What was limited ended in time."""

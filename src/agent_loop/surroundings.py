@@ -65,7 +65,8 @@ class Surroundings:
     @property
     def num_open(self) -> int:
         """Instances that were opened and not yet closed."""
-        return sum(part.num_open for part in (self._tools, self._interaction) if part is not None)
+        num_tools = 0 if self._tools is None else self._tools.num_open
+        return num_tools + (0 if self._interaction is None else self._interaction.num_open)
 
     @property
     def opens_conversation(self) -> bool:

@@ -72,11 +72,9 @@ class Activity:
             CURRENT.reset(self._token)
         self.board.remove(self)
 
-    def end(self, wait: waiting_for, *, at: float) -> None:
+    def add(self, wait: waiting_for, *, until: float) -> None:
         """A wait is over."""
-        self.since = at
-        self.board.note(self.trajectory_id, wait, at=at)
-        start, end = wait.since - self.asked_at, at - self.asked_at
+        start, end = wait.since - self.asked_at, until - self.asked_at
         last = len(self.spans) - 1  # code in another thread may add one meanwhile
         if last >= 0 and self.spans[last].details is wait.details:
             self.spans[last] = self.spans[last]._replace(end=end)
@@ -95,7 +93,8 @@ class Board:
     def __init__(self) -> None:
         self.progressed_at = 0.0
         """When something last began or ended, in the event loop's time."""
-        self._last: tuple[str, waiting_for | str] = ("", "")
+        self.last: tuple[str, waiting_for | str] = ("", "")
+        """What moved last: who, and the wait that is over, or what they did."""
         self._activities: dict[str, Activity] = {}
 
     @property
@@ -126,14 +125,14 @@ class Board:
         del self._activities[activity.trajectory_id]
         self.note(activity.trajectory_id, "ended", at=activity.clock())
 
-    def note(self, who: str, what: waiting_for | str, *, at: float) -> None:
-        """Something moved, at this time of the event loop: a wait is over, or what the text says."""
-        self.progressed_at, self._last = at, (who, what)
+    def note(self, who: str, what: str, *, at: float) -> None:
+        """Somebody did something, at this time of the event loop."""
+        self.progressed_at, self.last = at, (who, what)
 
     @property
     def last_event(self) -> str:
-        """What moved last."""
-        who, what = self._last
+        """The last of it, in words."""
+        who, what = self.last
         return f"{who} {what}" if isinstance(what, str) else f"{who} had waited for {what}"
 
     def activity_of(self, task: asyncio.Task[Any] | None) -> str:
@@ -201,8 +200,10 @@ class waiting_for:
         if activity is not None:
             if self._token is not None:
                 WITHIN.reset(self._token)
+            now = activity.since = activity.board.progressed_at = activity.clock()
+            activity.board.last = (activity.trajectory_id, self)
             activity.waits.remove(self)
-            activity.end(self, at=activity.clock())
+            activity.add(self, until=now)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.what}".rstrip()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loops import SingleTurnAgentLoop
+from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry, register
 
 LOOPS = """
@@ -76,3 +79,10 @@ def test_a_name_belongs_to_one_class() -> None:
         @register("tool_agent")
         class Other(SingleTurnAgentLoop):
             pass
+
+
+def test_what_a_trajectory_is_given_is_all_that_its_worker_has() -> None:
+    stand_ins = {field.name: cast(Any, object()) for field in fields(LoopContext)}
+    context, server_manager, new_log = LoopContext(**stand_ins), cast(Any, object()), cast(Any, object())
+    expected = replace(context, server_manager=server_manager, new_log=new_log)
+    assert context.of_trajectory(server_manager, new_log=new_log) == expected

@@ -14,8 +14,9 @@ from itertools import islice
 
 from agent_loop.chat.encoding import ControlledEncoder
 from agent_loop.chat.forms import FormProof
+from agent_loop.chat.last_used import LastUsed
 from agent_loop.chat.rendering import SENTINEL, Renderer
-from agent_loop.chat.reply_forms import ReplyForms
+from agent_loop.chat.reply_forms import MAX_FORMS, ReplyForm, ReplyForms
 from agent_loop.chat.stand_ins import CallKey, StandIn, candidates, with_made_up_ids
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import IntArray, Message, ToolCall, as_token_ids
@@ -97,6 +98,8 @@ class Bridge:
         self.end_ids = self._find_end_ids() | ({eos_token_id} if eos_token_id is not None else set[int]())
         """At any of these the model may end a turn."""
         self._forms = ReplyForms(self._write, proof=proof, encoder=encoder, chat_template=chat_template)
+        self._usual: LastUsed[tuple[Joint, ReplyForm] | None] = LastUsed(MAX_FORMS)
+        """By what replies look like."""
         for replies in (_FOLLOW_UP, _TOOL_REPLIES[:1], _TOOL_REPLIES):
             self._forms.prove(_key(replies), replies, _ANSWERED[: len(replies)])
 
@@ -104,6 +107,11 @@ class Bridge:
         self, replies: Sequence[Message], *, last_token_id: int | None, calls: Sequence[ToolCall] = ()
     ) -> IntArray:
         """See `ChatTemplate.bridge`."""
+        usual = self._usual.get(_seen(replies, calls), lambda: self._find_usual(replies, calls))
+        if usual is not None:
+            joint, form = usual
+            ids = self._forms.filled(form, replies)
+            return ids[self._num_sampled(ids, last_token_id, joint) :]
         key = _key(replies)
         joint = self._joint(key)
         answered = joint.stand_in.answered(replies, calls=calls)
@@ -117,9 +125,23 @@ class Bridge:
             ids = self._all_ids(key, replies, renamed)
         return ids[self._num_sampled(ids, last_token_id, joint) :]
 
+    def _find_usual(
+        self, replies: Sequence[Message], calls: Sequence[ToolCall]
+    ) -> tuple[Joint, ReplyForm] | None:
+        """The form for all replies that look like these, whatever their texts and the ids of their calls."""
+        key = _key(replies)
+        joint = self._joint(key)
+        try:
+            form = self._forms.find(key, replies, joint.stand_in.answered(replies, calls=calls))
+        except ChatTemplateError:
+            return None
+        return None if form is None or form.reads_ids else (joint, form)
+
     def _all_ids(self, key: str, replies: Sequence[Message], answered: Sequence[CallKey]) -> IntArray:
-        ids = self._forms.ids(key, replies, answered)
-        return as_token_ids(self._encoder.encode(self._write(replies, answered))) if ids is None else ids
+        form = self._forms.find(key, replies, answered)
+        if form is None:
+            return as_token_ids(self._encoder.encode(self._write(replies, answered)))
+        return self._forms.filled(form, replies)
 
     def _write(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> str:
         joint = self.joint(replies)
@@ -284,6 +306,17 @@ class Bridge:
     def _first_control(self, text: str) -> str:
         spans = self._encoder.control_spans(text)
         return text[slice(*spans[0])] if spans else ""
+
+
+def _seen(replies: Sequence[Message], calls: Sequence[ToolCall]) -> tuple[object, ...]:
+    """What replies look like but for their texts and the ids of their calls. What is said of each reply ends with a
+    type, so that no two are taken for one."""
+    seen: list[object] = []
+    for reply in replies:
+        seen += (*reply, reply.get("role"), reply.get("name"), type(reply.get("content")))
+    for call in calls:
+        seen.append(call.name)
+    return tuple(seen)
 
 
 def _key(replies: Sequence[Message]) -> str:

@@ -61,8 +61,9 @@ class ControlledEncoder:
 
     def mask(self, text: str) -> str:
         """Foreign text in which no control token stands, for rendering."""
-        text = _encodable(text)
-        masked = self._word_start.sub(_masked_start, text) if self._has_words(text) else text
+        text = text if text.isascii() else _encodable(text)
+        # (nearly always nothing is to be done)
+        masked = self._masked(text) if any(map(text.__contains__, self._word_starts)) else text
         normalise = self._normalise
         if normalise is not None and self._word_start.search(normalise(text)):
             masked = "".join(char if normalise(char) == char else _mask_of(char) for char in masked)
@@ -78,7 +79,8 @@ class ControlledEncoder:
 
     def encode(self, rendered: str) -> list[int]:
         """Token ids of a rendered template, masked text as plain text."""
-        ids = self._quick.encode(rendered, read=self.unmask) if self._quick else None
+        read = self.unmask if MASK_OPEN in rendered else str
+        ids = self._quick.encode(rendered, read=read) if self._quick else None
         if ids is not None:
             return ids
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
@@ -86,7 +88,8 @@ class ControlledEncoder:
 
     def encode_between(self, rendered: str, *, before: str, after: str) -> list[int]:
         """Token ids of what stands between two anchors; either may be empty, for the beginning or end of a text."""
-        ids = self._quick.encode(rendered, read=self.unmask) if self._quick else None
+        read = self.unmask if MASK_OPEN in rendered else str
+        ids = self._quick.encode(rendered, read=read) if self._quick else None
         if ids is not None:
             return ids
         ids = self.encode(f"{before}{rendered}{after}")
@@ -133,11 +136,10 @@ class ControlledEncoder:
                 length = start
         return rendered[:length]
 
-    def _has_words(self, text: str) -> bool:
-        if not any(map(text.__contains__, self._word_starts)):
-            return False
+    def _masked(self, text: str) -> str:
         # One pattern for each first character is searched many times faster than one for all.
-        return any(starts.search(text) for starts in self._word_starts.values())
+        has_words = any(starts.search(text) for starts in self._word_starts.values())
+        return self._word_start.sub(_masked_start, text) if has_words else text
 
     def _spans(self, rendered: str, token_ids: Set[int]) -> list[tuple[int, int]]:
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)

@@ -27,6 +27,17 @@ _READS_IDS = re.compile(r"\bid\b|tool_call_id")
 _OTHER_IDS = ("", "call_0aZ-9:1")
 
 
+class ReplyForm(NamedTuple):
+    """The form of a bridge."""
+
+    encoded: EncodedForm
+    """With a blank for the text of each reply."""
+    trims: bool
+    """Texts are written trimmed; else as they are."""
+    reads_ids: bool
+    """It is of the ids of these calls alone."""
+
+
 class ReplyForms:
     """The forms of bridges, with blanks for the text of the replies.
 
@@ -53,8 +64,8 @@ class ReplyForms:
         reads_ids = trims is not None and self._reads_ids(replies, answered)
         self._proofs[_shape(key, replies)] = _Proved(trims, reads_ids)
 
-    def ids(self, key: str, replies: Sequence[Message], answered: Sequence[CallKey]) -> IntArray | None:
-        """The bridge's tokens; None if the template has to be run for them."""
+    def find(self, key: str, replies: Sequence[Message], answered: Sequence[CallKey]) -> ReplyForm | None:
+        """The form for replies like these; None if the template has to be run for them."""
         if not all(map(_is_plain, replies)):
             return None
         shape = _shape(key, replies)
@@ -68,7 +79,11 @@ class ReplyForms:
             return None
         shown = (key, _shown(replies, answered, with_ids=proved.reads_ids))
         form = self._forms.get(shown, lambda: self._form(replies, answered))
-        return form and form.ids([self._proof.written(r["content"], trims=proved.trims) for r in replies])
+        return None if form is None else ReplyForm(form, proved.trims, proved.reads_ids)
+
+    def filled(self, form: ReplyForm, replies: Sequence[Message]) -> IntArray:
+        """The bridge's tokens."""
+        return form.encoded.ids([self._proof.written(r["content"], trims=form.trims) for r in replies])
 
     def _form(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> EncodedForm | None:
         parts = form_of(self._with(replies, answered), num_texts=len(replies))

@@ -65,6 +65,8 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.media = media
+        self.media_kinds = NO_KINDS if isinstance(media, str) else media.kinds
+        """What messages may hold beside text."""
         self.encoder = ControlledEncoder(backend, reserved=[SENTINEL], choice=encoder)
         self.renderer = Renderer(tokenizer, encoder=self.encoder)
         if tool_parser == "auto":
@@ -97,11 +99,6 @@ class ChatTemplate:
             if token_id is not None:
                 return int(token_id)
         return 0
-
-    @property
-    def media_kinds(self) -> frozenset[AttachmentKind]:
-        """What messages may hold beside text."""
-        return NO_KINDS if isinstance(self.media, str) else self.media.kinds
 
     async def read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
         """Reads the images and videos in messages in a thread of its own, for `open_encoded` and `bridge_encoded`,

@@ -69,7 +69,7 @@ class Episode:
         self._cancelled = cancellation
         self._log = log or Unlogged()
         cancelling = Cancellation(cancellation)
-        self._sampler = TurnSampler(server_manager, request_id=self.request_id, cancellation=cancelling)
+        self._sampler = TurnSampler(server_manager, request_id=self.request_id, signal=cancelling.signal)
         self._surroundings = Surroundings(
             tools=tools, interaction=interaction, log=self._log, cancellation=cancelling
         )
@@ -82,7 +82,8 @@ class Episode:
     async def __aenter__(self) -> Self:
         self._stopwatch.start()
         self._deadlines.__enter__()
-        self._deadlines.begin(TimeLimit.TRAJECTORY, seconds=self.limits.deadline_s)
+        if self.limits.deadline_s is not None:
+            self._deadlines.begin(TimeLimit.TRAJECTORY, seconds=self.limits.deadline_s)
         try:
             await self._open()
         except BaseException as error:
@@ -161,8 +162,10 @@ class Episode:
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
         question = Question(ledger.context, params, ledger.attachments, hear)
-        self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
-        self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
+        if limits.turn_timeout_s is not None:
+            self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
+        if limits.generate_timeout_s is not None:
+            self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
         sample = partial(self._sampler.sample, question, keep_partial=self._record_turn)
         now = self._stopwatch.now
         began_at = now()
@@ -172,11 +175,12 @@ class Episode:
             raise self._stopped(StopReason.CANCELLED) from None
         finally:
             self._stopwatch.count("generate_sequences", now() - began_at)
-            self._deadlines.end(TimeLimit.GENERATE)
+            if limits.generate_timeout_s is not None:
+                self._deadlines.end(TimeLimit.GENERATE)
         completion = self._record_turn(sampled)
         if sampled.stop_reason == "aborted":
             self.stop(StopReason.CANCELLED)
-        elif self.num_tokens_left <= 0 and (completion.is_cut or completion.calls):
+        elif (completion.is_cut or completion.parsed.calls) and self.num_tokens_left <= 0:
             self.stop(StopReason.RESPONSE_LENGTH)
         return completion
 

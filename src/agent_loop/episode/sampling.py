@@ -9,8 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from agent_loop.attachments import Attachment
-from agent_loop.cancellation import Cancellation
-from agent_loop.concurrency import Cut
+from agent_loop.concurrency import Cut, Signal, run_abortable
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
@@ -42,15 +41,15 @@ class TurnSampler:
     Args:
         server_manager: The servers.
         request_id: The session.
-        cancellation: Cuts a completion; its tokens so far are returned as `aborted`.
+        signal: Cuts a completion; its tokens so far are returned as `aborted`. None never comes.
     """
 
     def __init__(
-        self, server_manager: AsyncLLMServerManager, *, request_id: str, cancellation: Cancellation
+        self, server_manager: AsyncLLMServerManager, *, request_id: str, signal: Signal | None
     ) -> None:
         self._server_manager = server_manager
         self._request_id = request_id
-        self._cancellation = cancellation
+        self._signal = signal
 
     def sample(
         self,
@@ -99,8 +98,8 @@ class TurnSampler:
         else:
             generate = partial(self._generate_heard, question)
         abort = partial(self._server_manager.abort, self._request_id)
-        return self._cancellation.run_abortable(
-            generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S
+        return run_abortable(
+            generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S, signal=self._signal
         )
 
     async def _generate_heard(self, question: Question) -> TokenOutput:

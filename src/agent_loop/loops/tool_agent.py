@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from agent_loop.episode import Completion, Episode, EpisodeStopped
@@ -41,6 +41,8 @@ class ToolAgentLoop(AgentLoopBase):
             self.state = AgentState.GENERATING
             while self.state is not AgentState.TERMINATED:
                 completion = await self._generate(episode)
+                if episode.stop_reason is StopReason.CANCELLED:
+                    raise EpisodeStopped(episode.stop_reason)
                 self.state = self._after(completion, episode)
                 if self.state is AgentState.PROCESSING_TOOLS:
                     self.state = await self._process_tools(episode, completion)
@@ -49,17 +51,14 @@ class ToolAgentLoop(AgentLoopBase):
             await episode.finish()
             return episode.output()
 
-    async def _generate(self, episode: Episode) -> Completion:
+    def _generate(self, episode: Episode) -> Awaitable[Completion]:
         """On the last turn that the limits allow, the model is stopped as soon as it opens a call: nobody could run
         it."""
         stop_token_ids = self.template.call_start_ids() if episode.is_last_turn and episode.has_tools else ()
-        completion = await episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
-        if episode.stop_reason is StopReason.CANCELLED:
-            raise EpisodeStopped(episode.stop_reason)
-        return completion
+        return episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
 
     def _after(self, completion: Completion, episode: Episode) -> AgentState:
-        if completion.calls:
+        if completion.parsed.calls:
             if episode.may_go_on():
                 return AgentState.PROCESSING_TOOLS
             for call in completion.calls:
@@ -123,6 +122,8 @@ class ToolAgentLoop(AgentLoopBase):
     def _answer(self, response: ToolResponse, episode: Episode, *, call: ToolCall) -> Message:
         """A tool's answer; images and videos come before its text."""
         reply = self._reply(response.text or "", episode, call=call)
+        if not (response.image or response.video):
+            return reply
         media = [("image", image) for image in response.image or ()]
         media += [("video", video) for video in response.video or ()]
         for kind, _ in media:
@@ -132,11 +133,9 @@ class ToolAgentLoop(AgentLoopBase):
                     f"tool {call.name!r} answered with {'an image' if kind == 'image' else 'a video'}; "
                     f"only {known} reaches this model"
                 )
-        if media:
-            parts: list[Message] = [{"type": kind, kind: source} for kind, source in media]
-            text = [{"type": "text", "text": reply["content"]}] if reply["content"] else []
-            reply["content"] = parts + text
-        return reply
+        parts: list[Message] = [{"type": kind, kind: source} for kind, source in media]
+        text = [{"type": "text", "text": reply["content"]}] if reply["content"] else []
+        return {**reply, "content": parts + text}
 
     def _reply(self, text: str, episode: Episode, *, call: ToolCall | None = None) -> Message:
         config = self.context.multi_turn

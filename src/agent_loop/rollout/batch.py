@@ -137,9 +137,9 @@ def _lag_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """How late the event loops were: at most, in the mean, and the share of time in which one was held up."""
     each = [t.output.metrics for t in trajectories]
     return {
-        "timing/event_loop_lag_max_s": max(m.event_loop_lag_max for m in each),
-        "timing/event_loop_lag_mean_s": sum(m.event_loop_lag_mean for m in each) / len(each),
-        "timing/event_loop_late_share": sum(m.event_loop_late_share for m in each) / len(each),
+        "timing/event_loop_lag_max_s": max([m.event_loop_lag_max for m in each]),
+        "timing/event_loop_lag_mean_s": sum([m.event_loop_lag_mean for m in each]) / len(each),
+        "timing/event_loop_late_share": sum([m.event_loop_late_share for m in each]) / len(each),
     }
 
 

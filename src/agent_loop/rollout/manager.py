@@ -327,8 +327,10 @@ class AgentLoopManager:
     def _jobs(
         self, rows: Sequence[Row], *, n: int | None, validate: bool, label: str = "", greedy: bool = False
     ) -> list[Job]:
+        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
+        known = {*self._context.tools, *methods}
         for number, row in enumerate(rows):
-            self._check_row(row, number=number)
+            self._check_row(row, number=number, known=known)
         n = n or (self.config.val.n if validate else self.config.n)
         params = {**self._sampling_params(validate=validate), **({"temperature": 0.0} if greedy else {})}
         return [
@@ -359,18 +361,20 @@ class AgentLoopManager:
                 ran = await self._workers.run(jobs, budget=budget, on_trajectory=note)
         return _in_order([*ended, *ran]) if ended else ran
 
-    def _check_row(self, row: Row, *, number: int) -> None:
+    def _check_row(self, row: Row, *, number: int, known: Collection[str]) -> None:
+        """Args: known: The names of all tools, those of environments included."""
         if "raw_prompt" not in row:
             raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
         if row.get("agent_name"):
             self._loops.get(str(row["agent_name"]), where=f"row {number}: agent_name")
-        _refuse_unknown(row.get("tools_kwargs") or (), self._context.tools, f"row {number}: tools_kwargs")
-        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
-        known = {*self._context.tools, *methods}
-        read_selection(row.get("tool_selection"), known=known, where=f"row {number}: tool_selection")
+        if kwargs := row.get("tools_kwargs"):
+            _refuse_unknown(kwargs, self._context.tools, f"row {number}: tools_kwargs")
+        if "tool_selection" in row:
+            read_selection(row["tool_selection"], known=known, where=f"row {number}: tool_selection")
         interaction: Mapping[str, Any] = row.get("interaction_kwargs") or {}
-        names = [interaction["name"]] if "name" in interaction else []
-        _refuse_unknown(names, self._context.interactions, f"row {number}: interaction_kwargs.name")
+        if "name" in interaction:
+            name = interaction["name"]
+            _refuse_unknown([name], self._context.interactions, f"row {number}: interaction_kwargs.name")
 
     def _sampling_params(self, *, validate: bool) -> Mapping[str, Any]:
         source = self.config.val if validate else self.config

@@ -335,7 +335,8 @@ class LoadBalancer:
         server.work += work
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
-        self.policy.begun(request, on=server)
+        if len(self._servers) > 1:
+            self.policy.begun(request, on=server)
         self._changed[server.name] = server
         lease = self._leases[request.id] = Lease(request, server.name, work, moved_from, session.num_cached)
         return lease

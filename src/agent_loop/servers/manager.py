@@ -17,7 +17,6 @@ from agent_loop.concurrency import running_beside
 from agent_loop.errors import ServerDied
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
-from agent_loop.servers.place import Place
 from agent_loop.servers.pool import RequestAborted, ServerPool
 from agent_loop.servers.work import Work
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
@@ -81,8 +80,8 @@ class AsyncLLMServerManager:
         keeps_parts = self._pool.num_servers > 1
         while True:
             try:
-                with self._place(work) as place:
-                    await place.occupy()
+                with self._pool.place(work, timeout_s=self._request_timeout_s) as place:
+                    await self._pool.occupy(place)
                     streams = keeps_parts and Ability.STREAMING in place.server.abilities
                     take = work.take_parts if streams else work.take_whole
                     place.fill(await place.run(partial(take, place.server)))
@@ -115,8 +114,8 @@ class AsyncLLMServerManager:
         while True:
             num_before = len(work.chunks)
             try:
-                with self._place(work) as place:
-                    await place.occupy()
+                with self._pool.place(work, timeout_s=self._request_timeout_s) as place:
+                    await self._pool.occupy(place)
                     async with aclosing(work.stream_on(place.server)) as chunks:
                         while (chunk := await place.run(partial(anext, chunks, None))) is not None:
                             work.chunks.append(chunk)
@@ -223,14 +222,6 @@ class AsyncLLMServerManager:
     async def close(self) -> None:
         """Ends all servers."""
         await self._pool.close()
-
-    def _place(self, work: Work) -> Place:
-        return self._pool.place(
-            work.request_id,
-            num_prompt_tokens=len(work.prompt_ids) + work.num_tokens,
-            max_tokens=work.params.max_tokens,
-            timeout_s=self._request_timeout_s,
-        )
 
     def _give_up_on(self, error: ServerDied) -> bool:
         """Leaves a dead server out; tells whether it was the last one."""

@@ -17,11 +17,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Desk(Protocol):
-    """Who gives places out."""
-
-    async def occupy(self, place: Place) -> None:
-        """Gives it a server; waits in line if all are full."""
-        ...
+    """Who gives places out, and takes them back."""
 
     def leave(self, place: Place) -> None:
         """Takes it back, or out of the line."""
@@ -29,7 +25,7 @@ class Desk(Protocol):
 
 
 class Place:
-    """A place on a server for one completion, for `with`; `await occupy()` once inside. Single use.
+    """A place on a server for one completion, for `with`; inside, the desk's `occupy` takes it. Single use.
 
     Args:
         request: The completion.
@@ -61,16 +57,6 @@ class Place:
 
     def __exit__(self, *_: object) -> None:
         self._desk.leave(self)
-
-    def occupy(self) -> Awaitable[None]:
-        """Takes the place; waits in line if all servers are full.
-
-        Raises, when it is awaited:
-            ServerDied: No server is left.
-            ServerTimeout: None became free in time.
-            RequestAborted: It was aborted before there was a place.
-        """
-        return self._desk.occupy(self)
 
     def give(self, server: AsyncServerBase, *, num_known_tokens: int) -> None:
         """Of the desk: this is the place."""

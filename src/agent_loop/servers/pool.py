@@ -17,6 +17,7 @@ from agent_loop.servers.forecast import Forecast, TurnsLeft
 from agent_loop.servers.place import Place
 from agent_loop.servers.policy import Policy
 from agent_loop.servers.use import ServerUse
+from agent_loop.servers.work import Work
 from agent_loop.time_scope import TimeScope
 from agent_loop.waits import WaitKind, waiting_for
 from agent_loop.weights.shared import SenderPool, SharedWeights
@@ -60,6 +61,8 @@ class ServerPool:
         self.num_failovers = 0
         """Requests that lost their server while they ran."""
         self._servers: dict[str, AsyncServerBase] = {}
+        self.num_servers = 0
+        """Lost ones included."""
         self._lost: dict[str, str] = {}
         """Why each server that is left out is."""
         self.use = ServerUse()
@@ -78,10 +81,6 @@ class ServerPool:
     def servers(self) -> Sequence[AsyncServerBase]:
         """All of them, lost ones included."""
         return tuple(self._servers.values())
-
-    @property
-    def num_servers(self) -> int:
-        return len(self._servers)
 
     @property
     def lost(self) -> dict[str, str]:
@@ -120,17 +119,23 @@ class ServerPool:
         share, running = self.kv_cache_share, self.balancer.num_running_tokens
         return None if share is None or not running else share * self.balancer.num_session_tokens / running
 
-    def place(
-        self, session: str, *, num_prompt_tokens: int, max_tokens: int | None, timeout_s: float | None
-    ) -> Place:
-        """A place for one completion, which is not taken yet."""
+    def place(self, work: Work, *, timeout_s: float | None) -> Place:
+        """A place for what is left of a completion, which is not taken yet."""
+        session = work.request_id
         remaining = 0.0 if self._forecast is None else self._forecast.begin_turn(session)
         request_id = f"{session}/{next(self._numbers)}"
-        request = Request(request_id, session, "", num_prompt_tokens, max_tokens, remaining)
+        num_prompt_tokens = len(work.prompt_ids) + work.num_tokens
+        request = Request(request_id, session, "", num_prompt_tokens, work.params.max_tokens, remaining)
         return Place(request, desk=self, timeout_s=timeout_s)
 
     async def occupy(self, place: Place) -> None:
-        """For the place itself."""
+        """Gives a place a server; waits in line if all are full.
+
+        Raises:
+            ServerDied: No server is left.
+            ServerTimeout: None became free in time.
+            RequestAborted: `abort` came before there was a place.
+        """
         request = place.request
         if len(self._lost) == len(self._servers):
             raise self._none_left(request.session)
@@ -260,6 +265,7 @@ class ServerPool:
     def _join(self, server: AsyncServerBase) -> None:
         granted = self.balancer.add_server(server.name, max_in_flight=server.max_concurrent)
         self._servers[server.name] = server
+        self.num_servers = len(self._servers)
         self._hand_out(granted)
 
     def _rejoin(self, name: str) -> None:

@@ -70,12 +70,12 @@ class BaseTool(ABC):
         """See `check_declarations`."""
         return check_declarations(self)
 
-    @property
+    @cached_property
     def has_state(self) -> bool:
         """Whether it has instances to create and release: it defines either."""
         return _is_own(self.create, BaseTool.create) or _is_own(self.release, BaseTool.release)
 
-    @property
+    @cached_property
     def has_verdict(self) -> bool:
         """Whether it defines `calc_reward`."""
         return _is_own(self.calc_reward, BaseTool.calc_reward)

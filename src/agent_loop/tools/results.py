@@ -58,8 +58,8 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
     if reward is not None:
         reward = read_reward(reward, where=f"tool {name!r}")
-    if response.text is not None and (text := _encodable(response.text)) != response.text:
-        response = replace(response, text=text)
+    if response.text and not response.text.isascii():
+        response = replace(response, text=_encodable(response.text))
     return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
 
 

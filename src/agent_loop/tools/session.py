@@ -79,13 +79,15 @@ class ToolSession:
     @property
     def num_open(self) -> int:
         """Tool instances that were opened and not yet closed."""
-        return sum(instance.num_open for instance in self._instances.values())
+        return sum([instance.num_open for instance in self._instances.values()])
 
     @property
     def has_verdict(self) -> bool:
         """Whether a tool that was used has one."""
-        used = [name for name, instance in self._instances.items() if instance.instance_id is not None]
-        return any(self._tools[name].has_verdict for name in used)
+        for name, instance in self._instances.items():
+            if instance.instance_id is not None and self._tools[name].has_verdict:
+                return True
+        return False
 
     def on_replay(self, name: str) -> OnReplay:
         """What a tool declares; nothing is lost where there is none of that name."""

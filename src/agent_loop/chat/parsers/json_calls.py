@@ -49,7 +49,7 @@ def decode_json(text: str) -> Any:
         JsonFault: It holds none, more than one, or one that is refused (see above).
     """
     try:
-        value = _DECODER.decode(text)
+        value, end = _DECODER.raw_decode(text, len(text) - len(text.lstrip(_SPACE)))
     except json.JSONDecodeError as error:
         raise JsonFault(_describe(error)) from error
     except RecursionError as error:
@@ -58,6 +58,8 @@ def decode_json(text: str) -> Any:
         raise
     except ValueError as error:
         raise JsonFault("a number in it has too many digits") from error
+    if text[end:].strip(_SPACE):
+        raise JsonFault("there is more behind the first value; write one call at a time")
     if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
         raise JsonFault(f"it is nested more than {MAX_DEPTH} levels deep")
     if _SURROGATE.search(text) and not _is_encodable(value):
@@ -128,12 +130,10 @@ def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[
     end, marker = find_first(text, start, closings + stops)
     is_closed = marker in closings
     body = text[start:end]
-    if is_closed:
-        try:
-            return Body(body, end + len(marker), is_closed, decode_json(body))
-        except JsonFault:
-            pass  # the closing may stand in a string
-    scanned = scan_json(text, start)
+    value = _decoded(body) if is_closed else None
+    if value is not None:
+        return Body(body, end + len(marker), is_closed, value)
+    scanned = scan_json(text, start)  # (the closing may stand in a string)
     after = skip_space(text, scanned.end)
     for closing in closings if scanned.is_closed else ():
         if text.startswith(closing, after):
@@ -161,7 +161,17 @@ def scan_json(text: str, start: int) -> Body:
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|[\s,:+\-.0-9Eaeflnrstu]++', re.DOTALL)
+_SPACE = " \t\n\r"
+"""Of JSON."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _decoded(text: str) -> Any:
+    """The value that a text holds; None where it cannot be read."""
+    try:
+        return decode_json(text)
+    except JsonFault:
+        return None
 
 
 def _as_call(
@@ -178,8 +188,6 @@ def _as_call(
 
 
 def _describe(error: json.JSONDecodeError) -> str:
-    if error.msg.startswith("Extra data"):
-        return "there is more behind the first value; write one call at a time"
     if error.doc[error.pos : error.pos + 1] == "'":
         return f"write keys and strings in double quotes, not single ones (character {error.pos})"
     return str(error)
