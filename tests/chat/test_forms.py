@@ -160,6 +160,42 @@ def test_templates_of_model_families_are_written_as_they_write(name: str, first:
     check(template_of(name), template_of(name, "tokenizers"), first, second)
 
 
+names = st.sampled_from([None, "tool", "other", "get_weather"])
+call_ids = st.sampled_from([None, "abcdefghi", "ABCDEFGHI"])
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[list[Message], list[ToolCall]]:
+    """Replies that say whose they are, or leave it to the calls; these are as many as the replies, or not."""
+    replies: list[Message] = []
+    for _ in range(draw(st.integers(1, 3))):
+        reply: Message = {"role": draw(st.sampled_from(["tool", "tool", "user"])), "content": draw(texts)}
+        keys = {
+            "name": draw(names),
+            "tool_call_id": draw(call_ids),
+            "more": draw(st.sampled_from([None, "1"])),
+        }
+        replies.append(reply | {key: value for key, value in keys.items() if value is not None})
+    calls = [
+        ToolCall(draw(names) or "last", {}, id=draw(call_ids) or "") for _ in range(draw(st.integers(0, 3)))
+    ]
+    return replies, calls
+
+
+@pytest.mark.parametrize("name", SMALL)
+@settings(max_examples=60, deadline=None)
+@given(conversation=conversations())
+def test_replies_that_look_like_others_are_written_as_what_they_are(
+    name: str, conversation: tuple[list[Message], list[ToolCall]]
+) -> None:
+    template, (replies, calls) = template_of(name), conversation
+    try:
+        expected = rendered_bridge(template, replies, calls)
+    except ChatTemplateError:
+        return
+    assert template.bridge(replies, calls=calls).tolist() == expected
+
+
 class CountedRenders:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_renders = 0
