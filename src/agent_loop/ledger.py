@@ -27,7 +27,7 @@ class TokenLedger:
         self._segments: list[Segment] = []
         self._num_tokens = 0
         self.num_prompt_tokens = 0
-        self.num_response_tokens = 0
+        self.num_response_tokens = 0  # (kept, since limits ask for it many times per turn)
         self.attachments: tuple[Attachment, ...] = ()
         """Everything attached so far, counted from the first token of `context`."""
 

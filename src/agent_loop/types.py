@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -295,21 +295,19 @@ class ParsedCompletion:
         return message
 
 
-def as_token_ids(token_ids: TokenIds) -> IntArray:
-    """A packed int32 array of the ids, read-only where they were none; no copy if it is one already."""
-    if isinstance(token_ids, np.ndarray):
-        return np.asarray(token_ids, np.int32)
-    try:  # as numpy does it, in less than half of the time
-        return np.frombuffer(struct.pack(f"{len(token_ids)}i", *token_ids), np.int32)
-    except (struct.error, OverflowError):
-        return np.asarray(token_ids, np.int32)  # it takes what is nearly a number, or says what is wrong
+def _packer(code: Literal["i", "f"], dtype: Any) -> Callable[[Sequence[float] | NDArray[Any]], NDArray[Any]]:
+    def packed(numbers: Sequence[float] | NDArray[Any]) -> NDArray[Any]:
+        if isinstance(numbers, np.ndarray):
+            return np.asarray(numbers, dtype)
+        try:  # as numpy does it, in less than half of the time
+            return np.frombuffer(struct.pack(f"{len(numbers)}{code}", *numbers), dtype)
+        except (struct.error, OverflowError):
+            return np.asarray(numbers, dtype)  # it takes what is nearly a number, or says what is wrong
+
+    return packed
 
 
-def as_log_probs(log_probs: Sequence[float] | FloatArray) -> FloatArray:
-    """The same in float32 for log-probs."""
-    if isinstance(log_probs, np.ndarray):
-        return np.asarray(log_probs, np.float32)
-    try:
-        return np.frombuffer(struct.pack(f"{len(log_probs)}f", *log_probs), np.float32)
-    except (struct.error, OverflowError):
-        return np.asarray(log_probs, np.float32)
+as_token_ids: Callable[[TokenIds], IntArray] = _packer("i", np.int32)
+"""A packed int32 array of the ids, read-only where it can be; no copy if it is one already."""
+as_log_probs: Callable[[Sequence[float] | FloatArray], FloatArray] = _packer("f", np.float32)
+"""A packed float32 array of them, as for the ids."""

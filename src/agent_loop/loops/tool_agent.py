@@ -58,7 +58,7 @@ class ToolAgentLoop(AgentLoopBase):
         return episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
 
     def _after(self, completion: Completion, episode: Episode) -> AgentState:
-        if completion.parsed.calls:
+        if completion.calls:
             if episode.may_go_on():
                 return AgentState.PROCESSING_TOOLS
             for call in completion.calls:

@@ -172,7 +172,7 @@ class LoadBalancer:
         if session is not None and session.server is server and num_new_tokens is not None:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
         self._changed[server.name] = server
-        return self._fill(server) if self._waiting else []
+        return self._fill(server)
 
     @contextmanager
     def lease(self, session: str) -> Generator[str]:
@@ -335,8 +335,7 @@ class LoadBalancer:
         server.work += work
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
-        if len(self._servers) > 1:
-            self.policy.begun(request, on=server)
+        self.policy.begun(request, on=server)
         self._changed[server.name] = server
         lease = self._leases[request.id] = Lease(request, server.name, work, moved_from, session.num_cached)
         return lease

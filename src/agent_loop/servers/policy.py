@@ -126,7 +126,7 @@ class Policy(ABC):
         return expected + self.config.prefill_cost * max(0, request.num_prompt_tokens - num_cached)
 
     def begun(self, request: Request, *, on: ServerState) -> None:
-        """A request went to a server, whose counts include it. Not told while there is no other server."""
+        """A request went to a server, whose counts include it."""
 
     def ended(
         self, request: Request, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
@@ -180,8 +180,6 @@ class LeastWork(Policy):
         self, request: Request, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
     ) -> None:
         super().ended(request, on=on, num_new_tokens=num_new_tokens, seconds=seconds)
-        if request.id not in self.speeds.begun:
-            return
         self.speeds.end(
             request.id,
             num_in_flight=on.num_in_flight + on.num_outside,

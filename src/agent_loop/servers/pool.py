@@ -61,8 +61,6 @@ class ServerPool:
         self.num_failovers = 0
         """Requests that lost their server while they ran."""
         self._servers: dict[str, AsyncServerBase] = {}
-        self.num_servers = 0
-        """Lost ones included."""
         self._lost: dict[str, str] = {}
         """Why each server that is left out is."""
         self.use = ServerUse()
@@ -81,6 +79,10 @@ class ServerPool:
     def servers(self) -> Sequence[AsyncServerBase]:
         """All of them, lost ones included."""
         return tuple(self._servers.values())
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers)
 
     @property
     def lost(self) -> dict[str, str]:
@@ -159,9 +161,7 @@ class ServerPool:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_known_tokens=place.num_known_tokens,
             )
-        granted = self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds)
-        if granted:
-            self._hand_out(granted)
+        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
 
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""
@@ -265,7 +265,6 @@ class ServerPool:
     def _join(self, server: AsyncServerBase) -> None:
         granted = self.balancer.add_server(server.name, max_in_flight=server.max_concurrent)
         self._servers[server.name] = server
-        self.num_servers = len(self._servers)
         self._hand_out(granted)
 
     def _rejoin(self, name: str) -> None:

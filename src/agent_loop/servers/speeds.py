@@ -86,8 +86,7 @@ class SpeedEstimate:
         self.overhead = 0.0
         """What a step costs beside its requests, in requests; 0 before any completion was timed."""
         self._servers: defaultdict[str, _Server] = defaultdict(_Server)
-        self.begun: dict[str, tuple[str, int, int]] = {}
-        """By request: its server, and what was seen of that before."""
+        self._begun: dict[str, tuple[str, int, int]] = {}
         self._fleet = _Fleet()
         self._speeds: dict[str, float] = {}
         """Worked out since the last completion that was timed."""
@@ -95,7 +94,7 @@ class SpeedEstimate:
     def begin(self, request_id: str, *, server: str, num_in_flight: int) -> None:
         """A request went to a server, which has so many by that."""
         known = self._servers[server]
-        self.begun[request_id] = (server, known.in_flight_seen, known.num_seen)
+        self._begun[request_id] = (server, known.in_flight_seen, known.num_seen)
         known.in_flight_seen += num_in_flight
         known.num_seen += 1
 
@@ -113,7 +112,7 @@ class SpeedEstimate:
             num_new_tokens: None if it failed.
             seconds: From `begin` to the last token; None if nobody measured.
         """
-        begun = self.begun.pop(request_id, None)
+        begun = self._begun.pop(request_id, None)
         if begun is None:
             return
         server, seen_before, num_before = begun
@@ -133,7 +132,7 @@ class SpeedEstimate:
         """A server is gone, with all that ran on it."""
         self._servers.pop(server, None)
         self._speeds.pop(server, None)
-        self.begun = {request: begun for request, begun in self.begun.items() if begun[0] != server}
+        self._begun = {request: begun for request, begun in self._begun.items() if begun[0] != server}
 
     def of(self, server: str) -> float:
         """The server's speed, relative to the others."""

@@ -47,7 +47,7 @@ class Work:
 
     async def take_whole(self, server: AsyncServerBase) -> TokenOutput:
         """Has a server complete it; what that made of it."""
-        prompt_ids, params = self._rest() if self.chunks else (self.prompt_ids, self.params)
+        prompt_ids, params = self._rest()
         output = await server.generate(prompt_ids, params, self.request_id, **self._more)
         self.output = output
         if self.chunks:
@@ -72,7 +72,7 @@ class Work:
         return TokenOutput.from_chunks(self.chunks[first:]) if first else self.output
 
     def stream_on(self, server: AsyncServerBase) -> AsyncGenerator[TokenChunk]:
-        prompt_ids, params = self._rest() if self.chunks else (self.prompt_ids, self.params)
+        prompt_ids, params = self._rest()
         return server.stream(prompt_ids, params, self.request_id, **self._more)
 
     def set_aside(self) -> None:
@@ -86,7 +86,9 @@ class Work:
             self.chunks.append(TokenChunk([], [], num_preempted=1))
 
     def _rest(self) -> tuple[IntArray, SamplingParams]:
-        """What is still to be done, where some of it was."""
+        """What is still to be done."""
+        if not self.chunks:
+            return self.prompt_ids, self.params
         sampled = [token for chunk in self.chunks for token in chunk.token_ids]
         max_tokens = None if self.params.max_tokens is None else self.params.max_tokens - len(sampled)
         prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])

@@ -66,11 +66,6 @@ class BaseTool(ABC):
         return ArgumentsCheck(self.tool_schema)
 
     @cached_property
-    def replay(self) -> OnReplay:
-        """See `check_declarations`."""
-        return check_declarations(self)
-
-    @cached_property
     def has_state(self) -> bool:
         """Whether it has instances to create and release: it defines either."""
         return _is_own(self.create, BaseTool.create) or _is_own(self.release, BaseTool.release)

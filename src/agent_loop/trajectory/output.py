@@ -113,7 +113,12 @@ class AgentLoopOutput:
                 response_logprobs=response_logprobs,
                 weight_version=weight_version,
             )
-        elif not prompt_ids is response_ids is response_mask is response_logprobs is None:
+        elif not (
+            prompt_ids is None
+            and response_ids is None
+            and response_mask is None
+            and response_logprobs is None
+        ):
             raise EpisodeError("AgentLoopOutput got segments and token lists; give one of the two")
         segments = tuple(segments)
         vars(self).update(

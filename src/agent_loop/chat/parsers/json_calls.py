@@ -92,7 +92,7 @@ def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool)
     name, call_id = fields.get("name"), fields.get("id")
     if not isinstance(name, str) or not name:
         return malformed(text, 'the call has no "name", or it is not a string')
-    key = keys[0] if keys[0] in fields else next((key for key in keys[1:] if key in fields), None)
+    key = next(filter(fields.__contains__, keys), None)
     if key is None and not fields.keys() <= {"name", "id", "type"}:
         return malformed(text, f'the call has no "{keys[0]}"')
     arguments: Any = fields[key] if key else {}
