@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ Message: TypeAlias = dict[str, Any]
 """One chat message in the OpenAI form: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`."""
 Row: TypeAlias = Mapping[str, Any]
 """One line of a data set: `raw_prompt` (the messages) and any other columns."""
+ValueT = TypeVar("ValueT")
 
 
 class StopReason(StrEnum):
@@ -58,7 +59,14 @@ class Origin(StrEnum):
     INTERACTION = "interaction"
 
 
-@dataclass(frozen=True, slots=True)
+def changed(value: ValueT, **changes: Any) -> ValueT:
+    """As `dataclasses.replace`, in a third of the time: no check is run again. Not for classes with slots."""
+    copy = object.__new__(type(value))
+    vars(copy).update(vars(value), **changes)
+    return copy
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How one completion is sampled. Loops pass plain mappings; servers receive this."""
 
@@ -97,7 +105,7 @@ class SamplingParams:
         """
         if isinstance(params, SamplingParams):
             return params
-        known = cls.__slots__
+        known = cls.__dataclass_fields__
         for key in params:
             if key not in known:
                 raise SamplingParamsError(f"unknown sampling parameter {key!r}{did_you_mean(key, known)}")
@@ -106,17 +114,8 @@ class SamplingParams:
         return cls(**values)
 
     def limited(self, max_tokens: int, *, more_stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
-        """The same with another `max_tokens` and more stop tokens."""
-        return SamplingParams(  # (`replace` takes three times as long, once per turn)
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            max_tokens,
-            self.stop_token_ids + more_stop_token_ids,
-            self.seed,
-            self.ignore_eos,
-            self.repetition_penalty,
-        )
+        """The same with another `max_tokens`, at least 1, and more stop tokens."""
+        return changed(self, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids + more_stop_token_ids)
 
 
 ServerStopReason: TypeAlias = Literal["stop", "length", "aborted"]

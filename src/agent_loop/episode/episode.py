@@ -180,7 +180,7 @@ class Episode:
         completion = self._record_turn(sampled)
         if sampled.stop_reason == "aborted":
             self.stop(StopReason.CANCELLED)
-        elif (completion.is_cut or completion.calls) and self.num_tokens_left <= 0:
+        elif self.num_tokens_left <= 0 and (completion.is_cut or completion.calls):
             self.stop(StopReason.RESPONSE_LENGTH)
         return completion
 

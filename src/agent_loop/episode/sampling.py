@@ -68,25 +68,8 @@ class TurnSampler:
             Cut: The episode was cancelled, and nothing was sampled.
             ServerError: The server failed.
         """
-        if begun is None:
-            return self._sample(question, keep_partial=keep_partial)
-        return self._sample_rest(question, begun, keep_partial=keep_partial)
-
-    async def _sample_rest(
-        self, question: Question, begun: TokenOutput, *, keep_partial: Callable[[TokenOutput], object]
-    ) -> TokenOutput:
-        if question.params.max_tokens is not None and len(begun.token_ids) >= question.params.max_tokens:
-            return TokenOutput([], [], "length", weight_version=begun.weight_version)
-        try:
-            return await self._sample(
-                question.after(begun), keep_partial=lambda rest: keep_partial(begun.then(rest))
-            )
-        except Cut:
-            return TokenOutput([], [], "aborted", weight_version=begun.weight_version)
-
-    def _sample(
-        self, question: Question, *, keep_partial: Callable[[TokenOutput], object]
-    ) -> Awaitable[TokenOutput]:
+        if begun is not None:
+            return self._sample_rest(question, begun, keep_partial=keep_partial)
         if question.hear is None:
             generate = partial(
                 self._server_manager.generate,
@@ -101,6 +84,18 @@ class TurnSampler:
         return run_abortable(
             generate, abort=abort, keep_partial=keep_partial, grace_s=ABORT_GRACE_S, signal=self._signal
         )
+
+    async def _sample_rest(
+        self, question: Question, begun: TokenOutput, *, keep_partial: Callable[[TokenOutput], object]
+    ) -> TokenOutput:
+        if question.params.max_tokens is not None and len(begun.token_ids) >= question.params.max_tokens:
+            return TokenOutput([], [], "length", weight_version=begun.weight_version)
+        try:
+            return await self.sample(
+                question.after(begun), None, keep_partial=lambda rest: keep_partial(begun.then(rest))
+            )
+        except Cut:
+            return TokenOutput([], [], "aborted", weight_version=begun.weight_version)
 
     async def _generate_heard(self, question: Question) -> TokenOutput:
         """Samples token by token, as long as it may go on."""

@@ -21,10 +21,10 @@ from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.turn_log import TurnLog
-from agent_loop.types import Message, StopReason
+from agent_loop.types import Message, StopReason, changed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoopContext:
     """What a worker gives to each loop."""
 
@@ -44,17 +44,7 @@ class LoopContext:
         self, server_manager: AsyncLLMServerManager, *, new_log: Callable[[], TurnLog] | None
     ) -> LoopContext:
         """The same for one trajectory."""
-        return LoopContext(  # (`replace` takes three times as long)
-            server_manager,
-            self.template,
-            self.limits,
-            self.multi_turn,
-            self.tools,
-            self.interactions,
-            self.environments,
-            new_log,
-            self.cancellation,
-        )
+        return changed(self, server_manager=server_manager, new_log=new_log)
 
 
 class AgentLoopBase(ABC):

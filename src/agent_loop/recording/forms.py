@@ -163,7 +163,7 @@ def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[
         "tool_schemas": output.tool_schemas,
         "row_messages": len(prompt) if begins_with_row else 0,
         "messages": messages[len(prompt) :] if begins_with_row else messages,
-        "metrics": {name: getattr(output.metrics, name) for name in AgentLoopMetrics.__slots__},
+        "metrics": dict(vars(output.metrics)),
         "feedback": [_feedback_form(feedback) for feedback in output.feedback],
         "incidents": [_incident_form(incident) for incident in output.incidents],
         "failure": output.failure and [output.failure.error, output.failure.traceback],

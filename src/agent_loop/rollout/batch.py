@@ -17,7 +17,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.column_memory import ColumnMemory
 from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import AgentLoopMetrics, Trajectory
 
 RolloutBatch: TypeAlias = TensorDict
 """What `assemble` returns; its docstring lists the columns."""
@@ -114,8 +114,9 @@ def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """
     if not trajectories:
         return {}
+    each = [t.output.metrics for t in trajectories]
     columns = {
-        name: [float(getattr(t.output.metrics, name)) for t in trajectories]
+        name: [float(getattr(m, name)) for m in each]
         for name in ("generate_sequences", "tool_calls", "num_preempted")
     }
     metrics: dict[str, float] = {}
@@ -130,12 +131,11 @@ def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     output = trajectories[slowest].output
     metrics["agent_loop/slowest/prompt_length"] = float(len(output.prompt_ids))
     metrics["agent_loop/slowest/response_length"] = float(len(output.response_ids))
-    return metrics | _lag_metrics(trajectories)
+    return metrics | _lag_metrics(each)
 
 
-def _lag_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _lag_metrics(each: Sequence[AgentLoopMetrics]) -> dict[str, float]:
     """How late the event loops were: at most, in the mean, and the share of time in which one was held up."""
-    each = [t.output.metrics for t in trajectories]
     return {
         "timing/event_loop_lag_max_s": max([m.event_loop_lag_max for m in each]),
         "timing/event_loop_lag_mean_s": sum([m.event_loop_lag_mean for m in each]) / len(each),

@@ -22,8 +22,9 @@ class FlatTokens:
     """
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        prompts = [[s for s in t.output.segments if s.origin is Origin.PROMPT] for t in trajectories]
-        responses = [[s for s in t.output.segments if s.origin is not Origin.PROMPT] for t in trajectories]
+        of_prompt = Origin.PROMPT
+        prompts = [[s for s in t.output.segments if s.origin is of_prompt] for t in trajectories]
+        responses = [[s for s in t.output.segments if s.origin is not of_prompt] for t in trajectories]
         self._trajectories = trajectories
         self._responses = responses
         self._in_order = list(chain.from_iterable(chain.from_iterable(zip(prompts, responses, strict=True))))
@@ -55,9 +56,12 @@ class FlatTokens:
     @property
     def log_probs_M(self) -> FloatArray | None:
         """None unless every sampled token has one."""
-        if any(s.log_probs is None for s in self._of_responses if s.origin is Origin.MODEL):
+        by_model = Origin.MODEL
+        if [s for s in self._of_responses if s.log_probs is None and s.origin is by_model]:
             return None
-        return _join([_log_probs(s) for s in self._of_responses], np.float32)
+        zeros = np.zeros(self._segment_lengths.max(initial=0), np.float32)
+        log_probs = [zeros[: len(s)] if s.log_probs is None else s.log_probs for s in self._of_responses]
+        return _join(log_probs, np.float32)
 
     def _repeated(self, values: Sequence[Any], dtype: Any) -> NDArray[Any]:
         """The value of each segment of the responses, for each of its tokens."""
@@ -67,9 +71,10 @@ class FlatTokens:
 def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence[Segment]]) -> list[bool]:
     """For each segment of each response whether it is the model's, and nobody before it is trained on it."""
     trained: set[int] = set()
+    by_model = Origin.MODEL
     is_trained: list[bool] = []
     for trajectory, segments in zip(trajectories, responses, strict=True):
-        is_trained += [s.origin is Origin.MODEL and id(s) not in trained for s in segments]
+        is_trained += [s.origin is by_model and id(s) not in trained for s in segments]
         if trajectory.branch is not None and trajectory.reward is not None:
             trained.update(map(id, segments))
     return is_trained
@@ -81,10 +86,6 @@ def runs(flat: NDArray[Any], lengths_B: IndexArray) -> Iterator[NDArray[Any]]:
     for length in lengths_B.tolist():
         start, end = end, end + length
         yield flat[start:end]
-
-
-def _log_probs(segment: Segment) -> FloatArray:
-    return np.zeros(len(segment), np.float32) if segment.log_probs is None else segment.log_probs
 
 
 def _lengths(segments: Sequence[Segment]) -> IndexArray:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template
+from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_shielded, run_until, running_beside
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from agent_loop.rollout.batch import RolloutBatch
 
 CLOSE_TIMEOUT_S = 30.0
+LARGE_BATCH = 100_000
+"""Tokens with their padding: from here on, a batch takes milliseconds to assemble, which the event loop is spared. In a
+thread it takes half as long again, as another core has none of it in its caches."""
 
 
 class AgentLoopManager:
@@ -112,22 +117,30 @@ class AgentLoopManager:
         Raises:
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
         """
+        with rare_collections():  # (the next one finds the batch alone, not all that it was made of)
+            return await self._generate_sequences(rows, n=n, validate=validate)
+
+    async def _generate_sequences(
+        self, rows: Sequence[Row], *, n: int | None, validate: bool
+    ) -> RolloutBatch:
         # late: needs torch; running loops does not
         from agent_loop.rollout.batch import assemble, timing_metrics
         from agent_loop.rollout.jagged import assemble_jagged
 
+        config = self.config
         trajectories = await self.run(rows, n=n, validate=validate)
-        if self.config.pad_to == "none":
-            batch = await run_in_thread(assemble_jagged, trajectories)
-        else:
-            fixed = self.config.pad_to == "limits"
-            batch = await run_in_thread(
+        make = partial(assemble_jagged, trajectories)
+        if config.pad_to != "none":
+            fixed = config.pad_to == "limits"
+            make = partial(
                 assemble,
                 trajectories,
                 pad_token_id=self.template.pad_token_id,
-                prompt_width=self.config.prompt_length if fixed else None,
-                response_width=self.config.response_length if fixed else None,
+                prompt_width=config.prompt_length if fixed else None,
+                response_width=config.response_length if fixed else None,
             )
+        is_large = len(trajectories) * (config.prompt_length + config.response_length) > LARGE_BATCH
+        batch = await run_in_thread(make) if is_large else make()
         batch.set_non_tensor("timing", timing_metrics(trajectories))
         return batch
 

@@ -39,7 +39,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
             for incident in output.incidents
         ],
         "failure": output.failure and {"error": output.failure.error, "traceback": output.failure.traceback},
-        "metrics": {name: getattr(output.metrics, name) for name in output.metrics.__slots__},
+        "metrics": dict(vars(output.metrics)),
         "segments": [_segment(segment) for segment in output.segments],
         "extra_fields": dict(output.extra_fields),
     }

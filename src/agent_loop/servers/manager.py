@@ -79,12 +79,15 @@ class AsyncLLMServerManager:
         # With another server at hand, tokens are taken as they come, so that none are lost with this one.
         keeps_parts = self._pool.num_servers > 1
         while True:
+            place = self._pool.place(work, timeout_s=self._request_timeout_s)
             try:
-                with self._pool.place(work, timeout_s=self._request_timeout_s) as place:
+                try:
                     await self._pool.occupy(place)
                     streams = keeps_parts and Ability.STREAMING in place.server.abilities
                     take = work.take_parts if streams else work.take_whole
                     place.fill(await place.run(partial(take, place.server)))
+                finally:
+                    self._pool.leave(place)
                 return work.output
             except RequestAborted:
                 return TokenOutput.from_chunks([*work.chunks, self._nothing()])
@@ -113,14 +116,17 @@ class AsyncLLMServerManager:
         self._sessions.add(request_id)
         while True:
             num_before = len(work.chunks)
+            place = self._pool.place(work, timeout_s=self._request_timeout_s)
             try:
-                with self._pool.place(work, timeout_s=self._request_timeout_s) as place:
+                try:
                     await self._pool.occupy(place)
                     async with aclosing(work.stream_on(place.server)) as chunks:
                         while (chunk := await place.run(partial(anext, chunks, None))) is not None:
                             work.chunks.append(chunk)
                             yield chunk
                         place.fill(TokenOutput.from_chunks(work.chunks[num_before:]))
+                finally:
+                    self._pool.leave(place)
                 return
             except RequestAborted:
                 yield self._nothing()

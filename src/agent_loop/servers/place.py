@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 from agent_loop.errors import ServerDied, ServerTimeout
 from agent_loop.servers.base import AsyncServerBase
@@ -16,20 +16,11 @@ from agent_loop.waits import WaitKind, waiting_for
 ResultT = TypeVar("ResultT")
 
 
-class Desk(Protocol):
-    """Who gives places out, and takes them back."""
-
-    def leave(self, place: Place) -> None:
-        """Takes it back, or out of the line."""
-        ...
-
-
 class Place:
-    """A place on a server for one completion, for `with`; inside, the desk's `occupy` takes it. Single use.
+    """A place on a server for one completion. Single use.
 
     Args:
         request: The completion.
-        desk: Gives the place out and takes it back.
         timeout_s: How long the request may take, its time in line included; None is no limit.
     """
 
@@ -44,22 +35,15 @@ class Place:
     _scope: TimeScope | None = None
     _loss: ServerDied | None = None
 
-    def __init__(self, request: Request, *, desk: Desk, timeout_s: float | None) -> None:
+    def __init__(self, request: Request, *, timeout_s: float | None) -> None:
         self.request = request
         self.clock = clock_of(asyncio.get_running_loop())
         self.ends_at = None if timeout_s is None else self.clock() + timeout_s
-        self._desk = desk
         self._timeout_s = timeout_s or 0.0
         self._details: dict[str, Any] = {"num_prompt_tokens": request.num_prompt_tokens}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._desk.leave(self)
-
     def give(self, server: AsyncServerBase, *, num_known_tokens: int) -> None:
-        """Of the desk: this is the place."""
+        """Of the pool: this is the place."""
         self.server, self.num_known_tokens = server, num_known_tokens
         self.granted_at = self.clock()
 

@@ -122,13 +122,13 @@ class ServerPool:
         return None if share is None or not running else share * self.balancer.num_session_tokens / running
 
     def place(self, work: Work, *, timeout_s: float | None) -> Place:
-        """A place for what is left of a completion, which is not taken yet."""
+        """A place for what is left of a completion: to be taken with `occupy` and given back with `leave`."""
         session = work.request_id
         remaining = 0.0 if self._forecast is None else self._forecast.begin_turn(session)
         request_id = f"{session}/{next(self._numbers)}"
         num_prompt_tokens = len(work.prompt_ids) + work.num_tokens
         request = Request(request_id, session, "", num_prompt_tokens, work.params.max_tokens, remaining)
-        return Place(request, desk=self, timeout_s=timeout_s)
+        return Place(request, timeout_s=timeout_s)
 
     async def occupy(self, place: Place) -> None:
         """Gives a place a server; waits in line if all are full.
@@ -148,7 +148,7 @@ class ServerPool:
             self._forget(request.session, on=lease.moved_from)
 
     def leave(self, place: Place) -> None:
-        """For the place itself."""
+        """Takes a place back, or out of the line."""
         request = place.request
         self._places.pop(request.id, None)
         num_new_tokens = seconds = None

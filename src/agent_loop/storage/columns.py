@@ -158,7 +158,7 @@ def _texts(trajectory: Trajectory) -> dict[str, Any]:
         "feedback": to_json([{name: getattr(f, name) for name in f.__slots__} for f in output.feedback]),
         "incidents": to_json([{name: getattr(i, name) for name in i.__slots__} for i in output.incidents]),
         "spans": None if spans is None else to_json(spans),
-        "metrics": to_json({name: getattr(output.metrics, name) for name in output.metrics.__slots__}),
+        "metrics": to_json(vars(output.metrics)),
         "reward_extra": to_json(trajectory.reward_extra),
         "extra_fields": to_json(output.extra_fields),
     }

@@ -22,10 +22,10 @@ from agent_loop.trajectory.segments import (
     segments_of_mask,
 )
 from agent_loop.trajectory.trace import Trace
-from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds
+from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds, changed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AgentLoopMetrics:
     """Where the time of one trajectory went. The first three are the names under which they are reported."""
 
@@ -45,15 +45,8 @@ class AgentLoopMetrics:
 
     def with_lag(self, *, max_s: float, mean_s: float, late_share: float) -> AgentLoopMetrics:
         """The same with how late the event loop was."""
-        return AgentLoopMetrics(  # (`replace` takes twice as long)
-            self.generate_sequences,
-            self.tool_calls,
-            self.num_preempted,
-            self.total,
-            self.num_tool_calls,
-            max_s,
-            mean_s,
-            late_share,
+        return changed(
+            self, event_loop_lag_max=max_s, event_loop_lag_mean=mean_s, event_loop_late_share=late_share
         )
 
 
@@ -137,15 +130,15 @@ class AgentLoopOutput:
 
     def failed(self, failure: Failure) -> AgentLoopOutput:
         """The same trajectory, ended by a failure."""
-        return self._with(stop_reason=StopReason.FAILED, failure=failure)
+        return changed(self, stop_reason=StopReason.FAILED, failure=failure)
 
     def measured(self, metrics: AgentLoopMetrics) -> AgentLoopOutput:
         """The same trajectory with other metrics."""
-        return self._with(metrics=metrics)
+        return changed(self, metrics=metrics)
 
     def noted(self, incident: Incident) -> AgentLoopOutput:
         """The same trajectory with one more named loss."""
-        return self._with(incidents=(*self.incidents, incident))
+        return changed(self, incidents=(*self.incidents, incident))
 
     @cached_property
     def prompt_ids(self) -> IntArray:
@@ -215,17 +208,11 @@ class AgentLoopOutput:
                 return str(message.get("content") or "")
         return ""
 
-    def _with(self, **changed: Any) -> AgentLoopOutput:
-        """The same trajectory with other fields; not with other segments, from which the rest is derived."""
-        copied = object.__new__(AgentLoopOutput)
-        vars(copied).update(vars(self), **changed)
-        return copied
-
     def _per_response_token(self, value_of: Callable[[Segment], int], dtype: Any) -> NDArray[Any]:
         return concatenated([np.full(len(s), value_of(s), dtype) for s in self.response_segments], dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """One scored rollout: what came out, of which row, and what it was worth."""
 
@@ -246,16 +233,7 @@ class Trajectory:
 
     def watched(self, trace: Trace, *, output: AgentLoopOutput) -> Trajectory:
         """The same with its trace, and what came out with the metrics of whoever watched it."""
-        return Trajectory(  # (`replace` takes twice as long)
-            output,
-            self.row,
-            self.group,
-            self.rollout,
-            self.reward,
-            self.reward_extra,
-            self.branch,
-            trace,
-        )
+        return changed(self, trace=trace, output=output)
 
     @property
     def trajectory_id(self) -> str:
