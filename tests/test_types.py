@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.types import TokenChunk, TokenOutput, VersionSpan, as_log_probs, as_token_ids
+from agent_loop.types import (
+    SamplingParams,
+    TokenChunk,
+    TokenOutput,
+    VersionSpan,
+    as_log_probs,
+    as_token_ids,
+    changed,
+)
 
 
 @st.composite
@@ -66,3 +76,11 @@ def test_log_probs_are_packed_as_numpy_packs_them(log_probs: list[float]) -> Non
 def test_what_is_no_id_is_an_error(ids: list[int]) -> None:
     with pytest.raises((OverflowError, ValueError, TypeError)):
         as_token_ids(ids)
+
+
+def test_a_changed_copy_is_what_replace_gives_and_the_first_stays_as_it_was() -> None:
+    params = SamplingParams(temperature=0.5, stop_token_ids=(7,))
+    expected = replace(params, max_tokens=3, stop_token_ids=(7, 8))
+    assert changed(params, max_tokens=3, stop_token_ids=(7, 8)) == expected
+    assert params.limited(3, more_stop_token_ids=(8,)) == expected
+    assert params == SamplingParams(temperature=0.5, stop_token_ids=(7,))

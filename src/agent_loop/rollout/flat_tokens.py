@@ -22,7 +22,7 @@ class FlatTokens:
     """
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        of_prompt = Origin.PROMPT
+        of_prompt = Origin.PROMPT  # (Python 3.11 takes longer to look a member up than all else here)
         prompts = [[s for s in t.output.segments if s.origin is of_prompt] for t in trajectories]
         responses = [[s for s in t.output.segments if s.origin is not of_prompt] for t in trajectories]
         self._trajectories = trajectories
