@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.errors import SamplingParamsError
 from agent_loop.types import (
     SamplingParams,
     TokenChunk,
@@ -84,3 +85,10 @@ def test_a_changed_copy_is_what_replace_gives_and_the_first_stays_as_it_was() ->
     assert changed(params, max_tokens=3, stop_token_ids=(7, 8)) == expected
     assert params.limited(3, more_stop_token_ids=(8,)) == expected
     assert params == SamplingParams(temperature=0.5, stop_token_ids=(7,))
+
+
+def test_a_changed_copy_is_checked_as_a_new_one_is() -> None:
+    with pytest.raises(SamplingParamsError, match="max_tokens is 0"):
+        SamplingParams().limited(0)
+    with pytest.raises(TypeError, match=r"no fields \['max_token'\]"):
+        changed(SamplingParams(), max_token=3)

@@ -92,8 +92,8 @@ def test_only_large_batches_are_assembled_in_a_thread_and_none_while_the_collect
     seen: list[tuple[bool, bool]] = []
 
     def noted(trajectories: list[Trajectory], **options: Any) -> RolloutBatch:
-        in_thread = threading.current_thread() is not threading.main_thread()
-        seen.append((in_thread, gc.get_threshold()[0] >= OBJECTS_PER_COLLECTION))
+        is_elsewhere = threading.current_thread() is not threading.main_thread()
+        seen.append((is_elsewhere, gc.get_threshold()[0] >= OBJECTS_PER_COLLECTION))
         return assemble(trajectories, **options)
 
     monkeypatch.setattr("agent_loop.rollout.batch.assemble", noted)

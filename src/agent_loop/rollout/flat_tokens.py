@@ -57,7 +57,7 @@ class FlatTokens:
     def log_probs_M(self) -> FloatArray | None:
         """None unless every sampled token has one."""
         by_model = Origin.MODEL
-        if [s for s in self._of_responses if s.log_probs is None and s.origin is by_model]:
+        if any(s.log_probs is None and s.origin is by_model for s in self._of_responses):
             return None
         zeros = np.zeros(self._segment_lengths.max(initial=0), np.float32)
         log_probs = [zeros[: len(s)] if s.log_probs is None else s.log_probs for s in self._of_responses]

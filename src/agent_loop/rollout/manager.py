@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT_S = 30.0
 LARGE_BATCH = 100_000
-"""Tokens with their padding: from here on, a batch takes milliseconds to assemble, which the event loop is spared. In a
-thread it takes 1.4 times as long, since another core has none of it in its caches."""
+"""Tokens, padded to the limits: from here on, a batch takes milliseconds to assemble, which the event loop is spared.
+In a thread it takes 1.4 times as long, since another core has none of it in its caches."""
 
 
 class AgentLoopManager:

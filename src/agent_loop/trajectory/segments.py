@@ -52,7 +52,7 @@ def count_turns(segments: Iterable[Segment]) -> int:
 def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:
     """The attachments of all segments, counted from the first token of the first."""
     segments = tuple(segments)
-    if not [s for s in segments if s.attachments]:
+    if not any(s.attachments for s in segments):
         return ()
     starts = accumulate(map(len, segments), initial=0)
     return tuple(a.moved(start) for start, s in zip(starts, segments, strict=False) for a in s.attachments)
