@@ -7,10 +7,11 @@ to one worker actor, which asks one server actor; the driver makes the batch. CP
 everything below it: actors, and Ray's own processes. Only the engine in the server actor is faked: it answers at once
 with tokens that were made before. Tokens, masks and log-probs of all sides must agree before a time is printed.
 
-The second table has the same rows four times in one batch, on one worker and on two. First all processes share the
-machine's cores, of which workers, server, driver and Ray would need four. Then the workers share one core, on which
-each is held for half of the time, and all else has another one: slower, but in the proportions of a cluster, where each
-worker has a core of its own. The aim is for that.
+The second table has batches of 512 trajectories, the same rows again and again, on one worker and on two. (With few
+trajectories per worker fewer completions share a message, so that each takes more CPU time, on however many workers.)
+First all processes share the machine's cores, of which workers, server, driver and Ray would need four. Then the
+workers share one core, on which each is held for half of the time, and all else has another one: slower, but in the
+proportions of a cluster, where each worker has a core of its own. The aim is for that.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from overhead.workload import make_workloads
 from rich.console import Console
 from rich.table import Table
 
-NUM_COPIES = 4
+NUM_TO_SCALE = 512
+"""Trajectories in a batch that one worker or two run."""
+NUM_BATCHES_TO_SCALE = 2
+"""In each round."""
 SHARED, HALVES = "shared by all", "half of one for each worker"
 VERL = "verl"
 SCENARIOS = tuple(shape for shape in SHAPES if shape.name in ("short", "long"))
@@ -103,7 +107,9 @@ def compare(shape: Shape, folder: Path, *, environment: Path | None, num_rounds:
 
 def scale(shape: Shape, folder: Path, *, on_halves: bool, num_rounds: int) -> Scaling:
     """Ours with one worker and with two."""
-    options = ["--copies", str(NUM_COPIES), *(["--halves"] if on_halves else [])]
+    num_copies = NUM_TO_SCALE // shape.num_conversations
+    options = ["--copies", str(num_copies), "--batches", str(NUM_BATCHES_TO_SCALE)]
+    options += ["--halves"] if on_halves else []
     with ExitStack() as stack:
         sides = [
             stack.enter_context(
@@ -112,10 +118,9 @@ def scale(shape: Shape, folder: Path, *, on_halves: bool, num_rounds: int) -> Sc
             for num in (1, 2)
         ]
         rounds = measure(shape, sides, num_rounds=num_rounds)
-    num_trajectories = NUM_COPIES * shape.num_conversations
 
     def per_s(of_side: Sequence[Round]) -> float:
-        return statistics.median(num_trajectories / round.wall_s for round in of_side)
+        return statistics.median(NUM_TO_SCALE / round.wall_s for round in of_side)
 
     cores = statistics.median(round.cpu_s / round.wall_s for round in rounds["1"])
     two_to_one = statistics.median(
