@@ -72,7 +72,7 @@ bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named p
 	-$(BIN)/python benchmarks/bench_journal.py
 	-$(BIN)/python benchmarks/bench_sandbox.py
 	-$(BIN)/python benchmarks/bench_tracing.py
-	-PYTHONPATH=. $(BIN)/python benchmarks/bench_async.py
+	-$(BIN)/python benchmarks/bench_async.py
 	-$(BIN)/python benchmarks/bench_packing.py
 	-$(BIN)/python benchmarks/bench_trl.py
 

@@ -1,6 +1,6 @@
 """A training step, rollout and update, of our GRPO against TRL's `GRPOTrainer` with its own tools.
 
-    python benchmarks/bench_trl.py [--quick]
+    python benchmarks/bench_trl.py [--quick] [--json FILE]
 
 Both train the two-hop look-up of `examples/` on the CPU: the same warm-started model, the same rows, 16 prompts with 8
 samples, temperature 1, up to 4 turns and 128 tokens, and 4 updates of 64 samples in float32, without a reference model.
@@ -14,7 +14,7 @@ Compared are one core with one and two with two. On one core, torch has one thre
 makes use by a second thread of torch, and ours by an engine in a process of its own (`rollout.engine:
 embedded_process`) and by training on two micro-batches at once (`trainer.num_threads`). Rounds take turns, each in a
 process of its own. The first steps of each are left out: both get faster for a while. The table shows medians of the
-others. Needs the extra `trl`.
+others, and the CPU time of the whole training, its processes and threads counted, per step. Needs the extra `trl`.
 """
 
 from __future__ import annotations
@@ -23,41 +23,31 @@ import argparse
 import asyncio
 import importlib.util
 import json
-import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import islice, pairwise
-from multiprocessing import get_context
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from outcome import conclude
+from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ is
+from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_warm_model
 
 from agent_loop.config import load_config
 from agent_loop.training.metrics import MODEL_TOKENS, REWARD_MEAN, STEP_SECONDS, read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
 from agent_loop.training.run_folder import METRICS_FILE
-from examples.common.demonstrations import Habit, demonstrations
-from examples.common.model import make_model
-from examples.common.tokenizer import pad_id, train_tokenizer
-from examples.common.warm_start import encode, warm_start
-from examples.run import tool_schemas
 from examples.two_hop_lookup import task
 
-TASK_CONFIG = "examples/two_hop_lookup/config.yaml"
 NUM_PROMPTS = 16
 GROUP_SIZE = 8
 UPDATES_PER_STEP = 4
@@ -77,6 +67,8 @@ class Measured:
     """One round."""
 
     all_step_s: list[float]
+    cpu_s: float
+    """Of the whole training, per step."""
     reward: float
     """Mean of the last step: that both do the same work."""
     num_tokens: float
@@ -88,6 +80,23 @@ class Measured:
 
 
 Runner = Callable[..., Measured]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One side on so many cores."""
+
+    side: str
+    cores: int
+    step_s: float
+    """Median."""
+    cpu_s: float
+    """Per step, median of the rounds."""
+    to_trl: float
+    """Time of a step, median of the rounds' ratios."""
+    reward: float
+    num_tokens: float
+    """Sampled per trajectory."""
 
 
 class Shelves:
@@ -125,19 +134,6 @@ def earned(completions: list[Any], shelf: list[int], **_: Any) -> list[float]:
     ]
 
 
-def make_warm_model(path: Path, *, num_steps: int) -> None:
-    """A model that mostly calls both tools, as it does for most of a training."""
-    tools = tool_schemas(task, load_config(TASK_CONFIG))
-    conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.9))
-    tokenizer = train_tokenizer(islice(conversations, 2000), tools=tools)
-    model = make_model(tokenizer, seed=0)
-    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
-    for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=num_steps):
-        pass
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
 def run_ours(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) -> Measured:
     """Steps of `agent-loop train`, the journal and the publishing of weights included."""
     torch.set_num_threads(1)
@@ -158,10 +154,13 @@ def run_ours(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) 
             "trainer.keep_trajectories=0",
         ],
     )
+    cpu_s = tree_cpu_seconds()
     asyncio.run(PPOTrainer(config, overwrite=True, console=Console(quiet=True)).fit())
+    cpu_s = tree_cpu_seconds() - cpu_s
     metrics = list(read_metrics(folder / METRICS_FILE))
     return Measured(
         [step[STEP_SECONDS] for step in metrics],
+        cpu_s / num_steps,
         reward=metrics[-1][REWARD_MEAN],
         num_tokens=metrics[-1][MODEL_TOKENS] / (NUM_PROMPTS * GROUP_SIZE),
     )
@@ -204,11 +203,14 @@ def run_trl(model_path: Path, *, folder: Path, num_steps: int, num_cores: int) -
             disable_tqdm=True,
         ),
     )
+    cpu_s = tree_cpu_seconds()
     trainer.train()
+    cpu_s = tree_cpu_seconds() - cpu_s
     last = [entry for entry in trainer.state.log_history if "reward" in entry][-1]
     ends = clock.times[::UPDATES_PER_STEP]
     return Measured(
         [end - start for start, end in pairwise(ends)],
+        cpu_s / num_steps,
         reward=last["reward"],
         num_tokens=last["completions/mean_length"],
     )
@@ -233,11 +235,16 @@ class UpdateClock(transformers.TrainerCallback):
         self.times.append(time.perf_counter())
 
 
+OURS = "agent-loop train"
+SIDES: Mapping[Runner, str] = {run_ours: OURS, run_trl: "TRL GRPOTrainer, environment_factory"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--quick", action="store_true", help="one short round; the target is not enforced")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args()
     console = Console(width=120)
     if importlib.util.find_spec("trl") is None:
@@ -261,39 +268,49 @@ def main() -> None:
                         num_cores=num_cores,
                     )
                     rounds[run, num_cores].append(measured)
-    report(rounds, console=console)
+    found = results(rounds)
+    print_results(found, console=console)
+    missed = [
+        f"{result.side}, cores: {result.cores}: {result.to_trl:.2f} of TRL's time, above {TARGET}"
+        for result in found
+        if result.side == OURS and result.to_trl > TARGET
+    ]
+    conclude(found, missed=missed, json_file=options.json, is_quick=options.quick)
 
 
-def in_a_process(run: Runner, *arguments: Any, **options: Any) -> Measured:
-    """Neither finds what the other left: threads of torch, objects for the garbage collector."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=be_quiet) as process:
-        return process.submit(run, *arguments, **options).result()
-
-
-def be_quiet() -> None:
-    warnings.simplefilter("ignore")
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-
-
-def report(rounds: Mapping[tuple[Runner, int], Sequence[Measured]], *, console: Console) -> None:
-    """Prints the table, and by the number of cores the median of the rounds' ratios."""
-    names = {run_ours: "agent-loop train", run_trl: "TRL GRPOTrainer, environment_factory"}
-    table = Table(title=TITLE)
-    for column in ("", "cores", "step", "mean reward", "tokens sampled per trajectory"):
-        table.add_column(column, justify="right")
-    for (run, num_cores), each in rounds.items():
-        step_s = statistics.median(seconds for measured in each for seconds in measured.step_s)
-        reward = statistics.mean(measured.reward for measured in each)
-        num_tokens = statistics.mean(measured.num_tokens for measured in each)
-        table.add_row(names[run], str(num_cores), f"{step_s:.2f}", f"{reward:.2f}", f"{num_tokens:.1f}")
-    console.print(table)
-    for num_cores in ENGINES:
-        pairs = zip(rounds[run_ours, num_cores], rounds[run_trl, num_cores], strict=True)
-        ratio = statistics.median(
-            statistics.median(mine.step_s) / statistics.median(peer.step_s) for mine, peer in pairs
+def results(rounds: Mapping[tuple[Runner, int], Sequence[Measured]]) -> list[Result]:
+    return [
+        Result(
+            side=SIDES[run],
+            cores=num_cores,
+            step_s=statistics.median(seconds for measured in each for seconds in measured.step_s),
+            cpu_s=statistics.median(measured.cpu_s for measured in each),
+            to_trl=statistics.median(
+                statistics.median(mine.step_s) / statistics.median(peer.step_s)
+                for mine, peer in zip(each, rounds[run_trl, num_cores], strict=True)
+            ),
+            reward=statistics.mean(measured.reward for measured in each),
+            num_tokens=statistics.mean(measured.num_tokens for measured in each),
         )
-        console.print(f"ratio of the step times, cores: {num_cores}: {ratio:.2f} (aim: at most {TARGET})")
+        for (run, num_cores), each in rounds.items()
+    ]
+
+
+def print_results(results: Sequence[Result], *, console: Console) -> None:
+    table = Table("", title=TITLE)
+    for column in ("cores", "step", "to TRL", "CPU", "mean reward", "tokens sampled per trajectory"):
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result.side,
+            str(result.cores),
+            f"{result.step_s:.2f}",
+            f"{result.to_trl:.2f}",
+            f"{result.cpu_s:.2f}",
+            f"{result.reward:.2f}",
+            f"{result.num_tokens:.1f}",
+        )
+    console.print(table)
 
 
 if __name__ == "__main__":

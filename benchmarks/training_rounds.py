@@ -1,0 +1,55 @@
+"""What benchmarks of training share: the model of the two-hop look-up, and rounds in processes of their own."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ is
+
+from agent_loop.config import load_config
+from examples.common.demonstrations import Habit, demonstrations
+from examples.common.model import make_model
+from examples.common.tokenizer import pad_id, train_tokenizer
+from examples.common.warm_start import encode, warm_start
+from examples.run import tool_schemas
+from examples.two_hop_lookup import task
+
+TASK_CONFIG = Path(__file__).parents[1] / "examples" / "two_hop_lookup" / "config.yaml"
+MeasuredT = TypeVar("MeasuredT")
+
+
+def make_warm_model(path: Path, *, num_steps: int) -> None:
+    """A model that calls both tools most of the time, as it does for most of a training."""
+    tools = tool_schemas(task, load_config(TASK_CONFIG))
+    conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.9))
+    tokenizer = train_tokenizer(islice(conversations, 2000), tools=tools)
+    model = make_model(tokenizer, seed=0)
+    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
+    for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=num_steps):
+        pass
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def in_a_process(run: Callable[..., MeasuredT], *arguments: Any, **options: Any) -> MeasuredT:
+    """What a round gives that finds nothing of those before: threads of torch, objects for the garbage collector."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=be_quiet) as process:
+        return process.submit(run, *arguments, **options).result()
+
+
+def be_quiet() -> None:
+    """One thread of torch, and no word but the benchmark's."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
