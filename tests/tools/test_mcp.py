@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from agent_loop.types import StopReason, ToolCall
 from tests.helpers import calls, says, small_tokenizer, user
 from tests.rollout.harness import Stage
 from tests.tools.mcp_server import PIXEL
+from tests.tools.sandboxes import descendants
 
 pytestmark = pytest.mark.slow
 
@@ -59,11 +61,13 @@ async def text_of(session: ToolSession, name: str, **arguments: Any) -> str:
 
 def started() -> set[int]:
     """The servers on standard input and output that this process started and that still run."""
-    pids = [
-        int(pid) for tasks in Path("/proc/self/task").glob("*/children") for pid in tasks.read_text().split()
-    ]
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in pids}
-    return {pid for pid, command in commands.items() if command[1:3] == [SERVER.encode(), b""]}
+    found: set[int] = set()
+    for pid in descendants():
+        with suppress(OSError):  # it has just ended
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if command[1:3] == [SERVER.encode(), b""]:
+                found.add(pid)
+    return found
 
 
 class HttpServer:

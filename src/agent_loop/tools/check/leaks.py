@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from agent_loop.threads import num_idle_threads
@@ -14,7 +15,7 @@ from agent_loop.threads import num_idle_threads
 SETTLE_S = 0.5
 """For threads and processes that are about to end."""
 _FILES = Path("/proc/self/fd")
-_THREADS = Path("/proc/self/task")
+_PROCESSES = Path("/proc")
 
 
 def count_held() -> dict[str, int]:
@@ -22,7 +23,7 @@ def count_held() -> dict[str, int]:
     held = {"thread": threading.active_count() - num_idle_threads()}
     if _FILES.is_dir():
         held["open file"] = len(os.listdir(_FILES))
-        held["process"] = sum(len(children.read_text().split()) for children in _THREADS.glob("*/children"))
+        held["process"] = _num_children()
     return held
 
 
@@ -36,3 +37,13 @@ async def grown_by(num: int, *, since: Mapping[str, int]) -> str | None:
         if grown is None or clock() > give_up:
             return grown
         await asyncio.sleep(SETTLE_S / 10)
+
+
+def _num_children() -> int:
+    """Processes that this one started and that have not ended."""
+    num = 0
+    for stat in _PROCESSES.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            num += int(parent) == os.getpid()
+    return num
