@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -258,6 +259,21 @@ class LeavesFiles(Notes):
             os.close(file)
 
 
+class LeavesProcesses(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        self.processes.append(subprocess.Popen(["sleep", "60"]))  # noqa: ASYNC220  (a careless tool)
+
+    def __del__(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
 class LeavesThreads(Notes):
     def __init__(self) -> None:
         super().__init__()
@@ -340,6 +356,7 @@ def test_a_tool_without_fault_passes() -> None:
         (NeverForgets, "a trajectory that is over leaves nothing behind", "its id is still in self.notes"),
         (LeavesTasks, "a trajectory that is over leaves nothing behind", "tasks still run"),
         (LeavesFiles, "a trajectory that is over leaves nothing behind", "leaves one more open file"),
+        (LeavesProcesses, "a trajectory that is over leaves nothing behind", "leaves one more process"),
         (LeavesThreads, "a trajectory that is over leaves nothing behind", "leaves one more thread"),
         (ReleasesOnlyWhatIsThere, "a trajectory whose create failed can be released", "KeyError"),
         (
