@@ -4,7 +4,7 @@
 
 The two-hop look-up of the examples, on the embedded engine, with tools whose latency is log-normal: median 0.2 s, 99th
 percentile 5 s. Every run trains the same number of trajectories from the same model; a step without rolling out ahead
-waits for the slowest of them. Rounds take turns, each in a process of its own; the modes of a round draw the same
+waits for the slowest of them. Modes take turns, each training in a process of its own; those of a round draw the same
 latencies, in the order of their calls. The table shows medians: the time of all steps, the CPU time of the training
 and all below it, and the ratio of the times to `trainer.mode: sync`.
 """
@@ -27,7 +27,7 @@ from outcome import conclude
 from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
-from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_warm_model
+from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_task_model
 
 from agent_loop.config import load_config
 from agent_loop.tools.base import ToolResponse
@@ -162,12 +162,12 @@ def main() -> None:
     num_rounds, num_steps, bounds = (1, 4, (0, 4)) if options.quick else (3, 12, (0, 1, 4))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_warm_model(folder / "model", num_steps=WARM_START_STEPS)
+        make_task_model(folder / "model", num_steps=WARM_START_STEPS)
         rounds: list[dict[int, Measured]] = []
         for seed in range(num_rounds):
-            rounds.append({})
+            by_bound: dict[int, Measured] = {}
             for bound in bounds:
-                rounds[-1][bound] = measured = in_a_process(
+                by_bound[bound] = in_a_process(
                     train,
                     folder / "model",
                     folder=folder / f"run-{seed}-{bound}",
@@ -176,8 +176,9 @@ def main() -> None:
                     seed=seed,
                 )
                 Console(stderr=True).print(
-                    f"round {seed + 1} of {num_rounds}, {mode_of(bound)}: {measured.seconds:.0f} s"
+                    f"round {seed + 1} of {num_rounds}, {mode_of(bound)}: {by_bound[bound].seconds:.0f} s"
                 )
+            rounds.append(by_bound)
     found = results(rounds)
     table = Table("mode", title=f"Trainings of {num_steps} steps")
     for column in ("seconds", "to sync", "CPU, s", "waits for rollouts", "staleness"):

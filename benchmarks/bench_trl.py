@@ -40,7 +40,7 @@ from outcome import conclude
 from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
-from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_warm_model
+from training_rounds import TASK_CONFIG, be_quiet, in_a_process, make_task_model
 
 from agent_loop.config import load_config
 from agent_loop.training.metrics import MODEL_TOKENS, REWARD_MEAN, STEP_SECONDS, read_metrics
@@ -255,7 +255,7 @@ def main() -> None:
     rounds: dict[tuple[Runner, int], list[Measured]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_warm_model(folder / "model", num_steps=300 if options.quick else 500)
+        make_task_model(folder / "model", num_steps=300 if options.quick else 500)
         for _ in range(num_rounds):
             for num_cores in ENGINES:
                 for run in (run_ours, run_trl):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +16,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent))  # where examples/ is
 
 from agent_loop.config import load_config
-from examples.common.demonstrations import Habit, demonstrations
-from examples.common.model import make_model
-from examples.common.tokenizer import pad_id, train_tokenizer
-from examples.common.warm_start import encode, warm_start
+from examples.common.demonstrations import Habit
+from examples.common.warm_start import make_warm_model
 from examples.run import tool_schemas
 from examples.two_hop_lookup import task
 
@@ -29,17 +25,10 @@ TASK_CONFIG = Path(__file__).parents[1] / "examples" / "two_hop_lookup" / "confi
 MeasuredT = TypeVar("MeasuredT")
 
 
-def make_warm_model(path: Path, *, num_steps: int) -> None:
+def make_task_model(path: Path, *, num_steps: int) -> None:
     """A model that calls both tools most of the time, as it does for most of a training."""
     tools = tool_schemas(task, load_config(TASK_CONFIG))
-    conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.9))
-    tokenizer = train_tokenizer(islice(conversations, 2000), tools=tools)
-    model = make_model(tokenizer, seed=0)
-    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
-    for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=num_steps):
-        pass
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    make_warm_model(path, task=task, tools=tools, habit=Habit(first_step_share=0.9), num_steps=num_steps)
 
 
 def in_a_process(run: Callable[..., MeasuredT], *arguments: Any, **options: Any) -> MeasuredT:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from agent_loop.types import Message
-from examples.common.tokenizer import end_id, render
+from examples.common.demonstrations import Habit, Task, demonstrations
+from examples.common.model import make_model
+from examples.common.tokenizer import end_id, pad_id, render, train_tokenizer
 
 IGNORED = -100
 """Label of tokens that carry no loss."""
@@ -29,6 +33,30 @@ class Example:
     token_ids: list[int]
     labels: list[int]
     """For each token: the token itself where the assistant says it, else `IGNORED`."""
+
+
+def make_warm_model(
+    path: Path,
+    *,
+    task: Task,
+    tools: Sequence[dict[str, Any]],
+    habit: Habit,
+    num_steps: int,
+    num_conversations: int = 2000,
+) -> None:
+    """Makes a model and its tokenizer, the same each time, teaches it a task with a habit, and writes both to a folder.
+
+    Args:
+        num_conversations: So many are read for the tokenizer.
+    """
+    conversations = demonstrations(task, rng=random.Random(0), habit=habit)
+    tokenizer = train_tokenizer(islice(conversations, num_conversations), tools=tools)
+    model = make_model(tokenizer, seed=0)
+    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
+    for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=num_steps):
+        pass
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def warm_start(

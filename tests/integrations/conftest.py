@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from agent_loop.config import Config, load_config
-from examples.common.demonstrations import Habit, demonstrations
-from examples.common.model import make_model
-from examples.common.tokenizer import pad_id, train_tokenizer
-from examples.common.warm_start import encode, warm_start
+from examples.common.demonstrations import Habit
+from examples.common.warm_start import make_warm_model
 from examples.run import tool_schemas
 from examples.two_hop_lookup import task
 
@@ -27,14 +23,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's model after a short warm start: it knows the format, and gives up too often."""
     path = tmp_path_factory.mktemp("model")
     tools = tool_schemas(task, load_config(TASK_CONFIG))
-    conversations = demonstrations(task, rng=random.Random(0), habit=Habit(first_step_share=0.33))
-    tokenizer = train_tokenizer(islice(conversations, NUM_CONVERSATIONS), tools=tools)
-    model = make_model(tokenizer, seed=0)
-    examples = encode(conversations, tokenizer=tokenizer, tools=tools)
-    for _ in warm_start(model, examples=examples, pad_id=pad_id(tokenizer), num_steps=WARM_START_STEPS):
-        pass
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    make_warm_model(
+        path,
+        task=task,
+        tools=tools,
+        habit=Habit(first_step_share=0.33),
+        num_steps=WARM_START_STEPS,
+        num_conversations=NUM_CONVERSATIONS,
+    )
     return path
 
 
