@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loops import SingleTurnAgentLoop
@@ -82,7 +82,7 @@ def test_a_name_belongs_to_one_class() -> None:
 
 
 def test_what_a_trajectory_is_given_is_all_that_its_worker_has() -> None:
-    stand_ins = {field.name: cast(Any, object()) for field in fields(LoopContext)}
+    stand_ins = {name: cast(Any, object()) for name in LoopContext.__struct_fields__}
     context, server_manager, new_log = LoopContext(**stand_ins), cast(Any, object()), cast(Any, object())
-    expected = replace(context, server_manager=server_manager, new_log=new_log)
+    expected = structs.replace(context, server_manager=server_manager, new_log=new_log)
     assert context.of_trajectory(server_manager, new_log=new_log) == expected

@@ -5,12 +5,12 @@ import copy
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from agent_loop.chat.multimodal import MediaProcessor
 from agent_loop.chat.parsers import ToolParser
@@ -294,7 +294,7 @@ async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory]
     for trajectory in trajectories:
         assert trajectory.output.failure is None
         assert trajectory.output.segments[2].attachments
-    return [replace(trajectory, reward=1.0) for trajectory in trajectories], model
+    return [structs.replace(trajectory, reward=1.0) for trajectory in trajectories], model
 
 
 class AlwaysLooks(ToolParser):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from msgspec import structs
 
 from agent_loop.config import Config, load_config
 from agent_loop.errors import DataError
@@ -16,7 +17,7 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rehearsing import first_difference, rehearse
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import Incident, IncidentKind, Trajectory
-from agent_loop.types import StopReason, changed
+from agent_loop.types import StopReason
 from tests.helpers import call_text, calls, encoded, hermes_template, says, small_tokenizer
 
 TASK = '''
@@ -161,10 +162,12 @@ def test_a_turn_that_two_versions_sampled(config: Config) -> None:
     prompt, said = old.output.segments
     half = len(said) // 2
     parts = [
-        replace(said, token_ids=said.token_ids[:half], log_probs=said.log_probs[:half]),
-        replace(said, token_ids=said.token_ids[half:], log_probs=said.log_probs[half:], weight_version=1),
+        structs.replace(said, token_ids=said.token_ids[:half], log_probs=said.log_probs[:half]),
+        structs.replace(
+            said, token_ids=said.token_ids[half:], log_probs=said.log_probs[half:], weight_version=1
+        ),
     ]
-    old = replace(old, output=changed(old.output, segments=[prompt, *parts]))
+    old = structs.replace(old, output=replace(old.output, segments=[prompt, *parts]))
     new = again(config, old)
     assert_identical(old, new)
     assert [segment.weight_version for segment in new.output.segments] == [None, 0, 1]
@@ -198,7 +201,9 @@ def test_going_on_after_a_tool_that_cannot_be_replayed_says_so(config: Config) -
 )
 def test_what_does_not_tell_all_is_refused(config: Config, changes: dict[str, object], message: str) -> None:
     old = run(config, [says("done")])
-    old = replace(old, branch=changes.get("branch"), output=changed(old.output, messages=changes["messages"]))
+    old = structs.replace(
+        old, branch=changes.get("branch"), output=replace(old.output, messages=changes["messages"])
+    )
     with pytest.raises(DataError, match=message):
         spoken_in(old)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from agent_loop.errors import ConfigError, ServerError, WeightsError
 from agent_loop.servers.base import ServerHealth
@@ -139,7 +140,7 @@ class MixesRequests(Embedded):
 
 class IgnoresSeeds(Embedded):
     async def generate(self, ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any) -> TokenOutput:
-        return await super().generate(ids, replace(params, seed=None), *args, **kwargs)
+        return await super().generate(ids, structs.replace(params, seed=None), *args, **kwargs)
 
 
 class RaisesWhatItWants(Embedded):

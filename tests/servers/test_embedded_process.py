@@ -12,10 +12,10 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerDied, ServerTimeout
@@ -84,7 +84,7 @@ def test_requests_are_answered_refused_cancelled_and_lost_with_the_engine(model_
 
 async def check_refusal_and_cancellation(server: EmbeddedProcess) -> None:
     with pytest.raises(SamplingParamsError):
-        await server.generate(random_prompt(9), replace(GREEDY, repetition_penalty=1.5), "a")
+        await server.generate(random_prompt(9), structs.replace(GREEDY, repetition_penalty=1.5), "a")
     task = asyncio.create_task(server.generate(random_prompt(9), LONG, "b"))
     await until_one_runs(server)
     task.cancel()

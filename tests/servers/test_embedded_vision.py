@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from agent_loop.attachments import position_ids
 from agent_loop.chat.multimodal import Encoded
@@ -75,7 +76,7 @@ def own_tokens(model: Any, encoded: Encoded, *, count: int) -> list[int]:
 
 
 async def ask(server: EmbeddedServer, encoded: Encoded, session: str, **changes: Any) -> TokenOutput:
-    params = replace(GREEDY, **changes)
+    params = structs.replace(GREEDY, **changes)
     return await server.generate(encoded.token_ids, params, session, attachments=encoded.attachments)
 
 

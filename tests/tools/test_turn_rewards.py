@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.interactions.base import BaseInteraction
@@ -249,7 +249,7 @@ def test_they_are_weighed_as_the_config_says() -> None:
 
 
 def test_what_failed_counts_in_no_statistic() -> None:
-    trajectories = [replace(t, reward=None if t.branch == 0 else t.reward) for t in run_forks()]
+    trajectories = [structs.replace(t, reward=None if t.branch == 0 else t.reward) for t in run_forks()]
     found = advantages_of_turns(trajectories, weight=1.0)
     assert not found[0].any()
     assert float(found[1, 0]) == pytest.approx(0.0)

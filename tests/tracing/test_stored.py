@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from agent_loop.chat.template import ChatTemplate
@@ -124,7 +124,7 @@ def test_a_file_that_is_not_there_is_named(path: Path) -> None:
 def test_values_that_json_does_not_hold_are_described(path: Path) -> None:
     [trajectory] = run(TraceConfig())
     strange = {"half": "a \ud83d b", "large": 2**70, "infinite": float("inf"), "object": object(), 3: (1, 2)}
-    path.write_bytes(line_of(form_of(replace(trajectory, reward=1.0, reward_extra=strange))))
+    path.write_bytes(line_of(form_of(structs.replace(trajectory, reward=1.0, reward_extra=strange))))
     [stored] = read_accounts(path)
     described = str(stored.reward_extra.pop("object"))
     assert described.startswith("<object object at")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
@@ -297,7 +297,7 @@ def test_weights_name_tied_tensors_once_and_restore_the_model() -> None:
 def test_an_empty_prompt_is_refused_by_name() -> None:
     trajectories = sample_trajectories(tiny_policy(), num_groups=1, n=2)
     segments = [Segment(as_token_ids([]), Origin.PROMPT), *trajectories[1].output.response_segments]
-    bad = dataclasses.replace(trajectories[1], output=AgentLoopOutput(segments=segments))
+    bad = structs.replace(trajectories[1], output=AgentLoopOutput(segments=segments))
     batch = assemble([trajectories[0], bad], pad_token_id=PAD)
 
     with pytest.raises(DataError, match="group=0/rollout=1 has an empty prompt"):

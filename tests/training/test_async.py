@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
 import signal
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -169,7 +169,7 @@ class SomeAgree(FakeRollouts):
         first = self.num_groups
         self.num_groups += len(rows)
         return [
-            dataclasses.replace(t, reward=1.0 if (first + t.group) % 2 else float(t.rollout % 2))
+            structs.replace(t, reward=1.0 if (first + t.group) % 2 else float(t.rollout % 2))
             for t in trajectories
         ]
 
@@ -194,7 +194,7 @@ def test_groups_without_variance_are_replaced_by_other_rows(config: Config, tmp_
 def test_a_step_that_runs_out_of_other_rows_has_fewer_groups(config: Config, tmp_path: Path) -> None:
     class AllAgree(SomeAgree):
         async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
-            return [dataclasses.replace(t, reward=1.0) for t in await super().run(rows, **options)]
+            return [structs.replace(t, reward=1.0) for t in await super().run(rows, **options)]
 
     config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"max_refills": 9})})
     rollouts = AllAgree()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
@@ -38,7 +38,7 @@ def batch() -> RolloutBatch:
     generator = torch.Generator().manual_seed(3)
     outcomes = torch.randn(len(trajectories), generator=generator).tolist()
     trajectories = [
-        dataclasses.replace(t, reward=None if row == 2 else 0.5 if t.group == 3 else outcomes[row])
+        structs.replace(t, reward=None if row == 2 else 0.5 if t.group == 3 else outcomes[row])
         for row, t in enumerate(trajectories)
     ]
     batch = assemble(trajectories, pad_token_id=PAD)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from agent_loop.config import Config
@@ -91,7 +92,7 @@ def test_remax_needs_greedy_rewards_and_leaves_prompts_without_one_out(
 
 def test_trajectories_that_a_limit_cut_are_not_trained(folder: Path) -> None:
     trajectories = [
-        dataclasses.replace(t, output=dataclasses.replace(t.output, stop_reason=StopReason.RESPONSE_LENGTH))
+        structs.replace(t, output=dataclasses.replace(t.output, stop_reason=StopReason.RESPONSE_LENGTH))
         if t.rollout == 0
         else t
         for t in sample_trajectories(tiny_policy(), num_groups=4, n=8)

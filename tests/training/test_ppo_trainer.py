@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
 import signal
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -205,7 +205,7 @@ def test_a_step_without_signal_changes_no_weight_but_counts(config: Config) -> N
     class Indifferent(FakeRollouts):
         async def run(self, *args: Any, **options: Any) -> Any:
             return [
-                dataclasses.replace(t, reward=1.0 if t.rollout else None)
+                structs.replace(t, reward=1.0 if t.rollout else None)
                 for t in await super().run(*args, **options)
             ]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -123,8 +124,8 @@ async def _score_all(rows: Sequence[Mapping[str, Any]], function: RewardFunction
             try:
                 found = await function(trajectory.output, trajectory.row)
             except RewardError as error:
-                return Rescored(row, replace(trajectory, reward=None), describe_error(error))
-        return Rescored(row, replace(trajectory, reward=found.reward, reward_extra=found.extra))
+                return Rescored(row, structs.replace(trajectory, reward=None), describe_error(error))
+        return Rescored(row, structs.replace(trajectory, reward=found.reward, reward_extra=found.extra))
 
     return await run_together(score(row) for row in rows)
 

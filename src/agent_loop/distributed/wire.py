@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from msgspec import structs
 
 from agent_loop.boundary import describe_error
 from agent_loop.distributed.contexts import Delta, token_bytes
@@ -195,7 +196,7 @@ class _Packed:
     trace: Trace | None
 
 
-_values_of = attrgetter(*(field.name for field in fields(SamplingParams)))
+_values_of = attrgetter(*SamplingParams.__struct_fields__)
 
 _PLAIN_FIELDS = tuple(
     field.name for field in fields(AgentLoopOutput) if field.name not in ("segments", "stop_reason")
@@ -229,12 +230,12 @@ def _sendable(trajectory: Trajectory) -> _Packed:
     except Exception as error:  # noqa: BLE001  (a trajectory is data, whatever is in it)
         reason = f"what the loop returned cannot be sent to the trainer's process: {describe_error(error)}"
         bare = AgentLoopOutput(
-            segments=[replace(segment, attachments=()) for segment in trajectory.output.segments],
+            segments=[structs.replace(segment, attachments=()) for segment in trajectory.output.segments],
             stop_reason=StopReason.FAILED,
             metrics=trajectory.output.metrics,
             failure=Failure(error=reason, traceback=""),
         )
-        return _pack(replace(trajectory, output=bare, reward=None, reward_extra={}))
+        return _pack(structs.replace(trajectory, output=bare, reward=None, reward_extra={}))
     return packed
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from msgspec import structs
+
 from agent_loop.attachments import Attachment
 from agent_loop.concurrency import Cut, Signal, run_abortable
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -32,7 +34,7 @@ class Question(NamedTuple):
         limit = self.params.max_tokens
         left = None if limit is None else limit - len(begun.token_ids)
         context = as_token_ids([*self.context.tolist(), *begun.token_ids])
-        return self._replace(context=context, params=replace(self.params, max_tokens=left))
+        return self._replace(context=context, params=structs.replace(self.params, max_tokens=left))
 
 
 class TurnSampler:

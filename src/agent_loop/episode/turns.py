@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from agent_loop.errors import AgentLoopError
 from agent_loop.types import MalformedCall, ParsedCompletion, StopReason, TokenOutput, ToolCall
@@ -18,8 +19,7 @@ class EpisodeStopped(AgentLoopError):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Struct, frozen=True):
     """One assistant turn, as it was sampled and as it reads."""
 
     sampled: TokenOutput
@@ -40,8 +40,7 @@ class Completion:
         return self.parsed.calls
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeMark:
+class EpisodeMark(Struct, frozen=True):
     """A place in an episode, between its verbs, from which it may branch later."""
 
     num_tokens: int

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.episode import Completion, Episode, EpisodeStopped
@@ -117,7 +118,7 @@ class Speaker:
         ours = {name: value for name, value in self._sampling_params.items() if name not in given}
         if params.max_tokens is not None and "max_tokens" in ours:
             ours["max_tokens"] = min(params.max_tokens, ours["max_tokens"])
-        return replace(params, **ours)
+        return structs.replace(params, **ours)
 
 
 def _for_episode(added: Sequence[Message], parent: Turn) -> list[Message]:

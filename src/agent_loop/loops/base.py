@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field, structs
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
@@ -21,11 +22,10 @@ from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.turn_log import TurnLog
-from agent_loop.types import Message, StopReason, changed
+from agent_loop.types import Message, StopReason
 
 
-@dataclass(frozen=True)
-class LoopContext:
+class LoopContext(Struct, frozen=True):
     """What a worker gives to each loop."""
 
     server_manager: AsyncLLMServerManager
@@ -44,7 +44,7 @@ class LoopContext:
         self, server_manager: AsyncLLMServerManager, *, new_log: Callable[[], TurnLog] | None
     ) -> LoopContext:
         """The same for one trajectory."""
-        return changed(self, server_manager=server_manager, new_log=new_log)
+        return structs.replace(self, server_manager=server_manager, new_log=new_log)
 
 
 class AgentLoopBase(ABC):

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from msgspec import structs
+
 from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
 from agent_loop.concurrency import run_shielded
 from agent_loop.episode import EpisodeStopped
@@ -72,7 +74,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             raise DataError(
                 f"{environment.where} has a method {taken[0]!r}, and there is a tool of that name; rename one of them"
             )
-        self.context = replace(self.context, tools={**self.context.tools, **tools})
+        self.context = structs.replace(self.context, tools={**self.context.tools, **tools})
 
     async def _close(self, environment: Environment) -> list[str]:
         """Closes it, to the end even if cancelled meanwhile, and returns what went wrong."""

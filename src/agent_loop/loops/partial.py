@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from msgspec import structs
+
 from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.registry import register
@@ -60,7 +62,7 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
         memory = Memory(_recorded(partial_output))
         event = cancellation_event or self.context.cancellation
         log = RowLog("trajectory", sink=memory, record=_read(memory.payloads), cancellation=event)
-        self.context = replace(
+        self.context = structs.replace(
             self.context, cancellation=event, new_log=_lanes(log, below=self.context.new_log)
         )
         output = await self._resume(log, sampling_params, row)
@@ -131,7 +133,7 @@ def _joined(before: AgentLoopOutput, output: AgentLoopOutput) -> AgentLoopOutput
             output = output.noted(incident)
     was, metrics = before.metrics, output.metrics
     return output.measured(
-        replace(
+        structs.replace(
             metrics,
             generate_sequences=was.generate_sequences + metrics.generate_sequences,
             tool_calls=was.tool_calls + metrics.tool_calls,

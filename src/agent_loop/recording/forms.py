@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from agent_loop.attachments import Attachment
 from agent_loop.chat.multimodal import Encoded
@@ -163,7 +164,7 @@ def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[
         "tool_schemas": output.tool_schemas,
         "row_messages": len(prompt) if begins_with_row else 0,
         "messages": messages[len(prompt) :] if begins_with_row else messages,
-        "metrics": dict(vars(output.metrics)),
+        "metrics": structs.asdict(output.metrics),
         "feedback": [_feedback_form(feedback) for feedback in output.feedback],
         "incidents": [_incident_form(incident) for incident in output.incidents],
         "failure": output.failure and [output.failure.error, output.failure.traceback],

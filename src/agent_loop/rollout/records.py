@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from agent_loop.chat.sources import without_pixels
 from agent_loop.trajectory import Segment, Trajectory
 
@@ -29,9 +31,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
         "reward_extra": dict(trajectory.reward_extra),
         "tool_rewards": list(output.tool_rewards),
         "turn_scores": list(output.turn_scores),
-        "feedback": [
-            {name: getattr(feedback, name) for name in feedback.__slots__} for feedback in output.feedback
-        ],
+        "feedback": [structs.asdict(feedback) for feedback in output.feedback],
         "num_turns": output.num_turns,
         "messages": [without_pixels(message) for message in output.messages],
         "incidents": [
@@ -39,7 +39,7 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
             for incident in output.incidents
         ],
         "failure": output.failure and {"error": output.failure.error, "traceback": output.failure.traceback},
-        "metrics": dict(vars(output.metrics)),
+        "metrics": structs.asdict(output.metrics),
         "segments": [_segment(segment) for segment in output.segments],
         "extra_fields": dict(output.extra_fields),
     }

@@ -6,8 +6,10 @@ import asyncio
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
+
+from msgspec import structs
 
 from agent_loop.boundary import describe_error, describe_value
 from agent_loop.collector import rare_collections
@@ -166,7 +168,7 @@ class AgentLoopWorker:
     def _renew_cancellation(self) -> None:
         """Has what begins from here on listen to another event."""
         self._cancellation = asyncio.Event()
-        self._context = replace(self._context, cancellation=self._cancellation)
+        self._context = structs.replace(self._context, cancellation=self._cancellation)
 
     def _shown(self, job: Job, *, asked_at: float) -> AbstractContextManager[Activity | None]:
         """Shows a trajectory on the board meanwhile, if somebody looks after it."""

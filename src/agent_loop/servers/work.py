@@ -8,6 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from agent_loop.attachments import Attachment
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
@@ -92,4 +94,4 @@ class Work:
         sampled = [token for chunk in self.chunks for token in chunk.token_ids]
         max_tokens = None if self.params.max_tokens is None else self.params.max_tokens - len(sampled)
         prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])
-        return prompt_ids, replace(self.params, max_tokens=max_tokens)
+        return prompt_ids, structs.replace(self.params, max_tokens=max_tokens)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from agent_loop.storage.json_text import described, to_json, to_text
@@ -155,10 +156,10 @@ def _texts(trajectory: Trajectory) -> dict[str, Any]:
         "messages": to_json(described(output.messages)),
         "tool_schemas": to_json(output.tool_schemas),
         "answer": to_text(output.answer),
-        "feedback": to_json([{name: getattr(f, name) for name in f.__slots__} for f in output.feedback]),
-        "incidents": to_json([{name: getattr(i, name) for name in i.__slots__} for i in output.incidents]),
+        "feedback": to_json([structs.asdict(feedback) for feedback in output.feedback]),
+        "incidents": to_json([structs.asdict(incident) for incident in output.incidents]),
         "spans": None if spans is None else to_json(spans),
-        "metrics": to_json(vars(output.metrics)),
+        "metrics": to_json(structs.asdict(output.metrics)),
         "reward_extra": to_json(trajectory.reward_extra),
         "extra_fields": to_json(output.extra_fields),
     }

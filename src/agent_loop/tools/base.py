@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from msgspec import Struct
 
 from agent_loop.boundary import OnReplay
 from agent_loop.errors import ConfigError
 from agent_loop.tools.schema import ArgumentsCheck
 
 
-@dataclass(frozen=True, slots=True)
-class ToolResponse:
+class ToolResponse(Struct, frozen=True):
     """What a tool answers the model with."""
 
     text: str | None = None

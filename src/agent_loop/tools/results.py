@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, cast
+
+from msgspec import Struct, field, structs
 
 from agent_loop.boundary import as_finite_number, describe_value, one_line
 from agent_loop.errors import ToolBug
@@ -15,8 +16,7 @@ MAX_DETAIL_CHARACTERS = 1000
 """Of what is recorded of a call that did not work; the model reads all of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolResult:
+class ToolResult(Struct, frozen=True):
     """What came of one call."""
 
     response: ToolResponse
@@ -59,7 +59,7 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
     if reward is not None:
         reward = read_reward(reward, where=f"tool {name!r}")
     if response.text and not response.text.isascii():
-        response = replace(response, text=_encodable(response.text))
+        response = structs.replace(response, text=_encodable(response.text))
     return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
 
 

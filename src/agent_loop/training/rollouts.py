@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from msgspec import structs
 from torch import Tensor
 
 from agent_loop.concurrency import run_together
@@ -114,7 +115,7 @@ class StepRollouts:
             more, their_baselines = await self._run_rows(
                 others, step=step, num_groups=len(others), refill=refill
             )
-            kept = [*informative, *(replace(t, group=t.group + first_group) for t in more)]
+            kept = [*informative, *(structs.replace(t, group=t.group + first_group) for t in more)]
             baselines |= {group + first_group: reward for group, reward in their_baselines.items()}
         return StepRollout(kept, time.monotonic() - started, num_dropped, baselines or None)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct, field
 
 from agent_loop.types import Origin
 
@@ -33,8 +34,7 @@ class IncidentKind(StrEnum):
     FAILED_REQUEST = "failed_request"
 
 
-@dataclass(frozen=True, slots=True)
-class Incident:
+class Incident(Struct, frozen=True):
     """One named loss."""
 
     kind: IncidentKind
@@ -44,8 +44,7 @@ class Incident:
     """How many assistant turns there had been."""
 
 
-@dataclass(frozen=True, slots=True)
-class Feedback:
+class Feedback(Struct, frozen=True):
     """What a call of a tool, or a reply of the interaction, brought the turn that asked for it, beside its words."""
 
     origin: Origin
@@ -61,8 +60,7 @@ class Feedback:
     """What else the tool or the interaction returned."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """The exception that ended a trajectory with `StopReason.FAILED`."""
 
     error: str

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from agent_loop.attachments import Attachment
@@ -22,11 +23,10 @@ from agent_loop.trajectory.segments import (
     segments_of_mask,
 )
 from agent_loop.trajectory.trace import Trace
-from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds, changed
+from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason, TokenIds
 
 
-@dataclass(frozen=True)
-class AgentLoopMetrics:
+class AgentLoopMetrics(Struct, frozen=True):
     """Where the time of one trajectory went. The first three are the names under which they are reported."""
 
     generate_sequences: float = 0.0
@@ -45,7 +45,7 @@ class AgentLoopMetrics:
 
     def with_lag(self, *, max_s: float, mean_s: float, late_share: float) -> AgentLoopMetrics:
         """The same with how late the event loop was."""
-        return changed(
+        return structs.replace(
             self, event_loop_lag_max=max_s, event_loop_lag_mean=mean_s, event_loop_late_share=late_share
         )
 
@@ -130,15 +130,15 @@ class AgentLoopOutput:
 
     def failed(self, failure: Failure) -> AgentLoopOutput:
         """The same trajectory, ended by a failure."""
-        return changed(self, stop_reason=StopReason.FAILED, failure=failure)
+        return self._with(stop_reason=StopReason.FAILED, failure=failure)
 
     def measured(self, metrics: AgentLoopMetrics) -> AgentLoopOutput:
         """The same trajectory with other metrics."""
-        return changed(self, metrics=metrics)
+        return self._with(metrics=metrics)
 
     def noted(self, incident: Incident) -> AgentLoopOutput:
         """The same trajectory with one more named loss."""
-        return changed(self, incidents=(*self.incidents, incident))
+        return self._with(incidents=(*self.incidents, incident))
 
     @cached_property
     def prompt_ids(self) -> IntArray:
@@ -208,12 +208,17 @@ class AgentLoopOutput:
                 return str(message.get("content") or "")
         return ""
 
+    def _with(self, **changes: Any) -> Self:
+        """As `dataclasses.replace`, in a fraction of the time. What cached properties hold is copied too."""
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self), **changes)
+        return copy
+
     def _per_response_token(self, value_of: Callable[[Segment], int], dtype: Any) -> NDArray[Any]:
         return concatenated([np.full(len(s), value_of(s), dtype) for s in self.response_segments], dtype)
 
 
-@dataclass(frozen=True, eq=False)
-class Trajectory:
+class Trajectory(Struct, frozen=True, eq=False):
     """One scored rollout: what came out, of which row, and what it was worth."""
 
     output: AgentLoopOutput
@@ -233,7 +238,7 @@ class Trajectory:
 
     def watched(self, trace: Trace, *, output: AgentLoopOutput) -> Trajectory:
         """The same with its trace, and what came out with the metrics of whoever watched it."""
-        return changed(self, trace=trace, output=output)
+        return structs.replace(self, trace=trace, output=output)
 
     @property
     def trajectory_id(self) -> str:

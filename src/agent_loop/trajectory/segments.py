@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from agent_loop.attachments import Attachment
@@ -15,8 +15,7 @@ from agent_loop.errors import EpisodeError
 from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_log_probs, as_token_ids
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class Segment(Struct, frozen=True, eq=False):
     """A run of tokens with one origin; for the model's, also with one weight version."""
 
     token_ids: IntArray

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 
 class Span(NamedTuple):
@@ -25,8 +26,7 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(Struct, frozen=True):
     """The time of one trajectory; that of all its branches, where it has several."""
 
     began_at: float

@@ -131,7 +131,7 @@ class AgentLoopOutput(trajectory.AgentLoopOutput):
     ) -> None:
         """Raises: EpisodeError: There is no such metric, or the lists do not agree in length."""
         if isinstance(metrics, Mapping):
-            known = AgentLoopMetrics.__dataclass_fields__
+            known = AgentLoopMetrics.__struct_fields__
             for name in metrics:
                 if name not in known:
                     raise EpisodeError(
