@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from msgspec import structs
+
 from agent_loop.time_scope import clock_of
 from agent_loop.trajectory import Span, Trace
 
@@ -77,7 +79,7 @@ class Activity:
         start, end = wait.since - self.asked_at, until - self.asked_at
         last = len(self.spans) - 1  # code in another thread may add one meanwhile
         if last >= 0 and self.spans[last].details is wait.details:
-            self.spans[last] = self.spans[last]._replace(end=end)
+            self.spans[last] = structs.replace(self.spans[last], end=end)
         else:
             self.spans.append(Span(wait.kind, wait.what, start, end, wait.details))
 

@@ -6,9 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from agent_loop.attachments import Attachment
 from agent_loop.concurrency import Cut, Signal, run_abortable
@@ -19,7 +18,7 @@ ABORT_GRACE_S = 5.0
 """How long a server may take to hand over the tokens of an aborted request."""
 
 
-class Question(NamedTuple):
+class Question(Struct, frozen=True):
     """What a turn asks of the servers."""
 
     context: IntArray
@@ -34,7 +33,7 @@ class Question(NamedTuple):
         limit = self.params.max_tokens
         left = None if limit is None else limit - len(begun.token_ids)
         context = as_token_ids([*self.context.tolist(), *begun.token_ids])
-        return self._replace(context=context, params=structs.replace(self.params, max_tokens=left))
+        return structs.replace(self, context=context, params=structs.replace(self.params, max_tokens=left))
 
 
 class TurnSampler:

@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple
+
+from msgspec import Struct
 
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.policy import (
@@ -26,7 +27,7 @@ __all__ = ["BalancerConfig", "Lease", "LoadBalancer", "Request"]
 NUM_STEAL_CANDIDATES = 8
 
 
-class Lease(NamedTuple):
+class Lease(Struct, frozen=True):
     """A place on a server, held until it is released."""
 
     request: Request

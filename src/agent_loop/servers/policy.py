@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from agent_loop.servers.ranking import Ranking
 from agent_loop.servers.speeds import SpeedEstimate
@@ -40,7 +42,7 @@ class BalancerConfig:
     """Of the requests that wait, first the one whose trajectory has the most left to do."""
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True):
     """One completion that wants a place on a server."""
 
     id: str

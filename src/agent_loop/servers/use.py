@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from msgspec import Struct
 
 from agent_loop.types import TokenOutput
 
 
-class ServerUse(NamedTuple):
+class ServerUse(Struct, frozen=True):
     """What came of some completions."""
 
     num_turns: int = 0

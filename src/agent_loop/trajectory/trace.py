@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec import Struct
 
 
-class Span(NamedTuple):
+class Span(Struct, frozen=True):
     """Something that a trajectory waited for, or that its loop did."""
 
     kind: str

@@ -55,7 +55,11 @@ def carefully_read(text: str) -> Body:
 
 def agree_on(text: str) -> bool:
     quick, careful = read_body(text, 0, closings=CLOSINGS, stops=STOPS), carefully_read(text)
-    same_place = (quick.text.strip(), quick[1:3]) == (careful.text.strip(), careful[1:3])
+    same_place = (quick.text.strip(), quick.end, quick.is_closed) == (
+        careful.text.strip(),
+        careful.end,
+        careful.is_closed,
+    )
     return same_place and read_call(quick) == read_call(careful)
 
 

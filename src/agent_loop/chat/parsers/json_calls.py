@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
+
+from msgspec import Struct
 
 from agent_loop.chat.parsers.walking import find_first, malformed, skip_space
 from agent_loop.types import MalformedCall, ToolCall
@@ -23,7 +25,7 @@ class JsonFault(ValueError):
     """Text is not the JSON it should be; the message says why, to the model."""
 
 
-class Body(NamedTuple):
+class Body(Struct, frozen=True):
     """What stands between the opening and the closing of a call."""
 
     text: str

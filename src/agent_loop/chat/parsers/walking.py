@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
+from msgspec import Struct
+
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
 
@@ -22,7 +24,7 @@ class Thought(NamedTuple):
 THINK = Thought("<think>", "</think>")
 
 
-class Block(NamedTuple):
+class Block(Struct, frozen=True):
     """What a reader found behind an opening text."""
 
     calls: tuple[ToolCall | MalformedCall, ...]
