@@ -1,4 +1,4 @@
-"""The facts that travel through the system: tokens, completions, trajectories. Needs numpy only."""
+"""The facts that travel through the system: tokens, completions, trajectories. Needs numpy and msgspec only."""
 
 from __future__ import annotations
 
