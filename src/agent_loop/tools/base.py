@@ -66,15 +66,6 @@ class BaseTool(ABC):
         return ArgumentsCheck(self.tool_schema)
 
     @cached_property
-    def declared_replay(self) -> OnReplay:
-        """What `on_replay` says.
-
-        Raises:
-            ConfigError: As `check_declarations`.
-        """
-        return check_declarations(self)
-
-    @cached_property
     def has_state(self) -> bool:
         """Whether it has instances to create and release: it defines either."""
         return _is_own(self.create, BaseTool.create) or _is_own(self.release, BaseTool.release)

@@ -20,7 +20,7 @@ from agent_loop.boundary import (
 )
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
 from agent_loop.identifiers import new_id
-from agent_loop.tools.base import BaseTool
+from agent_loop.tools.base import BaseTool, check_declarations
 from agent_loop.tools.calls import in_turn, with_retries
 from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
 from agent_loop.trajectory import Incident, IncidentKind
@@ -64,7 +64,7 @@ class ToolSession:
         tools_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tools = tools
-        self._replay = {name: tool.declared_replay for name, tool in tools.items()}
+        self._replay = {name: check_declarations(tool) for name, tool in tools.items()}
         self._config = config
         self._kwargs = _read_tools_kwargs(tools_kwargs or {}, tools=tools)
         self._trajectory = new_id()

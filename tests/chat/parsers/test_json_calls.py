@@ -53,14 +53,13 @@ def carefully_read(text: str) -> Body:
     return Body(text[:end], end + len(marker) * is_closed, is_closed)
 
 
+def extent(body: Body) -> tuple[str, int, bool]:
+    return body.text.strip(), body.end, body.is_closed
+
+
 def agree_on(text: str) -> bool:
     quick, careful = read_body(text, 0, closings=CLOSINGS, stops=STOPS), carefully_read(text)
-    same_place = (quick.text.strip(), quick.end, quick.is_closed) == (
-        careful.text.strip(),
-        careful.end,
-        careful.is_closed,
-    )
-    return same_place and read_call(quick) == read_call(careful)
+    return extent(quick) == extent(careful) and read_call(quick) == read_call(careful)
 
 
 @given(value=calls | values, space=st.sampled_from(["", " ", "\n", "\u00a0", "\x0b"]), behind=texts)
