@@ -187,6 +187,7 @@ def test_a_call_that_may_not_be_run_twice_cannot_ask_for_retries(on_replay: OnRe
 )
 def test_a_declaration_out_of_range_is_refused(name: str, value: Any) -> None:
     tool = Service()
+    session_of(tool)  # (a declaration may change between two trajectories)
     setattr(tool, name, value)
     with pytest.raises(ConfigError, match=name):
         session_of(tool)
