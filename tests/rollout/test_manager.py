@@ -236,6 +236,10 @@ def test_of_more_groups_than_needed_the_first_ones_are_kept() -> None:
         ),
         ({"raw_prompt": user("?"), "tools_kwargs": {"sum": {}}}, r"row 1: tools_kwargs: there is no 'sum'"),
         ({"raw_prompt": user("?"), "interaction_kwargs": {"name": "x"}}, r"row 1: interaction_kwargs\.name"),
+        (
+            {"raw_prompt": user("?"), "interaction_kwargs": {"name": "gsm8k"}},
+            r"no interaction is configured; set rollout\.multi_turn\.interaction_config_path",
+        ),
     ],
 )
 def test_a_wrong_row_is_refused_before_any_work(row: dict[str, Any], complaint: str) -> None:

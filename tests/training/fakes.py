@@ -74,6 +74,9 @@ class FakeRollouts:
         self._on_run = on_run or (lambda version: None)
         self._hangs_at = hangs_at
 
+    def check_rows(self, rows: Iterable[Row]) -> None:
+        pass
+
     async def run(
         self,
         rows: Sequence[Row],

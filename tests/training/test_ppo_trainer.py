@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from agent_loop.config import Config, load_config
-from agent_loop.errors import CheckpointError, ConfigError, RolloutError
+from agent_loop.errors import CheckpointError, ConfigError, DataError, RolloutError
 from agent_loop.training import metrics as names
 from agent_loop.training.checkpoint import latest_checkpoint, list_checkpoints
 from agent_loop.training.loop import TrainResult
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.types import Row
 from tests.training.fakes import PAD, FakeRollouts, FakeTemplate, tiny_policy
 
 
@@ -237,3 +239,16 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_written(
         train(config)
 
     assert not Path(config.trainer.run_dir).exists()
+
+
+def test_every_row_is_checked_before_the_first_step(config: Config) -> None:
+    class Strict(FakeRollouts):
+        def check_rows(self, rows: Iterable[Row]) -> None:
+            self.num_checked = len(list(rows))
+            raise DataError("row 3: interaction_kwargs has no name")
+
+    rollouts = Strict(tiny_policy())
+    with pytest.raises(DataError, match="row 3"):
+        train(config, rollouts=rollouts)
+    assert rollouts.rows == []
+    assert rollouts.num_checked > config.data.train_batch_size

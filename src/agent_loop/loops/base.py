@@ -12,8 +12,8 @@ from msgspec import Struct, field, structs
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
 from agent_loop.episode import Episode
-from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.base import BaseInteraction
+from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.environments import EnvironmentFactory
@@ -93,7 +93,8 @@ class AgentLoopBase(ABC):
             messages: The first prompt.
             tools: The tools that the model may call, by name; their schemas are shown to it.
             tools_kwargs: Per tool name: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`.
-            interaction_kwargs: `name` of an interaction, and what it is started with.
+            interaction_kwargs: `name` of an interaction, and what it is started with. Without a name they are ignored
+                if no interaction is configured.
 
         Raises:
             DataError: There is no such tool or interaction.
@@ -140,16 +141,15 @@ class AgentLoopBase(ABC):
         return self.template.open(messages, tools=tools).tolist()
 
     def _interaction_session(self, interaction_kwargs: Mapping[str, Any] | None) -> InteractionSession | None:
-        if not interaction_kwargs:
+        name = read_interaction_name(
+            interaction_kwargs, known=self.context.interactions, where="interaction_kwargs"
+        )
+        if name is None:
             return None
-        kwargs = dict(interaction_kwargs)
-        name = kwargs.pop("name", None)
-        interaction = self.context.interactions.get(str(name))
-        if interaction is None:
-            near = did_you_mean(str(name), self.context.interactions)
-            raise DataError(f"interaction_kwargs.name is {name!r}: no such interaction{near}")
         config = InteractionSessionConfig(
             timeout_s=self.context.multi_turn.interaction_timeout_s,
             close_timeout_s=self.context.multi_turn.close_timeout_s,
         )
-        return InteractionSession(interaction, config=config, interaction_kwargs=kwargs)
+        return InteractionSession(
+            self.context.interactions[name], config=config, interaction_kwargs=interaction_kwargs
+        )

@@ -14,6 +14,8 @@ from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_shielded, run_until, running_beside
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
+from agent_loop.interactions.selection import read_interaction_name
+from agent_loop.loops import ToolAgentLoop
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.earlier import divide
 from agent_loop.rollout.failures import FailureBudget
@@ -222,6 +224,17 @@ class AgentLoopManager:
         await run_until(running, first.are_complete)
         return first.trajectories
 
+    def check_rows(self, rows: Iterable[Row]) -> None:
+        """Check that what the rows name exists. `run` does this for its own rows; a training does it for all at once.
+
+        Raises:
+            DataError: A row names a loop, tool or interaction that does not exist, or is missing a name.
+        """
+        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
+        known = {*self._context.tools, *methods}
+        for number, row in enumerate(rows):
+            self._check_row(row, number=number, known=known)
+
     async def stream(
         self, rows: Sequence[Row], *, n: int | None = None, validate: bool = False
     ) -> AsyncGenerator[Trajectory]:
@@ -340,10 +353,7 @@ class AgentLoopManager:
     def _jobs(
         self, rows: Sequence[Row], *, n: int | None, validate: bool, label: str = "", greedy: bool = False
     ) -> list[Job]:
-        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
-        known = {*self._context.tools, *methods}
-        for number, row in enumerate(rows):
-            self._check_row(row, number=number, known=known)
+        self.check_rows(rows)
         n = n or (self.config.val.n if validate else self.config.n)
         params = {**self._sampling_params(validate=validate), **({"temperature": 0.0} if greedy else {})}
         return [
@@ -378,16 +388,16 @@ class AgentLoopManager:
         """Args: known: The names of all tools, those of environments included."""
         if "raw_prompt" not in row:
             raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
-        if row.get("agent_name"):
-            self._loops.get(str(row["agent_name"]), where=f"row {number}: agent_name")
+        agent_name = str(row.get("agent_name") or self.config.agent.default_agent_loop)
+        loop_class = self._loops.get(agent_name, where=f"row {number}: agent_name").loop_class
         if kwargs := row.get("tools_kwargs"):
             _refuse_unknown(kwargs, self._context.tools, f"row {number}: tools_kwargs")
         if "tool_selection" in row:
             read_selection(row["tool_selection"], known=known, where=f"row {number}: tool_selection")
-        interaction: Mapping[str, Any] = row.get("interaction_kwargs") or {}
-        if "name" in interaction:
-            name = interaction["name"]
-            _refuse_unknown([name], self._context.interactions, f"row {number}: interaction_kwargs.name")
+        interaction_kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
+        if issubclass(loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
+            where = f"row {number}: interaction_kwargs"
+            read_interaction_name(interaction_kwargs, known=self._context.interactions, where=where)
 
     def _sampling_params(self, *, validate: bool) -> Mapping[str, Any]:
         source = self.config.val if validate else self.config

@@ -97,6 +97,8 @@ class PPOTrainer:
         loggers = make_loggers(config)
         async with AsyncExitStack() as stack:
             manager = self._manager or await stack.enter_async_context(create_manager(config))
+            manager.check_rows(sampler.rows)
+            manager.check_rows(val_rows)
             team = await stack.enter_async_context(lead_team(config))
             learner = await run_in_thread(load_learner, config, checkpoint=checkpoint, team=team)
             _hide_progress_of_transformers(stack)

@@ -38,6 +38,8 @@ class Rollouts(Protocol):
     @property
     def template(self) -> RolloutTemplate: ...
 
+    def check_rows(self, rows: Iterable[Row]) -> None: ...
+
     async def run(
         self,
         rows: Sequence[Row],

@@ -1,0 +1,93 @@
+"""Rows as verl's preprocessing writes them: arguments of an interaction in rows that only call tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agent_loop.config import RolloutConfig
+from agent_loop.errors import DataError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import prepare_rows
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+from tests.helpers import calls, hermes_template, says
+
+INTERACTIONS = "tests/compat/interactions.yaml"
+
+
+def record(**interaction_kwargs: Any) -> dict[str, Any]:
+    """One row of a GSM8K file: everything beside the prompt is in `extra_info`."""
+    return {
+        "data_source": "openai/gsm8k",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "user", "content": "What is 6 * 7?"}],
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": {
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "42"}}},
+            "interaction_kwargs": interaction_kwargs,
+        },
+    }
+
+
+def run(
+    rows: Sequence[dict[str, Any]],
+    *,
+    interactions: str | None,
+    requests: list[ScriptedRequest] | None = None,
+    **settings: Any,
+) -> list[Trajectory]:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        if requests is not None:
+            requests.append(request)
+        return calls("calc_gsm8k_reward", answer="42") if request.turn == 0 else says("#### 42")
+
+    multi_turn = {"tools": ["gsm8k"], "interaction_config_path": interactions}
+    config = RolloutConfig.model_validate({"multi_turn": multi_turn, **settings})
+
+    async def main() -> list[Trajectory]:
+        servers = [ScriptedServer(script)]
+        async with AgentLoopManager(config, servers=servers, template=hermes_template()) as manager:
+            return await manager.run(prepare_rows(rows, prompt_key="prompt"), n=1)
+
+    return run_virtual(main())
+
+
+def test_arguments_without_a_name_are_ignored_where_no_interaction_is_configured() -> None:
+    [trajectory] = run([record(query="What is 6 * 7?", ground_truth="42")], interactions=None)
+    assert trajectory.output.failure is None
+    assert trajectory.output.stop_reason is StopReason.ANSWERED
+    assert trajectory.reward == 1.0
+
+
+def test_arguments_without_a_name_are_found_before_the_run_where_an_interaction_is_configured() -> None:
+    requests: list[ScriptedRequest] = []
+    rows = [record(name="patient", ground_truth="42"), record(query="What is 6 * 7?", ground_truth="42")]
+    with pytest.raises(
+        DataError, match=r"row 1: interaction_kwargs has no name, and the configured .* 'patient'"
+    ):
+        run(rows, interactions=INTERACTIONS, requests=requests)
+    assert requests == []
+
+
+def test_a_loop_without_interactions_does_not_ask_for_a_name() -> None:
+    row = {**record(query="What is 6 * 7?"), "agent_name": "single_turn_agent"}
+    [trajectory] = run([row], interactions=INTERACTIONS)
+    assert trajectory.output.failure is None
+
+
+def test_a_table_may_hold_rows_with_and_without_an_interaction() -> None:
+    rows = [record(name="patient", ground_truth="42"), record(name=None, ground_truth=None)]
+    first, second = run(rows, interactions=INTERACTIONS)
+    assert first.output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert second.output.stop_reason is StopReason.ANSWERED
+
+
+def test_a_name_without_a_configured_interaction_is_refused() -> None:
+    with pytest.raises(DataError, match=r"row 0: interaction_kwargs\.name is 'gsm8k', but no interaction is"):
+        run([record(name="gsm8k", ground_truth="42")], interactions=None)
