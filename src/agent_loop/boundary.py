@@ -9,11 +9,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum
 from functools import partial
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, EpisodeError
 from agent_loop.identifiers import new_id
+from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, OwnTask
 from agent_loop.threads import run_in_thread
 from agent_loop.time_scope import TimeScope
 from agent_loop.trajectory import Incident, IncidentKind
@@ -43,37 +44,55 @@ class OnReplay(StrEnum):
         raise ConfigError(f"on_replay is {value!r}; give one of {', '.join(cls)}")
 
 
-class DeadlineExpired(Exception):
-    """The time limit given to `run_bounded` passed."""
+async def run_bounded(
+    function: Callable[[], Awaitable[ResultT]],
+    *,
+    timeout_s: float | None,
+    name: str = "",
+    grace_s: float = ABANDON_GRACE_S,
+) -> ResultT:
+    """Await foreign code in a task of its own, for at most `timeout_s` and the grace behind it.
 
+    At the time limit, and where the caller is cancelled, the task is cancelled. If it still runs after `grace_s`, it is
+    abandoned: it is named in the log, counted, noted on its trajectory (`IncidentKind.ABANDONED`), and no longer waited
+    for. This call thus ends in `timeout_s + grace_s`, or `grace_s` after its caller is cancelled, whatever the code
+    does, unless it blocks the event loop.
 
-async def run_bounded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float | None) -> ResultT:
-    """Awaits the function's result for at most `timeout_s`; None sets no limit.
+    Whatever the code raises is raised here as an `Exception`. Only a cancellation of the caller raises CancelledError,
+    also where the code ended with a result meanwhile.
+
+    Args:
+        function: Foreign code. It sees the caller's context variables, and the caller sees what it sets.
+        timeout_s: None sets no limit; a cancellation of the caller still ends the call.
+        name: What to call the code in the log if it is abandoned, such as "tool 'search'".
+        grace_s: Time to end after the cancellation. Code that itself waits for other foreign code needs more than that
+            code has.
 
     Raises:
-        DeadlineExpired: This time limit passed. A TimeoutError of the function's own is raised as it is.
-        RuntimeError: The function raised CancelledError although nobody cancelled, tried to end the process, or raised
-            what is no `Exception`, as extensions in other languages do when they break.
+        Abandoned: The time limit passed, and the code did not end in its grace. A `DeadlineExpired`.
+        DeadlineExpired: The time limit passed. A TimeoutError of the function's own is raised as it is.
+        RuntimeError: The function raised CancelledError although nobody cancelled it, tried to end the process, or
+            raised what is not an `Exception`, as extensions in other languages do when they break.
     """
-    scope = TimeScope(timeout_s=timeout_s)
+    task = OwnTask(function, name=name or _name_of(function))
     try:
-        with scope:
-            return await function()
+        if timeout_s is None:
+            await task.ended
+        else:
+            with TimeScope(timeout_s=timeout_s):
+                await task.ended
     except TimeoutError as error:
-        if scope.has_expired:
-            raise DeadlineExpired(f"took longer than {timeout_s or 0:g} s") from error
+        limit = f"took longer than {timeout_s or 0:g} s"
+        if not await task.stop(grace_s=grace_s):
+            raise Abandoned(
+                f"{limit}, went on for {grace_s:g} s after it was cancelled, and was abandoned"
+            ) from error
+        if task.was_cancelled:
+            raise DeadlineExpired(limit) from error
+    except asyncio.CancelledError:
+        await task.stop(grace_s=grace_s)
         raise
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise RuntimeError("it raised CancelledError although nobody cancelled it") from error
-    except SystemExit as error:
-        raise RuntimeError(f"it raised {error!r} to end the process") from error
-    except (Exception, GeneratorExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise RuntimeError(f"it raised {error!r}, which is no Exception") from error
+    return task.result()
 
 
 async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +101,12 @@ async def call_function(function: Callable[..., Any], *args: Any, **kwargs: Any)
         return await function(*args, **kwargs)
     result = await run_in_thread(function, *args, **kwargs)
     return await result if inspect.isawaitable(result) else result
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = cast("partial[Any]", function).func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def as_finite_number(value: Any) -> float | None:
@@ -187,7 +212,9 @@ class TrajectoryInstance:
         problems: list[str] = []
         for instance_id in started:
             try:
-                await run_bounded(partial(self._close_as, instance_id), timeout_s=timeout_s)
+                await run_bounded(
+                    partial(self._close_as, instance_id), timeout_s=timeout_s, name=f"closing {self.name}"
+                )
             except DeadlineExpired as error:
                 problems.append(f"closing {self.name} {error}")
             except Exception as error:  # noqa: BLE001  (close boundary: named in the record, others go on)
@@ -219,4 +246,4 @@ async def close_instances(
     most_openings = max([instance.num_open for instance in instances], default=0)
     if most_openings:
         with waiting_for(WaitKind.CLOSE, what):
-            await run_shielded(close_all, timeout_s=timeout_s * (most_openings + 1))
+            await run_shielded(close_all, timeout_s=(timeout_s + ABANDON_GRACE_S) * (most_openings + 1))

@@ -1,8 +1,7 @@
 """What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, and concurrent calls whose
 errors come out as they are.
 
-The only module that starts bare tasks; each is over when the function that started it returns, but for
-`await_or_leave`.
+Each task is over when the function that started it returns, unless it was abandoned (`agent_loop.own_task`).
 """
 
 from __future__ import annotations
@@ -14,9 +13,13 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 from weakref import WeakValueDictionary
 
+from agent_loop.own_task import ABANDON_GRACE_S, OwnTask
 from agent_loop.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
+
+SHIELD_GRACE_S = 2 * ABANDON_GRACE_S
+"""Seconds that shielded cleanup has to end after its time limit, the graces of the foreign code in it included."""
 
 
 async def run_together(
@@ -44,9 +47,10 @@ async def run_together(
 
 
 async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float) -> ResultT:
-    """Runs cleanup to its end even if the caller is cancelled meanwhile, but no longer than `timeout_s`.
+    """Run cleanup to its end even if the caller is cancelled meanwhile, but no longer than `timeout_s`.
 
-    The cancellation is delivered afterwards.
+    The cancellation is delivered afterwards. Cleanup that goes on for `SHIELD_GRACE_S` after its time limit is
+    abandoned.
 
     Raises:
         TimeoutError: It took longer.
@@ -56,17 +60,16 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
         with TimeScope(timeout_s=timeout_s):
             return await function()
 
-    task = asyncio.get_running_loop().create_task(bounded())
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not report it as lost
-        raise cancelled
+    task = OwnTask(bounded, name=f"cleanup {getattr(function, '__qualname__', function)}")
+    try:
+        with TimeScope(timeout_s=timeout_s + SHIELD_GRACE_S):
+            await task.ended
+    except asyncio.CancelledError:
+        await task.wait_shielded(timeout_s=timeout_s + SHIELD_GRACE_S, after="it began")
+        raise
+    except TimeoutError:
+        await task.wait_shielded(timeout_s=0.0, after="its time limit")
+        raise
     return task.result()
 
 
@@ -167,19 +170,6 @@ async def run_abortable(
         raise
     if task.cancelled():
         raise Cut
-    return task.result()
-
-
-async def await_or_leave(call: Coroutine[Any, Any, ResultT], *, patience_s: float) -> ResultT:
-    """Awaits a call. If the caller is cancelled, the call is; one that then goes on for longer than `patience_s` is
-    left behind, as nothing can end it."""
-    task = asyncio.ensure_future(call)
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait({task}, timeout=patience_s)
-        raise
     return task.result()
 
 

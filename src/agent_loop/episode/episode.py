@@ -76,6 +76,7 @@ class Episode:
         self._stopwatch = Stopwatch()
         self._deadlines = Deadlines()
         self._is_closed = False
+        self._is_abandoned = False
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -127,6 +128,14 @@ class Episode:
                 await self._surroundings.judge()
         finally:
             await self._close(reason)
+
+    async def abandon(self, reason: StopReason) -> None:
+        """End the episode from outside, where the code that entered it was abandoned. Its verbs raise from here on.
+
+        Does nothing if the episode has ended.
+        """
+        self._is_abandoned = True
+        await self._close(reason)
 
     # -- verbs -----------------------------------------------------------------------------------------------------
 
@@ -270,7 +279,7 @@ class Episode:
         Raises:
             EpisodeError: Tools or an interaction are open; `await finish()` first.
         """
-        if self._surroundings.num_open:
+        if self._surroundings.num_open and not self._is_abandoned:
             raise EpisodeError(
                 "tools or an interaction are still open; await episode.finish() before output()"
             )

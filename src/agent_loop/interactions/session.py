@@ -100,7 +100,7 @@ class InteractionSession:
         Raises:
             Exception: Whatever `start_interaction` raises.
         """
-        await run_bounded(self._instance.open, timeout_s=self._config.timeout_s)
+        await run_bounded(self._instance.open, timeout_s=self._config.timeout_s, name=self._where)
 
     async def greet(self) -> InteractionReply:
         """What the interaction opens the conversation with, empty if it has nothing to say.
@@ -139,7 +139,9 @@ class InteractionSession:
             return None
         verdict = partial(self._interaction.calculate_score, self._instance.instance_id)
         try:
-            score = await run_bounded(verdict, timeout_s=self._config.close_timeout_s)
+            score = await run_bounded(
+                verdict, timeout_s=self._config.close_timeout_s, name=f"calculate_score of {self._where}"
+            )
         except DeadlineExpired as error:
             raise InteractionBug(
                 f"calculate_score of {self._where} {error}; mend it, or raise close_timeout_s"
@@ -166,7 +168,7 @@ class InteractionSession:
 
     async def _bounded(self, function: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await run_bounded(function, timeout_s=self._config.timeout_s)
+            return await run_bounded(function, timeout_s=self._config.timeout_s, name=self._where)
         except DeadlineExpired as error:
             raise InteractionBug(f"{self._where} {error}; mend it, or raise interaction_timeout_s") from error
         except InteractionUnavailable:

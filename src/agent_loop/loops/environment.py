@@ -16,6 +16,7 @@ from agent_loop.errors import DataError, EnvironmentBug, did_you_mean
 from agent_loop.loops.environments import Environment, EnvironmentFactory, with_observation
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
+from agent_loop.own_task import ABANDON_GRACE_S
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import StopReason
 
@@ -80,9 +81,9 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         """Closes it, to the end even if cancelled meanwhile, and returns what went wrong."""
         timeout_s = self.context.multi_turn.close_timeout_s
         try:
-            await run_shielded(
-                partial(run_bounded, environment.close, timeout_s=timeout_s), timeout_s=2 * timeout_s
-            )
+            what = f"closing {environment.where}"
+            close = partial(run_bounded, environment.close, timeout_s=timeout_s, name=what)
+            await run_shielded(close, timeout_s=timeout_s + 2 * ABANDON_GRACE_S)
         except Exception as error:  # noqa: BLE001  (close boundary: named in the record)
             return [f"closing {environment.where}: {describe_error(error)}"]
         return []
@@ -101,7 +102,7 @@ async def _bounded(
     function: Callable[[], Awaitable[ResultT]], *, what: str, timeout_s: float, key: str
 ) -> ResultT:
     try:
-        return await run_bounded(function, timeout_s=timeout_s)
+        return await run_bounded(function, timeout_s=timeout_s, name=what)
     except EnvironmentBug:
         raise
     except DeadlineExpired as error:

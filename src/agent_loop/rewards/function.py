@@ -62,7 +62,7 @@ class RewardFunction:
         """
         call = partial(call_function, self.function, output, row)
         try:
-            returned = await run_bounded(call, timeout_s=self.timeout_s)
+            returned = await run_bounded(call, timeout_s=self.timeout_s, name=f"reward function {self.name}")
         except DeadlineExpired as error:
             raise RewardError(
                 f"reward function {self.name} {error}; mend it, or raise reward.timeout_s"

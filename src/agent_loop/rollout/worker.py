@@ -11,19 +11,20 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from agent_loop.boundary import describe_error, describe_value
+from agent_loop.boundary import describe_error, describe_value, run_bounded
+from agent_loop.cancellation import FINISH_GRACE_S
 from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_together
 from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
+from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, Abandonments, DeadlineExpired
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.oversight import Oversight
-from agent_loop.time_scope import TimeScope
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
 from agent_loop.waits import Activity, WaitKind, waiting_for
@@ -181,19 +182,22 @@ class AgentLoopWorker:
         assert task is not None
         trajectory_id = job.trajectory_id
         self._running[trajectory_id] = task
-        try:
-            outputs = await self._run_loop(job, context)
-            if job.log is not None and job.log.mismatch is not None:
-                outputs = await self._begin_anew(job, job.log, outputs, context=context)
-        finally:
-            del self._running[trajectory_id]
-            self._cancelled.discard(trajectory_id)
-        if isinstance(outputs, AgentLoopOutput):
-            trajectories = [await self._scored(outputs, job)]
-        else:
-            trajectories = await run_together(
-                self._scored(output, job, branch=n) for n, output in enumerate(outputs)
-            )
+        with Abandonments(trajectory_id) as abandoned:
+            try:
+                outputs = await self._run_loop(job, context)
+                if job.log is not None and job.log.mismatch is not None:
+                    outputs = await self._begin_anew(job, job.log, outputs, context=context)
+            finally:
+                del self._running[trajectory_id]
+                self._cancelled.discard(trajectory_id)
+            if isinstance(outputs, AgentLoopOutput):
+                trajectories = [await self._scored(outputs, job)]
+            else:
+                trajectories = await run_together(
+                    self._scored(output, job, branch=n) for n, output in enumerate(outputs)
+                )
+        for detail in abandoned.details:
+            trajectories[0] = trajectories[0].noted(Incident(IncidentKind.ABANDONED, detail))
         if job.log is not None:
             with waiting_for(WaitKind.JOURNAL):
                 await job.log.end(trajectories)
@@ -225,26 +229,37 @@ class AgentLoopWorker:
     async def _run_loop(self, job: Job, context: LoopContext) -> AgentLoopOutput | list[AgentLoopOutput]:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
         loop: AgentLoopBase | None = None
+
+        async def run() -> AgentLoopOutput | list[AgentLoopOutput]:
+            nonlocal loop
+            loop = self._make_loop(job, context)
+            return _checked(await loop.run(dict(job.sampling_params), **job.columns), loop)
+
         deadline_s = context.limits.deadline_s
-        backstop = TimeScope(timeout_s=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S)
         new_log = None if job.log is None else job.log.new_lane
         try:
-            with context.server_manager.scope() as server_manager, backstop:
+            with context.server_manager.scope() as server_manager:
                 context = context.of_trajectory(server_manager, new_log=new_log)
-                loop = self._make_loop(job, context)
-                output: Any = await loop.run(dict(job.sampling_params), **job.columns)
-            return _checked(output, loop)
+                return await run_bounded(
+                    run,
+                    timeout_s=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
+                    name="agent loop",
+                    grace_s=loop_grace_s(context),
+                )
         except EpisodeStopped as stopped:
             return _record(loop, stopped.reason)
         except asyncio.CancelledError:
             if not self._was_cancelled_alone(job):
                 raise
+            await _close_behind(loop)
             return _record(loop, StopReason.CANCELLED)
         except JournalError:
             raise
+        except DeadlineExpired as error:
+            if isinstance(error, Abandoned):
+                await _close_behind(loop)
+            return _record(loop, StopReason.DEADLINE)
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
-            if backstop.has_expired:
-                return _record(loop, StopReason.DEADLINE)
             return _record(loop, StopReason.FAILED, failure=_failure(error))
 
     def _was_cancelled_alone(self, job: Job) -> bool:
@@ -287,6 +302,19 @@ class AgentLoopWorker:
             raise ConfigError(
                 f"agent loop {name!r} cannot be made with {sorted(entry.kwargs)}: {error}"
             ) from error
+
+
+def loop_grace_s(context: LoopContext) -> float:
+    """Return how long a cancelled loop may take: to abort its request, to end its calls, and to close its tools and its
+    interaction, each of which may use up its own grace."""
+    close_s = context.multi_turn.close_timeout_s + 2 * ABANDON_GRACE_S
+    return FINISH_GRACE_S + 3 * ABANDON_GRACE_S + 2 * close_s
+
+
+async def _close_behind(loop: AgentLoopBase | None) -> None:
+    """Close the tools and the interaction of a loop that was abandoned."""
+    if loop is not None and loop.last_episode is not None:
+        await loop.last_episode.abandon(StopReason.CANCELLED)
 
 
 def _record(

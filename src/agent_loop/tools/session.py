@@ -20,6 +20,7 @@ from agent_loop.boundary import (
 )
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
 from agent_loop.identifiers import new_id
+from agent_loop.own_task import Abandoned
 from agent_loop.tools.base import BaseTool, check_declarations
 from agent_loop.tools.calls import in_turn, with_retries
 from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
@@ -102,7 +103,7 @@ class ToolSession:
         if name in self._tools:
             instance = self._instance(self._tools[name], name=name)
             timeout_s = self._tools[name].timeout_s or self._config.timeout_s
-            await run_bounded(instance.open, timeout_s=timeout_s)
+            await run_bounded(instance.open, timeout_s=timeout_s, name=f"tool {name!r}")
 
     async def execute(self, call: ToolCall) -> ToolResult:
         """Runs one call.
@@ -111,7 +112,7 @@ class ToolSession:
         arguments that do not fit the schema, a `ToolError` and a timeout are answered to the model.
 
         Raises:
-            ToolBug: The tool raised anything else, or returned something that is no result.
+            ToolBug: The tool raised anything else, returned something that is no result, or was abandoned.
             EpisodeError: The session is closed.
         """
         if self._is_closed:
@@ -126,9 +127,18 @@ class ToolSession:
         run = partial(self._run, tool, call)
         if tool.retries:
             run = partial(with_retries, tool, run)
-        run = partial(run_bounded, run, timeout_s=tool.timeout_s or self._config.timeout_s)
+        run = partial(
+            run_bounded,
+            run,
+            timeout_s=tool.timeout_s or self._config.timeout_s,
+            name=f"tool {call.name!r}",
+        )
         try:
             returned = await (run() if tool.max_concurrent is None else in_turn(tool, run))
+        except Abandoned as error:
+            raise ToolBug(
+                f"tool {call.name!r} {error}; let CancelledError pass, or raise rollout.multi_turn.tool_timeout_s"
+            ) from error
         except DeadlineExpired as error:
             return refusal(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
         except ToolUnavailable as error:
@@ -156,7 +166,9 @@ class ToolSession:
             kwargs = self._kwargs_of(name, "calc_reward_kwargs")
             verdict = partial(self._tools[name].calc_reward, instance.instance_id, **kwargs)
             try:
-                reward = await run_bounded(verdict, timeout_s=self._config.close_timeout_s)
+                reward = await run_bounded(
+                    verdict, timeout_s=self._config.close_timeout_s, name=f"calc_reward of tool {name!r}"
+                )
             except DeadlineExpired as error:
                 raise ToolBug(
                     f"calc_reward of tool {name!r} {error}; mend it, or raise close_timeout_s"

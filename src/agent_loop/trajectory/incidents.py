@@ -32,6 +32,7 @@ class IncidentKind(StrEnum):
     GENERATE_TIMEOUT = "generate_timeout"
     TURN_TIMEOUT = "turn_timeout"
     FAILED_REQUEST = "failed_request"
+    ABANDONED = "abandoned"
 
 
 class Incident(Struct, frozen=True):

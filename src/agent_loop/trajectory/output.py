@@ -240,6 +240,10 @@ class Trajectory(Struct, frozen=True, eq=False):
         """The same with its trace, and what came out with the metrics of whoever watched it."""
         return structs.replace(self, trace=trace, output=output)
 
+    def noted(self, incident: Incident) -> Trajectory:
+        """Return the same trajectory with one more named loss."""
+        return structs.replace(self, output=self.output.noted(incident))
+
     @property
     def trajectory_id(self) -> str:
         suffix = "" if self.branch is None else f"/branch={self.branch}"

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from agent_loop.boundary import OnReplay, describe_error, one_line, run_bounded
 from agent_loop.checks import CheckFailed
-from agent_loop.concurrency import await_or_leave
 from agent_loop.errors import ToolError
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.results import ToolResult, read_result, read_reward
@@ -114,8 +113,8 @@ class Subject:
 
 async def _asked(function: Callable[[], Awaitable[Any]]) -> Any:
     """What a method returns; one that would end the process raises RuntimeError, and one that will not be cancelled
-    is left."""
-    return await await_or_leave(run_bounded(function, timeout_s=None), patience_s=END_S)
+    is abandoned."""
+    return await run_bounded(function, timeout_s=None, grace_s=END_S)
 
 
 def require_same(got: Sequence[Answer], wanted: Sequence[Answer], what: str) -> None:
