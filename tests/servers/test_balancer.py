@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.errors import ConfigError
 from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
 from agent_loop.servers.ranking import Ranking
 
@@ -212,9 +212,10 @@ def test_leases_of_a_server_that_left_are_released_without_harm() -> None:
     assert balancer.in_flight[lease.server] == 0
 
 
-def test_without_any_server_a_request_is_told_so() -> None:
-    with pytest.raises(ServerDied, match="request a: no server is left"):
-        ask(LoadBalancer(), "a")
+def test_without_any_server_a_request_waits_for_one_to_join() -> None:
+    balancer = LoadBalancer()
+    assert balancer.acquire(Request("a/0", "a")) is None
+    assert [lease.server for lease in balancer.add_server("s0")] == ["s0"]
 
 
 def test_two_servers_of_one_name_are_refused() -> None:

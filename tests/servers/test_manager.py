@@ -13,6 +13,7 @@ from agent_loop.concurrency import run_together
 from agent_loop.errors import ServerDied, ServerTimeout
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.types import TokenChunk, TokenOutput
@@ -140,6 +141,102 @@ def test_the_last_server_that_dies_is_named() -> None:
             await complete(manager)
         with pytest.raises(ServerDied, match="no server is left"):
             await manager.update_weights([], weight_version=1)
+
+    run_virtual(main())
+
+
+def restarting_servers(*, streams: bool, restart_timeout_s: float) -> tuple[list[ScriptedServer], ServerPool]:
+    class Restarts(ScriptedServer):
+        restarts = True
+
+    servers = [Restarts(count_up, name=name, streams=streams) for name in ("a", "b")]
+    return list(servers), ServerPool(servers, restart_timeout_s=restart_timeout_s)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_requests_wait_for_a_restart_when_every_server_died(streams: bool) -> None:
+    """Those in flight, those queued, and those that come later."""
+
+    async def main() -> None:
+        servers, pool = restarting_servers(streams=streams, restart_timeout_s=60)
+        manager = AsyncLLMServerManager(pool)
+        async with manager.watching(), asyncio.TaskGroup() as group:
+            before = [group.create_task(complete(manager, f"s{n}")) for n in range(4)]
+            await asyncio.sleep(0)
+            for server in servers:
+                server.die()
+                pool.lose(server.name, reason="killed")
+            later = group.create_task(complete(manager, "later"))
+            await asyncio.sleep(20)
+            assert not any(task.done() for task in (*before, later))
+            servers[1].revive()
+        assert {tuple(task.result().token_ids) for task in (*before, later)} == {tuple(range(101, 111))}
+        assert manager.balancer.num_leases == manager.balancer.num_waiting == 0
+
+    run_virtual(main())
+
+
+def test_requests_fail_when_no_server_restarts_in_time() -> None:
+    async def main() -> None:
+        servers, pool = restarting_servers(streams=False, restart_timeout_s=60)
+        manager, clock = AsyncLLMServerManager(pool), asyncio.get_running_loop().time
+        for server in servers:
+            server.die()
+        async with manager.watching():
+            for _ in range(2):
+                began = clock()
+                with pytest.raises(ServerDied, match="no server is left"):
+                    await complete(manager)
+                assert clock() - began == pytest.approx(60)
+        assert manager.balancer.num_waiting == 0
+
+    run_virtual(main())
+
+
+def test_a_request_that_kills_every_server_fails_although_they_restart() -> None:
+    async def main() -> None:
+        class DiesOfIt(ScriptedServer):
+            restarts = True
+
+            async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+                raise ServerDied("killed by the request", server=self.name)
+
+        servers = [DiesOfIt([], name="a")]
+        manager = AsyncLLMServerManager(ServerPool(servers, restart_timeout_s=60))
+        async with manager.watching():
+            with pytest.raises(ServerDied, match="killed by the request"):
+                await complete(manager)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("call", ["wake_up", "update_weights"])
+def test_a_call_to_all_servers_waits_for_a_restart_when_every_server_died(call: str) -> None:
+    async def main() -> None:
+        servers, pool = restarting_servers(streams=False, restart_timeout_s=60)
+        for server in servers:
+            server.die()
+        is_update = call == "update_weights"
+        calls = pool.update_weights([], weight_version=3) if is_update else pool.wake_up()
+        async with asyncio.TaskGroup() as group:
+            calling = group.create_task(calls)
+            await asyncio.sleep(20)
+            assert not calling.done()
+            servers[0].revive()
+        assert pool.balancer.servers == ("a",)
+        if is_update:
+            assert next(health.weight_version for health in await pool.health()) == 3
+
+    run_virtual(main())
+
+
+def test_a_call_to_all_servers_fails_when_no_server_restarts_in_time() -> None:
+    async def main() -> None:
+        servers, pool = restarting_servers(streams=False, restart_timeout_s=60)
+        for server in servers:
+            server.die()
+        with pytest.raises(ServerDied, match="no server is left"):
+            await pool.update_weights([], weight_version=3)
 
     run_virtual(main())
 

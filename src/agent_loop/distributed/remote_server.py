@@ -36,8 +36,11 @@ CLOSE_TIMEOUT_S = 10.0
 class RemoteServer(AsyncServerBase):
     """A server in a Ray actor, as one client of several sees it.
 
-    A completion carries what the server has not seen of the session; those of one moment share a message.
+    Ray starts its process again when it has died. A completion carries what the server has not seen of the session;
+    those of one moment share a message.
     """
+
+    restarts = True
 
     def __init__(
         self,

@@ -82,7 +82,11 @@ def load_context(
 
 def make_server_manager(config: RolloutConfig, servers: Sequence[AsyncServerBase]) -> AsyncLLMServerManager:
     """The client of these servers, balanced as the configuration says."""
-    pool = ServerPool(servers, config=BalancerConfig(longest_first=config.longest_first))
+    pool = ServerPool(
+        servers,
+        config=BalancerConfig(longest_first=config.longest_first),
+        restart_timeout_s=config.start_timeout_s,
+    )
     return AsyncLLMServerManager(pool, request_timeout_s=config.request_timeout_s)
 
 

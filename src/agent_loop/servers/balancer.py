@@ -9,7 +9,7 @@ from itertools import count
 
 from msgspec import Struct
 
-from agent_loop.errors import ConfigError, ServerDied
+from agent_loop.errors import ConfigError
 from agent_loop.servers.policy import (
     BalancerConfig,
     LeastWork,
@@ -125,17 +125,12 @@ class LoadBalancer:
     # -- requests --------------------------------------------------------------------------------------------------
 
     def acquire(self, request: Request) -> Lease | None:
-        """A place for a request; None if it has to wait. One that waits comes out of a later `release`,
-        `add_server` or `drop_owner`.
-
-        Raises:
-            ServerDied: There is no server.
+        """A place for a request; None if it has to wait, as it does while there is no server. One that waits comes
+        out of a later `release`, `add_server` or `drop_owner`.
         """
         lease = self._leases.get(request.id)
         if lease is not None or request.id in self._waiting:
             return lease
-        if not self._servers:
-            raise ServerDied("no server is left", request_id=request.session)
         session = self._sessions.get(request.session)
         if session is None:
             session = self._sessions[request.session] = SessionState(request.session)

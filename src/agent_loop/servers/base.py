@@ -106,6 +106,8 @@ class AsyncServerBase(ABC):
     max_concurrent: int | None = None
     """Requests that it computes at once. The pool keeps the rest in line and gives them to whichever server has a place
     first; None gives the server all of them."""
+    restarts: bool = False
+    """Whether the server's process is started again by itself when it has died, as an actor of a cluster is."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raises: ConfigError: `end_session` is async, and would never run."""

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import torch
 
 
+MAX_SERVERS_LOST = 5
+"""A request that loses so many servers fails with the death of the last: it may be what kills them."""
+
+
 class AsyncLLMServerManager:
     """Sends each request to one of several servers: load-balanced, sticky per session. What a server that dies has
     begun goes on at another one, from the tokens that are known.
@@ -72,7 +76,7 @@ class AsyncLLMServerManager:
         Raises:
             SamplingParamsError: A parameter is unknown or out of range.
             ServerError: The server failed, or took longer than the time limit.
-            ServerDied: The server died, and no other is left.
+            ServerDied: The server died and no other is left, or the request has lost `MAX_SERVERS_LOST` servers.
         """
         work = Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
         self._sessions.add(request_id)
@@ -97,7 +101,7 @@ class AsyncLLMServerManager:
                 work.set_aside()
                 if work.is_over:
                     return TokenOutput.from_chunks(work.chunks)
-                if is_last:
+                if is_last or work.num_servers_lost == MAX_SERVERS_LOST:
                     raise
 
     async def stream(
@@ -141,7 +145,7 @@ class AsyncLLMServerManager:
                     yield work.chunks[-1]
                 if work.is_over:
                     return
-                if is_last:
+                if is_last or work.num_servers_lost == MAX_SERVERS_LOST:
                     raise
 
     async def chat_completion(
@@ -230,9 +234,10 @@ class AsyncLLMServerManager:
         await self._pool.close()
 
     def _give_up_on(self, error: ServerDied) -> bool:
-        """Leaves a dead server out; tells whether it was the last one."""
+        """Leave a dead server out; return whether the request has nowhere left to go."""
         if error.server:
             self._pool.lose(error.server, reason=str(error))
+            return not (self._pool.balancer.servers or self._pool.expects_restarts)
         return not self._pool.balancer.servers
 
     def _nothing(self) -> TokenChunk:

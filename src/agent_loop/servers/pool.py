@@ -32,6 +32,8 @@ CLOSE_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 10.0
 """A server that does not say in this time how it is, is lost."""
 HEALTH_EVERY_S = 5.0
+RESTART_CHECK_EVERY_S = 0.5
+"""How often lost servers are checked while a call to all servers waits for one of them."""
 
 
 class RequestAborted(Exception):
@@ -49,8 +51,11 @@ class ServerPool:
         config: BalancerConfig | None = None,
         policy: Policy | None = None,
         forecast: Forecast | None = None,
+        restart_timeout_s: float = 0.0,
     ) -> None:
         """Args:
+        restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost; applies
+            if one of the servers `restarts`. 0 fails them at once.
         policy: Chooses the servers; None is `LeastWork(config)`.
         forecast: Tells how much sessions have left to do, where the order of the line depends on it; None learns it
             from the sessions that ended.
@@ -72,6 +77,9 @@ class ServerPool:
         """By the ids of their requests."""
         self._weight_senders: SenderPool = {}
         self._numbers = count()
+        self._restart_timeout_s = restart_timeout_s
+        self._restart_timer: asyncio.TimerHandle | None = None
+        """Fails the queued requests. Runs while every server is lost and one may rejoin."""
         for server in servers:
             self._join(server)
 
@@ -88,6 +96,11 @@ class ServerPool:
     def lost(self) -> dict[str, str]:
         """The servers that are left out, and why."""
         return dict(self._lost)
+
+    @property
+    def expects_restarts(self) -> bool:
+        """Whether requests wait for a server to rejoin when every server is lost."""
+        return self._restart_timeout_s > 0 and any(server.restarts for server in self.servers)
 
     @property
     def healths(self) -> dict[str, ServerHealth]:
@@ -134,13 +147,15 @@ class ServerPool:
         """Gives a place a server; waits in line if all are full.
 
         Raises:
-            ServerDied: No server is left.
+            ServerDied: No server is left, and none rejoined in time.
             ServerTimeout: None became free in time.
             RequestAborted: `abort` came before there was a place.
         """
         request = place.request
-        if len(self._lost) == len(self._servers):
-            raise self._none_left(request.session)
+        if not self.balancer.servers:
+            if not self.expects_restarts:
+                raise self._none_left(request.session)
+            self._start_restart_timer()
         lease = self.balancer.acquire(request) or await self._wait_for_place(request, ends_at=place.ends_at)
         place.give(self._servers[lease.server], num_known_tokens=lease.num_known_tokens)
         self._places[request.id] = place
@@ -198,10 +213,10 @@ class ServerPool:
                 place.lose(reason)
         if self.balancer.servers:
             self._hand_out(self.balancer.fill())
-            return
-        for request_id, future in self._waiting.items():
-            if not future.done():
-                future.set_exception(self._none_left(request_id.rpartition("/")[0]))
+        elif self.expects_restarts:
+            self._start_restart_timer()
+        else:
+            self._fail_queued_requests()
 
     async def watch(self) -> None:
         """Asks every server again and again how it is; for ever. Begins with those that were lost."""
@@ -253,11 +268,14 @@ class ServerPool:
             if (await self._health_of(self._servers[name])).is_alive:
                 self._rejoin(name)
         async with SharedWeights(weights, senders=self._weight_senders) as shared:
-            await self._each(lambda server: server.update_weights(shared, weight_version=weight_version))
+            await self._each(
+                lambda server: server.update_weights(shared, weight_version=weight_version), at_version=False
+            )
         self.weight_version = weight_version
 
     async def close(self) -> None:
         """Ends all servers."""
+        self._stop_restart_timer()
         await run_together(server.close() for server in self.servers)
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -270,7 +288,25 @@ class ServerPool:
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s is back", name)
         del self._lost[name]
+        self._stop_restart_timer()
         self._join(self._servers[name])
+
+    def _start_restart_timer(self) -> None:
+        if self._restart_timer is None:
+            loop = asyncio.get_running_loop()
+            self._restart_timer = loop.call_later(self._restart_timeout_s, self._fail_queued_requests)
+
+    def _stop_restart_timer(self) -> None:
+        if self._restart_timer is not None:
+            self._restart_timer.cancel()
+            self._restart_timer = None
+
+    def _fail_queued_requests(self) -> None:
+        """Fail every queued request with `ServerDied`: no server is left."""
+        self._restart_timer = None
+        for request_id, future in self._waiting.items():
+            if not future.done():
+                future.set_exception(self._none_left(request_id.rpartition("/")[0]))
 
     @property
     def _here(self) -> list[ServerHealth]:
@@ -290,6 +326,8 @@ class ServerPool:
         except TimeoutError:
             if not scope.has_expired:
                 raise
+            if not self.balancer.servers:
+                raise self._none_left(request.session) from None
             raise ServerTimeout(
                 f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
                 "servers, or lower rollout.max_concurrent",
@@ -316,8 +354,19 @@ class ServerPool:
         except ServerError as error:
             logger.debug("server %s did not forget session %s: %s", on, session, error)
 
-    async def _each(self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]]) -> None:
-        """Calls every server that is not lost, all at once. One that dies of it is lost; the others go on."""
+    async def _each(
+        self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]], *, at_version: bool = True
+    ) -> None:
+        """Calls every server that is not lost, all at once. One that dies of it is lost; the others go on.
+
+        When every server is lost and one may rejoin, waits for that server and calls it.
+
+        Args:
+            at_version: Whether a server needs the weights of this pool to rejoin.
+
+        Raises:
+            ServerDied: No server is left, and none rejoined in time.
+        """
 
         async def call_one(server: AsyncServerBase) -> None:
             try:
@@ -325,15 +374,37 @@ class ServerPool:
             except ServerDied as error:
                 self.lose(server.name, reason=str(error))
 
-        await run_together(call_one(server) for server in self.servers if server.name not in self._lost)
-        if not self.balancer.servers:
+        while True:
+            await run_together(call_one(server) for server in self.servers if server.name not in self._lost)
+            if self.balancer.servers:
+                return
+            await self._wait_for_restart(at_version=at_version)
+
+    async def _wait_for_restart(self, *, at_version: bool) -> None:
+        """Check the lost servers again and again until one rejoins.
+
+        Raises:
+            ServerDied: None is expected back, or none rejoined in time.
+        """
+        if not self.expects_restarts:
             raise self._none_left("")
 
-    async def _look_after(self, server: AsyncServerBase) -> None:
+        async def check_until_one_rejoins() -> None:
+            while not self.balancer.servers:
+                await asyncio.sleep(RESTART_CHECK_EVERY_S)
+                await run_together(self._look_after(server, at_version=at_version) for server in self.servers)
+
+        try:
+            await run_bounded(check_until_one_rejoins, timeout_s=self._restart_timeout_s)
+        except DeadlineExpired:
+            raise self._none_left("") from None
+
+    async def _look_after(self, server: AsyncServerBase, *, at_version: bool = True) -> None:
         health = await self._health_of(server)
+        has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
             self.lose(server.name, reason=health.detail or "it says that it is not alive")
-        elif server.name in self._lost and health.weight_version == self.weight_version:
+        elif server.name in self._lost and has_version:
             self._rejoin(server.name)
 
     async def _health_of(self, server: AsyncServerBase) -> ServerHealth:

@@ -34,6 +34,8 @@ class Work:
         self.request_id = request_id
         self.chunks: list[TokenChunk] = []
         """What came in parts, or from servers that died."""
+        self.num_servers_lost = 0
+        """Servers that died while they had this completion."""
         # A server that knows of no attachments need not take the argument.
         self._more: dict[str, Any] = {"attachments": attachments} if attachments else {}
 
@@ -79,6 +81,7 @@ class Work:
 
     def set_aside(self) -> None:
         """Whoever goes on with it computes the prefix again, unless all that is wanted came before."""
+        self.num_servers_lost += 1
         if self.is_over:
             return
         if self.params.max_tokens is not None and self.num_tokens >= self.params.max_tokens:
