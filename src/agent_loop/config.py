@@ -406,6 +406,9 @@ class RayConfig(Section):
     address: str | None = None
     """Of a Ray cluster that runs already, as in `auto` or `10.0.0.1:6379`; None starts one on this machine and ends it
     with the run."""
+    host: str | None = None
+    """Address of this machine at which other machines can reach a cluster that is started here; Ray then listens on all
+    interfaces. None keeps the cluster to this machine, on loopback."""
     num_cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     """CPUs that Ray sets aside for each of `rollout.agent.num_workers`, which are spread over the nodes."""
     num_cpus_per_server: Annotated[float, Field(ge=0)] = 1.0

@@ -141,6 +141,7 @@ def make_config(
     num_servers: int = 4,
     num_workers: int = 4,
     max_row_restarts: int = 5,
+    tools: str | None = None,
 ) -> Config:
     rollout: dict[str, Any] = {
         "engine": "scripted",
@@ -153,7 +154,7 @@ def make_config(
             "default_agent_loop": "tool_agent",
             "loop_files": [f"{folder}/task.py"],
         },
-        "multi_turn": {"tools": [f"{folder}/task.py:add"], "max_assistant_turns": 6},
+        "multi_turn": {"tools": [tools or f"{folder}/task.py:add"], "max_assistant_turns": 6},
     }
     values = {
         "model": {"path": f"{folder}/model"},

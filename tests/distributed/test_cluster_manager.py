@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agent_loop.concurrency import run_together
 from agent_loop.config import load_config
 from agent_loop.distributed import create_manager
 from agent_loop.distributed.manager import ClusterManager
@@ -22,8 +24,27 @@ from tests.cli.project import make_project as make_model_project
 from tests.distributed.cluster import Stage, ray
 from tests.distributed.project import make_config, make_project, rows, set_latency
 from tests.helpers import hermes_template, user
+from tests.listeners import is_loopback, listening_addresses, process_tree
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+ONCE = '''
+from pathlib import Path
+from agent_loop import function_tool
+
+
+@function_tool(on_replay="once")
+async def add(a: int, b: int) -> int:
+    """Add two integers.
+
+    Args:
+        a: First.
+        b: Second.
+    """
+    with open(Path(__file__).parent / "calls.log", "a") as file:
+        file.write(f"{a} {b}\\n")
+    return a + b
+'''
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +58,12 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
 
 def held(stage: Stage) -> dict[str, int]:
     return {name: count for name, count in stage.runner.run(stage.held()).items() if count}
+
+
+def test_a_cluster_that_is_started_here_listens_on_loopback_alone(stage: Stage) -> None:
+    addresses = listening_addresses(process_tree(os.getpid()))
+    assert len(addresses) > 4
+    assert all(map(is_loopback, addresses)), addresses
 
 
 def test_a_control_call_is_answered_while_thousands_of_completions_hang(stage: Stage) -> None:
@@ -142,6 +169,42 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_do_not(stage: Stage) 
     assert group == 3
     assert "workers died while they ran this row, the last one alone with it" in failure.error
     assert not held(stage)
+
+
+def test_rows_wait_for_the_servers_to_restart_when_all_are_killed_at_once(stage: Stage) -> None:
+    async def kill_all() -> None:
+        await run_together(stage.kill_server(index) for index in range(2))
+
+    set_latency(stage.folder, 0.3)
+    for _ in range(2):
+        trajectories = stage.runner.run(stage.run(rows(32), breaks=kill_all, after=8))
+        assert [(t.group, t.output.failure, t.reward) for t in trajectories] == [
+            (number, None, float(number)) for number in range(32)
+        ]
+    assert not held(stage)
+
+
+def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: Path) -> None:
+    """Without a journal: another worker resumes the rows from what the dead one recorded."""
+    folder = make_project(tmp_path)
+    set_latency(folder, 0.2)
+    (folder / "once.py").write_text(ONCE, encoding="utf-8")
+    config = make_config(folder, num_servers=1, num_workers=2, tools=f"{folder}/once.py:add")
+
+    def calls() -> list[str]:
+        log = folder / "calls.log"
+        return log.read_text().splitlines() if log.exists() else []
+
+    async def kill_in_the_middle() -> None:
+        while len(calls()) < 40:  # noqa: ASYNC110  (other processes write it)
+            await asyncio.sleep(0.02)
+        await new_stage.kill_worker()
+
+    with Stage(config, folder=folder, cluster=None) as new_stage:
+        trajectories = new_stage.runner.run(new_stage.run(rows(32), breaks=kill_in_the_middle))
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
+    assert set(Counter(calls()).values()) == {1}
+    assert len(calls()) == 32 * 3
 
 
 # -- a real engine -----------------------------------------------------------------------------------------------------

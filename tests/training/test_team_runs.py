@@ -15,6 +15,7 @@ import yaml
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
+from tests.listeners import is_loopback, listening_addresses, process_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -107,6 +108,16 @@ def test_ctrl_c_writes_a_checkpoint_and_ends_all_processes(project: Path) -> Non
     last = len(values_of(project / "run", "step"))
     said = run([sys.executable, *TRAIN, TWO, "--resume", f"trainer.total_steps={last + 1}"], project)
     assert f"resuming after step {last}" in said
+
+
+def test_processes_of_one_machine_listen_on_loopback_alone(project: Path) -> None:
+    leader = started(project)
+    addresses = listening_addresses(process_tree(leader.pid))
+    leader.kill()
+    leader.communicate()
+
+    assert addresses
+    assert all(map(is_loopback, addresses)), addresses
 
 
 def test_a_process_that_dies_ends_the_others_with_an_error_that_names_it(project: Path) -> None:

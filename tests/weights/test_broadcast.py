@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from agent_loop.errors import WeightsError
 from agent_loop.weights import WeightHandle, WeightReceiver, WeightSender, broadcast
+from agent_loop.weights.broadcast_group import serve_store
+from tests.listeners import is_loopback, listening_addresses
 
 WEIGHTS = {str(i): torch.full((1000,), float(i)) for i in range(6)}
 
@@ -47,6 +51,15 @@ def test_the_default_process_group_is_left_alone_whether_there_is_one_or_not(in_
             assert ones.tolist() == [1, 1]
         finally:
             dist.destroy_process_group()
+
+
+def test_the_store_of_a_local_broadcast_listens_on_loopback_alone() -> None:
+    before = Counter(listening_addresses([os.getpid()]))
+    store = serve_store("127.0.0.1")
+    new = Counter(listening_addresses([os.getpid()])) - before
+    assert len(new) == 1
+    assert all(map(is_loopback, new))
+    del store
 
 
 def test_a_receiver_that_never_joins_is_named_after_the_time_limit() -> None:

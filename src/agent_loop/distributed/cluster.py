@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from agent_loop.boundary import describe_error
 from agent_loop.config import Config
 from agent_loop.distributed.placement import Node, place_servers
-from agent_loop.distributed.ray_module import load_ray
+from agent_loop.distributed.ray_module import load_ray, on_loopback
 from agent_loop.distributed.remote_workers import RemoteWorker
 from agent_loop.distributed.server_actor import (
     CONTROL_GROUP,
@@ -46,14 +47,19 @@ class Cluster:
         """
         if not self._ray.is_initialized():
             options: dict[str, Any] = {"address": self._ray_config.address}
-            if self._ray_config.address is None:
+            host = self._ray_config.host
+            is_local = self._ray_config.address is None
+            if is_local:
                 # What telemetry there is, is for whoever runs a cluster to decide.
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 options = {"address": "local", "num_cpus": self._num_cpus, "include_dashboard": False}
+                if host is not None:
+                    options["_node_ip_address"] = host
             if self._ray_config.runtime_env:
                 options["runtime_env"] = self._ray_config.runtime_env
             try:
-                self._ray.init(**options)
+                with on_loopback() if is_local and host is None else nullcontext():
+                    self._ray.init(**options)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigError(
                     f"no Ray cluster at trainer.ray.address {self._ray_config.address!r}: {describe_error(error)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import Awaitable, Generator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +26,28 @@ def load_ray() -> Any:
         return import_module("ray")
     except ImportError as error:
         raise ConfigError('trainer.runtime is ray, which needs: pip install "agent-loop[ray]"') from error
+
+
+@contextmanager
+def on_loopback() -> Generator[None]:
+    """Make a cluster that `ray.init` starts within the block listen on loopback alone.
+
+    Ray has a switch for it, meant for machines whose firewall asks about every port. Ray reads the switch when it is
+    imported, so that its constant is set as well.
+    """
+    constants: Any = import_module("ray._private.ray_constants")
+    variable, name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "ENABLE_RAY_CLUSTER"
+    environment, constant = os.environ.get(variable), getattr(constants, name, True)
+    os.environ[variable] = "0"
+    setattr(constants, name, False)
+    try:
+        yield
+    finally:
+        setattr(constants, name, constant)
+        if environment is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = environment
 
 
 def enter_folder(folder: str) -> None:

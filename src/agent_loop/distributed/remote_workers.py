@@ -17,6 +17,8 @@ from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
 from agent_loop.distributed.wire import unpack_trajectories
 from agent_loop.distributed.worker_actor import WorkerSetup
 from agent_loop.errors import AgentLoopError, RolloutError
+from agent_loop.recording.row_log import RowLog
+from agent_loop.recording.sink import Discard
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.worker import Job
 from agent_loop.trajectory import Trajectory
@@ -102,6 +104,12 @@ class RemoteWorker:
             await answer_of(self._actor.cancel_run.remote(client, run_id))
 
 
+def _recorded(job: Job) -> Job:
+    """The job with a log: the batch remembers what a row's worker recorded, with a journal or without, so that the
+    row's next worker resumes it and runs no call of an `on_replay: once` tool again."""
+    return job if job.log is not None else replace(job, log=RowLog(job.place, sink=Discard()))
+
+
 class RemoteWorkers:
     """All workers of a run, in Ray actors. Implements `agent_loop.rollout.workers.Workers`."""
 
@@ -146,7 +154,7 @@ class RemoteWorkers:
             if budget is not None:
                 budget.count(trajectory)
 
-        batch = Batch(jobs, note)
+        batch = Batch([_recorded(job) for job in jobs], note)
         self._batches.append(batch)
         try:
             async with asyncio.TaskGroup() as group:

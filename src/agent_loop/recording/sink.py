@@ -39,3 +39,13 @@ class Memory:
 
     async def flushed(self) -> None:
         pass
+
+
+class Discard:
+    """Keeps nothing. Implements `Sink`."""
+
+    def append(self, payload: bytes) -> None:
+        pass
+
+    async def flushed(self) -> None:
+        pass

@@ -18,9 +18,8 @@ from transformers.utils import logging as transformers_logging
 from agent_loop.config import Config
 from agent_loop.errors import AgentLoopError
 from agent_loop.training.learner import load_learner
-from agent_loop.training.local_followers import HOST
 from agent_loop.training.policy import device_of
-from agent_loop.training.team import join_team, leave_team, open_store
+from agent_loop.training.team import LOOPBACK, join_team, leave_team, open_store
 
 
 def follow(config: Config, *, local_rank: int, **meeting: Any) -> None:
@@ -50,7 +49,7 @@ def main() -> None:
     port, rank, size = map(int, sys.argv[1:])
     config = Config.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_the_leader, daemon=True).start()
-    store = open_store(size, host=HOST, port=port)
+    store = open_store(size, host=LOOPBACK, port=port)
     try:
         follow(config, local_rank=rank, store=store, rank=rank, world_size=size)
     except AgentLoopError as error:

@@ -8,17 +8,17 @@ import sys
 from typing import Self
 
 from agent_loop.config import Config
+from agent_loop.training.team import LOOPBACK
 
 FOLLOWER = "agent_loop.training.follower"
 POLL_S = 0.2
-HOST = "127.0.0.1"
 
 
 class LocalFollowers:
     """Implements `Followers`, for `with`."""
 
     def __init__(self, config: Config, *, grace_s: float) -> None:
-        self.host = HOST
+        self.host = LOOPBACK
         self._config = config
         self._grace_s = grace_s
         self._processes: list[subprocess.Popen[str]] = []

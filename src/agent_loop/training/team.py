@@ -6,6 +6,8 @@ decides which: what it does in `together`, the others are told to do too.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections import defaultdict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -18,6 +20,9 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from agent_loop.weights.broadcast_group import serve_store
+
+LOOPBACK = "127.0.0.1"
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long a process waits for the others in the middle of an update."""
 ORDER_TIMEOUT = timedelta(days=30)
@@ -111,8 +116,17 @@ ALONE = Team()
 
 
 def open_store(size: int, *, host: str, port: int = 0) -> Any:
-    """Where the processes meet: on the first one's machine, which opens it without a port, the others with its port."""
-    return dist.TCPStore(host, port, world_size=size, is_master=port == 0, wait_for_workers=False)
+    """Where the processes meet: on the first one's machine, which opens it without a port, the others with its port.
+
+    On loopback, the connections between the processes stay there too.
+    """
+    if host == LOOPBACK:
+        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if names else ():
+            os.environ.setdefault(variable, names[0])
+    if port == 0:
+        return serve_store(host, world_size=size)
+    return dist.TCPStore(host, port, world_size=size, is_master=False, wait_for_workers=False)
 
 
 def join_team(device: torch.device, **meeting: Any) -> Team:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -60,9 +61,27 @@ class Meeting:
 
 
 def open_store(host: str, *, timeout_s: float) -> Any:
-    """The sender's store, on a free port."""
+    """The sender's store, on a free port of `host`."""
     timeout = timedelta(seconds=timeout_s)
-    return _torch.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    return serve_store(host, timeout=timeout)
+
+
+def serve_store(host: str, **options: Any) -> Any:
+    """Open a `TCPStore` on a free port and serve it at `host` alone; left to itself, torch serves it on all interfaces,
+    to anyone. Where `host` is no address of this machine, because a router forwards it, there is no other way.
+
+    Args:
+        options: Further arguments of `TCPStore`.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family)
+    except OSError:
+        listener = socket.create_server(("", 0))
+    port = listener.getsockname()[1]
+    return _torch.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **options
+    )
 
 
 def connect_store(meeting: Meeting) -> Any:
