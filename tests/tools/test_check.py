@@ -80,9 +80,9 @@ class RetriesWhatHasEffects(Notes):
     retries = 2
 
 
-class ReturnsText(Notes):
+class ReturnsNumber(Notes):
     async def answer(self, instance_id: str, text: str) -> Any:
-        return "noted"
+        return 7
 
 
 class RewardsNaN(Notes):
@@ -321,7 +321,7 @@ def test_a_tool_without_fault_passes() -> None:
         (NoSchema, "its schema is one of a tool, and the calls fit it", "no valid JSON schema"),
         (RetriesWhatHasEffects, "what it declares of its calls can be kept", "set retries to 0"),
         (
-            ReturnsText,
+            ReturnsNumber,
             "a call is answered with words, a reward or none, and what to record",
             "return [(]ToolResp",
         ),
@@ -387,7 +387,7 @@ def test_each_fault_is_found(
 
 
 def test_a_faulty_tool_is_reported_with_each_reason() -> None:
-    report = checked(ReturnsText())
+    report = checked(ReturnsNumber())
     assert len(report.results) == len(CHECKS)
     with pytest.raises(
         ContractError, match=r"tool 'notes': \d+ of \d+ checks failed(.|\n)*return [(]ToolResponse"

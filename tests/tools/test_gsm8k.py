@@ -11,7 +11,7 @@ from agent_loop.tools.gsm8k import NO_PROGRESS_PENALTY, read_answer, with_mark
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import calls, says
+from tests.helpers import calls, says, user
 from tests.rollout.harness import Stage
 
 SEED_FORM = """
@@ -68,6 +68,22 @@ def test_a_row_without_a_number_fails_with_the_reason(tmp_path: Path) -> None:
     assert trajectory.output.stop_reason is StopReason.FAILED
     assert trajectory.output.failure is not None
     assert "ground_truth is None; give the right number" in trajectory.output.failure.error
+
+
+def test_without_a_ground_truth_the_tool_judges_nothing_and_the_reward_function_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tools.yaml").write_text(SEED_FORM)
+    tools = list(load_tools([], config_path=tmp_path / "tools.yaml").values())
+    script = [calls("calc_gsm8k_reward", answer="42"), says("so it is")]
+    stage = Stage(script, tools=tools, reward=RewardFunction(lambda output, row: 0.25, timeout_s=1))
+    first, second = stage.run([{"raw_prompt": user("6 * 7?")}] * 2)
+    assert first.output.failure is None
+    assert first.output.messages[2]["content"] == "Current parsed answer='42' reward=0.0"
+    assert first.output.tool_rewards == ()
+    assert (first.reward, second.reward) == (0.25, 0.25)
+    warnings = [record for record in caplog.records if "without a ground truth" in record.getMessage()]
+    assert len(warnings) == 1
 
 
 @pytest.mark.parametrize(

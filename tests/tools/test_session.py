@@ -281,19 +281,47 @@ def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseE
 @pytest.mark.parametrize(
     "returned",
     [
-        "text",
-        (ToolResponse(), None),
-        ({"text": "x"}, None, {}),
+        7,
+        ["text"],
+        (),
+        (ToolResponse(), None, {}, {}),
+        (None, None, {}),
+        {"text": {1, 2}, "who": object()},
         (ToolResponse(text=b"x"), None, {}),  # type: ignore
         (ToolResponse(image="note.png"), None, {}),  # type: ignore
         (ToolResponse(), "1", {}),
         (ToolResponse(), float("nan"), {}),
-        (ToolResponse(), None, None),
+        (ToolResponse(), None, []),
     ],
 )
 def test_a_result_of_another_shape_is_a_bug_of_the_tool(returned: Any) -> None:
     with pytest.raises(ToolBug, match=r"tool 'notebook' returned .*; return "):
         execute_once(Notebook(execute=returning(returned)), call())
+
+
+@pytest.mark.parametrize(
+    ("returned", "text", "reward"),
+    [
+        ("fine", "fine", None),
+        (ToolResponse(text="fine"), "fine", None),
+        ({"total": 3, "unit": "\u20ac"}, '{"total": 3, "unit": "\u20ac"}', None),
+        (({"total": 3},), '{"total": 3}', None),
+        (("fine", 0.5), "fine", 0.5),
+        (({"total": 3}, None, None), '{"total": 3}', None),
+    ],
+)
+def test_reward_and_extra_may_be_left_out_and_a_dict_is_read_as_json(
+    returned: Any, text: str, reward: float | None
+) -> None:
+    result = execute_once(Notebook(execute=returning(returned)), call())
+    assert result == ToolResult(ToolResponse(text=text), reward=reward)
+
+
+def test_a_dict_that_contains_itself_is_a_bug_of_the_tool() -> None:
+    endless: dict[str, Any] = {}
+    endless["again"] = endless
+    with pytest.raises(ToolBug, match=r"no JSON form .ValueError.*; return ToolResponse"):
+        execute_once(Notebook(execute=returning(endless)), call())
 
 
 def test_a_text_may_stand_in_the_place_of_the_response() -> None:

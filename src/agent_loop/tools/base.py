@@ -51,14 +51,21 @@ class BaseTool(ABC):
     retries: int = 0
     """How often a call that raised `ToolUnavailable` is run again."""
 
+    _given_name: str | None = None
+
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self.tool_schema = dict(tool_schema)
 
     @property
     def name(self) -> str:
-        """The name that the model calls it by."""
-        return str(self.tool_schema["function"]["name"])
+        """The name that the model calls the tool by, which is the schema's."""
+        return self._given_name or str(self.tool_schema["function"]["name"])
+
+    @name.setter
+    def name(self, name: str) -> None:
+        """Accept the name from a constructor that sets it. Loading refuses one that is not the schema's."""
+        self._given_name = name
 
     @cached_property
     def arguments_check(self) -> ArgumentsCheck:
@@ -85,7 +92,8 @@ class BaseTool(ABC):
         """Runs one call. The parameters fit the schema. `kwargs` are the row's `execute_kwargs`.
 
         Returns:
-            The answer, a reward for this call (None for no reward), and anything worth recording.
+            The answer, a reward for this call (None for no reward), and anything worth recording. The answer may also
+            be a str, or a dict, which the model reads as JSON; and it may be returned alone.
 
         Raises:
             ToolError: The call did not work; the message is the model's answer.

@@ -51,7 +51,8 @@ class ToolEntry(Section):
     config: dict[str, Any] = Field(default={})
     """What the class gets as `config`."""
     tool_schema: dict[str, Any] | None = None
-    """The OpenAI function schema; None where the class has an attribute `tool_schema`."""
+    """The OpenAI function schema; None where the class has an attribute `tool_schema`, or a method
+    `get_openai_tool_schema` as verl's tools do."""
     mcp: dict[str, Any] = Field(default={})
     """For `mcp`: more keys of its config, where verl has them."""
     on_replay: OnReplay | None = None
@@ -82,12 +83,23 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
     for source, tool in loaded:
         check_tool_schema(tool.tool_schema, where=f"the schema of tool {source}")
         check_declarations(tool)
+        _check_name(tool, source=source)
         if tool.name in tools:
             raise ConfigError(
                 f"tools {sources[tool.name]} and {source} are both named {tool.name!r}; rename one of them"
             )
         tools[tool.name], sources[tool.name] = tool, source
     return tools
+
+
+def _check_name(tool: BaseTool, *, source: str) -> None:
+    """Raises: ConfigError: The tool names itself otherwise than its schema, by which the model calls it."""
+    name = tool.tool_schema["function"]["name"]
+    if tool.name != name:
+        raise ConfigError(
+            f"tool {source} has the name {tool.name!r}, but its schema has {name!r}, by which the model calls it; "
+            "give both the same name"
+        )
 
 
 def make_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
@@ -171,10 +183,16 @@ def _make(
     where: str,
 ) -> BaseTool:
     tool_schema = tool_schema or getattr(tool_class, "tool_schema", None)
-    if not isinstance(tool_schema, Mapping):
+    if isinstance(tool_schema, Mapping):
+        check_tool_schema(tool_schema, where=f"{where}: tool_schema")
+    elif not hasattr(tool_class, "get_openai_tool_schema"):
         raise ConfigError(
             f"{where}: {tool_class.__name__} has no schema; give tool_schema in the YAML, "
             "or a class attribute tool_schema"
         )
-    check_tool_schema(tool_schema, where=f"{where}: tool_schema")
-    return construct(tool_class, config, tool_schema, where=where)
+    tool = construct(cast(Any, tool_class), config, tool_schema, where=where)
+    if not isinstance(getattr(tool, "tool_schema", None), Mapping):
+        raise ConfigError(
+            f"{where}: {tool_class.__name__} did not set tool_schema; call super().__init__ in its constructor"
+        )
+    return tool

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
 from msgspec import Struct, field, structs
+from pydantic_core import to_jsonable_python
 
-from agent_loop.boundary import as_finite_number, describe_value, one_line
+from agent_loop.boundary import as_finite_number, describe_error, describe_value, one_line
 from agent_loop.errors import ToolBug
 from agent_loop.tools.base import ToolResponse
 from agent_loop.trajectory import Incident, IncidentKind
@@ -35,32 +37,54 @@ def refusal(kind: IncidentKind, detail: str) -> ToolResult:
 
 
 def read_result(returned: Any, *, name: str) -> ToolResult:
-    """Checks what `execute` returned; a plain str may stand in the response's place.
+    """Check what `execute` returned.
+
+    The full form is `(response, reward, extra)`. Reward and extra may be left out or None, and the response may stand
+    alone. A str is the response's text, and a dict is its text as JSON.
 
     Raises:
         ToolBug: It is no result.
     """
-    parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
+    parts = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
     if len(parts) != 3:
-        raise ToolBug(
-            f"tool {name!r} returned {describe_value(returned)}; return (ToolResponse, reward or None, dict)"
-        )
-    response, reward, extra = parts
-    if isinstance(response, str):
-        response = ToolResponse(text=response)
-    if not isinstance(response, ToolResponse) or not _is_text_or_none(response.text):
+        if not 1 <= len(parts) <= 2:
+            raise ToolBug(f"tool {name!r} returned {describe_value(returned)}; {_SHAPE}")
+        parts = (*parts, None, None)
+    response, reward, extra = parts[:3]
+    if not isinstance(response, ToolResponse):
+        response = _as_response(response, returned, name=name)
+    if not _is_text_or_none(response.text):
         raise ToolBug(
             f"tool {name!r} returned {describe_value(response)} as its response; return ToolResponse(text=str)"
         )
     if response.image is not None or response.video is not None:
         _check_media({"image": response.image, "video": response.video}, name=name)
-    if not isinstance(extra, dict):
+    if extra is None:
+        extra = {}
+    elif not isinstance(extra, dict):
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
     if reward is not None:
         reward = read_reward(reward, where=f"tool {name!r}")
     if response.text and not response.text.isascii():
         response = structs.replace(response, text=_encodable(response.text))
     return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
+
+
+_SHAPE = "return (ToolResponse, reward or None, dict), or the ToolResponse, a str or a dict alone"
+
+
+def _as_response(value: Any, returned: Any, *, name: str) -> ToolResponse:
+    if isinstance(value, str):
+        return ToolResponse(text=value)
+    if not isinstance(value, dict):
+        raise ToolBug(f"tool {name!r} returned {describe_value(returned)}; {_SHAPE}")
+    try:
+        return ToolResponse(text=json.dumps(value, ensure_ascii=False, default=to_jsonable_python))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ToolBug(
+            f"tool {name!r} returned {describe_value(cast(Any, value))}, which has no JSON form "
+            f"({describe_error(error)}); return ToolResponse(text=str)"
+        ) from error
 
 
 def read_reward(reward: Any, *, where: str) -> float:

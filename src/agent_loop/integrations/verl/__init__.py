@@ -16,6 +16,11 @@ from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
 from agent_loop.integrations.verl.timing import simple_timer as simple_timer
 from agent_loop.integrations.verl.tools import BaseTool as BaseTool
+from agent_loop.integrations.verl.tools import (
+    OpenAIFunctionParametersSchema as OpenAIFunctionParametersSchema,
+)
+from agent_loop.integrations.verl.tools import OpenAIFunctionPropertySchema as OpenAIFunctionPropertySchema
+from agent_loop.integrations.verl.tools import OpenAIFunctionSchema as OpenAIFunctionSchema
 from agent_loop.integrations.verl.tools import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
 from agent_loop.integrations.verl.tools import initialize_tools_from_config as initialize_tools_from_config
 from agent_loop.interactions.base import BaseInteraction as BaseInteraction

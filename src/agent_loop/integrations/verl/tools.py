@@ -3,61 +3,134 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABCMeta
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 from uuid import uuid4
 
+from agent_loop.errors import ConfigError
 from agent_loop.tools import base
+from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import read_result
 
+VALUE_KEYWORDS = ("const", "default", "enum", "examples")
+"""Keywords of a schema that hold values of the user's."""
 
-class OpenAIFunctionToolSchema(dict[str, Any]):
-    """A tool's schema: a dict whose fields are attributes too."""
+
+class _Fields(dict[str, Any]):
+    """A dict whose keys are attributes too. Keys with None are left out, as verl's models leave them out."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(_without_none(dict[str, Any](*args, **fields)))
 
     def __getattr__(self, name: str) -> Any:
         try:
-            value = self[name]
+            return self[name]
         except KeyError:
             raise AttributeError(name) from None
-        return OpenAIFunctionToolSchema(cast(Mapping[str, Any], value)) if isinstance(value, dict) else value
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        return OpenAIFunctionToolSchema(cast(Mapping[str, Any], value)) if type(value) is dict else value
 
     @classmethod
-    def model_validate(cls, schema: Mapping[str, Any]) -> OpenAIFunctionToolSchema:
-        """The schema of a mapping."""
-        return cls(schema)
+    def model_validate(cls, fields: Mapping[str, Any]) -> Self:
+        """Return the schema of a mapping."""
+        return cls(fields)
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """A copy as plain dicts, which holds what was set and nothing else, whatever the options."""
-        return copy.deepcopy(dict(self))
+        """Return a copy as plain dicts, which holds what was set and nothing else, whatever the options."""
+        return copy.deepcopy(_plain(self))
 
 
-class _TakesSchema(ABCMeta):
-    def __call__(cls: Any, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> Any:
-        return super().__call__(dict(config), OpenAIFunctionToolSchema(tool_schema))
+class OpenAIFunctionToolSchema(_Fields):
+    """A tool's schema: `type` and `function`."""
 
 
-class BaseTool(base.BaseTool, metaclass=_TakesSchema):
-    """`agent_loop.BaseTool` whose `tool_schema` has attributes."""
+class OpenAIFunctionSchema(_Fields):
+    """`name`, `description` and `parameters` of a function."""
 
-    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
-        super().__init__(config, tool_schema)
-        self.tool_schema = OpenAIFunctionToolSchema(tool_schema)
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Its schema."""
-        return OpenAIFunctionToolSchema(self.tool_schema)
+class OpenAIFunctionParametersSchema(_Fields):
+    """`type`, `properties` and `required` of a function's parameters."""
+
+
+class OpenAIFunctionPropertySchema(_Fields):
+    """`type`, `description` and `enum` of one parameter."""
+
+
+class _MadeAsInVerl(ABCMeta):
+    def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2:
+            config, tool_schema = args
+            args = (dict(config), None if tool_schema is None else OpenAIFunctionToolSchema(tool_schema))
+        tool: Any = super().__call__(*args, **kwargs)
+        if cls.create is not BaseTool.create:
+            tool.create = partial(_create, tool.create, inspect.signature(tool.create).parameters)
+        return tool
+
+
+class BaseTool(base.BaseTool, metaclass=_MadeAsInVerl):
+    """`agent_loop.BaseTool` as verl has it.
+
+    `tool_schema` has attributes, and may come from `get_openai_tool_schema`. `execute` has a default. `create` gets the
+    row's `create_kwargs` one by one, and all of them as `create_kwargs` too if it takes that argument.
+    """
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
+        schema: Any = tool_schema or self.get_openai_tool_schema()
+        if hasattr(schema, "model_dump"):
+            schema = schema.model_dump(exclude_unset=True, exclude_none=True)
+        if not isinstance(schema, Mapping):
+            raise ConfigError(
+                f"{type(self).__name__} has no schema; give tool_schema in the YAML, or define get_openai_tool_schema"
+            )
+        super().__init__(config, cast(Mapping[str, Any], schema))
+        self.tool_schema = OpenAIFunctionToolSchema(cast(Mapping[str, Any], schema))
+
+    def get_openai_tool_schema(self) -> Any:
+        """Return the tool's schema. A subclass may define it in place of a `tool_schema` in the YAML."""
+        return getattr(self, "tool_schema", None)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        """Answer as verl's base class does."""
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+
+async def _create(
+    create: Callable[..., Awaitable[Any]],
+    takes: Mapping[str, inspect.Parameter],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call a tool's `create` with the arguments of the row, in the form that the tool reads."""
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    if not takes_any and "create_kwargs" not in takes:
+        return await create(*args, **kwargs)
+    known = kwargs if takes_any else {name: value for name, value in kwargs.items() if name in takes}
+    return await create(*args, **{"create_kwargs": kwargs, **known})
+
+
+class InstanceId(str):
+    """What `create` returns: the id, which also unpacks as `instance_id, response`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield str(self)
+        yield ToolResponse()
 
 
 class ToolText(str):
     """A tool's answer: its text, with the fields of `ToolResponse`."""
 
-    def __new__(cls, response: base.ToolResponse) -> ToolText:
+    def __new__(cls, response: ToolResponse) -> ToolText:
         return super().__new__(cls, response.text or "")
 
-    def __init__(self, response: base.ToolResponse) -> None:
+    def __init__(self, response: ToolResponse) -> None:
         self.text = response.text
         self.image = response.image
         self.video = response.video
@@ -73,11 +146,19 @@ class LoadedTool:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tool, name)
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Sets up an instance and returns its id, a new one if none is given."""
+    async def create(
+        self,
+        instance_id: str | None = None,
+        *,
+        create_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> InstanceId:
+        """Set up an instance and return its id: the tool's own if `create` returns one."""
         instance_id = instance_id or uuid4().hex
-        await self.tool.create(instance_id, **kwargs)
-        return instance_id
+        created: Any = await self.tool.create(instance_id, **{**(create_kwargs or {}), **kwargs})
+        if isinstance(created, tuple) and created:
+            created = cast(tuple[Any, ...], created)[0]
+        return InstanceId(created if isinstance(created, str) else instance_id)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
@@ -98,3 +179,20 @@ def initialize_tools_from_config(tools_config_file: str | Path) -> Sequence[Load
         ConfigError: One cannot be loaded.
     """
     return [LoadedTool(tool) for tool in load_tools([], config_path=tools_config_file).values()]
+
+
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a schema without those that are None. Values such as `default` are kept as they are."""
+    kept: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict) and name not in VALUE_KEYWORDS:
+            kept[name] = value if isinstance(value, _Fields) else _without_none(cast(dict[str, Any], value))
+        elif value is not None or name == "const":
+            kept[name] = value
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in cast(dict[str, Any], value).items()}
+    return value

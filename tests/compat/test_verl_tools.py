@@ -1,0 +1,238 @@
+"""Tools in the forms that verl's base class allows, through the shipped tool loop and through a loop of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+
+from agent_loop.errors import ConfigError
+from agent_loop.integrations.verl import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    BaseTool,
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionPropertySchema,
+    OpenAIFunctionSchema,
+    OpenAIFunctionToolSchema,
+    ToolParser,
+    ToolResponse,
+    initialize_tools_from_config,
+    register,
+)
+from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.tools.base import BaseTool as ToolHere
+from agent_loop.tools.registry import load_tools
+from agent_loop.trajectory import Trajectory
+from tests.helpers import calls, says
+from tests.rollout.harness import Stage
+
+SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
+
+
+class NamedTool(BaseTool):
+    """Sets its name."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        self.name = tool_schema.function.name
+        super().__init__(config, tool_schema)
+        self.name = tool_schema.function.name
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text=f"{self.name}: {parameters['word']}"), 0.5, {}
+
+
+class MisnamedTool(NamedTool):
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        self.name = "look-up"
+
+
+class SchemaByMethodTool(BaseTool):
+    """Has a schema by its method alone, built of the models of verl's module."""
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        word = OpenAIFunctionPropertySchema(type="string", description="The word.", enum=None)
+        parameters = OpenAIFunctionParametersSchema(
+            type="object", properties={"word": word}, required=["word"]
+        )
+        function = OpenAIFunctionSchema(
+            name="look_up", description="Looks a word up.", parameters=parameters, strict=None
+        )
+        return OpenAIFunctionToolSchema(type="function", function=function)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return {"word": parameters["word"], "known": True}
+
+
+class NoSchemaTool(BaseTool):
+    pass
+
+
+class SilentTool(BaseTool):
+    """Leaves `execute` to the base class; keeps what it was created with."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        self.created: dict[str, Any] = {}
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        instance_id = instance_id or str(uuid4())
+        self.created[instance_id] = kwargs.get("create_kwargs", {}).get("color")
+        return instance_id, ToolResponse()
+
+
+class StrictSilentTool(SilentTool):
+    """Names all that `create` takes."""
+
+    async def create(
+        self, instance_id: str | None = None, create_kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[str, ToolResponse]:
+        return await super().create(instance_id, create_kwargs=dict(create_kwargs or {}))
+
+
+class OwnIdTool(SilentTool):
+    """Makes its own ids."""
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        return await super().create("own-id", **kwargs)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return ToolResponse(text=f"{instance_id} is {self.created[instance_id]}"), 0.0, {}
+
+
+def registry_file(folder: Path, name: str, schema: Mapping[str, Any] | None = SCHEMA) -> Path:
+    class_name = name if "." in name else f"tests.compat.test_verl_tools.{name}"
+    entry: dict[str, Any] = {"class_name": class_name, "config": {"type": "native"}}
+    if schema is not None:
+        entry["tool_schema"] = dict(schema)
+    path = folder / "tools.yaml"
+    path.write_text(yaml.safe_dump({"tools": [entry]}))
+    return path
+
+
+def run(path: Path, **row: Any) -> tuple[Trajectory, ToolHere]:
+    """The model calls the tool twice, then answers."""
+    tools = load_tools([], config_path=path)
+    turns: list[ScriptedReply] = [calls("look_up", word="day"), calls("look_up", word="night"), says("done")]
+    trajectory = Stage(turns, tools=list(tools.values())).run_one(**row)
+    assert trajectory.output.failure is None
+    return trajectory, tools["look_up"]
+
+
+def replies(trajectory: Trajectory) -> list[str]:
+    return [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
+
+
+def test_a_tool_may_set_its_name(tmp_path: Path) -> None:
+    trajectory, _ = run(registry_file(tmp_path, "NamedTool"))
+    assert replies(trajectory) == ["look_up: day", "look_up: night"]
+    assert trajectory.output.tool_rewards == (0.5, 0.5)
+
+
+def test_a_name_that_is_not_the_schemas_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has the name 'look-up', but its schema has 'look_up'"):
+        load_tools([], config_path=registry_file(tmp_path, "MisnamedTool"))
+
+
+def test_a_tool_may_have_its_schema_by_a_method_and_answer_with_a_dict(tmp_path: Path) -> None:
+    trajectory, tool = run(registry_file(tmp_path, "SchemaByMethodTool", None))
+    assert replies(trajectory) == [
+        '{"word": "day", "known": true}',
+        '{"word": "night", "known": true}',
+    ]
+    assert json.loads(json.dumps(tool.tool_schema)) == SCHEMA
+
+
+def test_a_tool_without_any_schema_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"NoSchemaTool has no schema; .* define get_openai_tool_schema"):
+        load_tools([], config_path=registry_file(tmp_path, "NoSchemaTool", None))
+
+
+@pytest.mark.parametrize("name", ["SilentTool", "StrictSilentTool"])
+def test_a_tool_without_execute_answers_as_the_base_class_and_reads_nested_create_kwargs(
+    name: str, tmp_path: Path
+) -> None:
+    create = {"look_up": {"create_kwargs": {"color": "red"}}}
+    trajectory, tool = run(registry_file(tmp_path, name), tools_kwargs=create)
+    assert replies(trajectory) == ["Updated the tool state."] * 2
+    assert trajectory.output.tool_rewards == (0.0, 0.0)
+    assert isinstance(tool, SilentTool)
+    assert list(tool.created.values()) == ["red"]
+
+
+def test_attributes_of_a_schema_reach_its_leaves() -> None:
+    schema = OpenAIFunctionToolSchema.model_validate(SCHEMA)
+    assert schema.function.parameters.properties["word"].description == "The word."
+    assert schema.model_dump(exclude_unset=True) == SCHEMA
+    assert type(schema.model_dump()["function"]) is dict
+
+
+@register("two_calls")
+class TwoCalls(AgentLoopBase):
+    """A loop of one's own that opens and closes a tool around each call, in the older and in the newer form."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        [tool] = initialize_tools_from_config(row["tool_file"])
+        parser = ToolParser.get_tool_parser("hermes", self.tokenizer)
+        messages = list(row["raw_prompt"])
+        prompt_ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+        response_ids: list[int] = []
+        texts: list[str] = []
+        for number in range(2):
+            sampled = await self.server_manager.generate(
+                request_id="r", prompt_ids=prompt_ids + response_ids, sampling_params=sampling_params
+            )
+            response_ids += sampled
+            _, [call] = await parser.extract_tool_calls(sampled)
+            if number == 0:
+                instance_id = await tool.create()
+            else:
+                instance_id, _ = await tool.create(create_kwargs=row["create_kwargs"])
+            response, _, _ = await tool.execute(instance_id, json.loads(call.arguments), agent_data=None)
+            texts.append(str(response))
+            await tool.release(instance_id)
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+            response_mask=[1] * len(response_ids),
+            num_turns=4,
+            metrics={},
+            extra_fields={"texts": texts},
+        )
+
+
+def two_calls(path: Path, name: str, create_kwargs: dict[str, Any], **arguments: Any) -> list[str]:
+    script = [calls(name, **arguments), calls(name, **arguments)]
+    trajectory = Stage(script, agent="two_calls").run_one(tool_file=str(path), create_kwargs=create_kwargs)
+    assert trajectory.output.failure is None
+    return trajectory.output.extra_fields["texts"]
+
+
+def test_the_shipped_gsm8k_tool_is_created_without_a_ground_truth(tmp_path: Path) -> None:
+    function = {"name": "calc_gsm8k_reward", "parameters": {"properties": {"answer": {"type": "string"}}}}
+    schema = {"type": "function", "function": function}
+    path = registry_file(tmp_path, "verl.tools.gsm8k_tool.Gsm8kTool", schema)
+    texts = two_calls(path, "calc_gsm8k_reward", {"ground_truth": "42"}, answer="42")
+    assert texts == ["Current parsed answer='42' reward=0.0", "Current parsed answer='42' reward=1.0"]
+
+
+def test_the_id_that_a_tool_makes_is_the_one_that_a_loop_gets(tmp_path: Path) -> None:
+    texts = two_calls(registry_file(tmp_path, "OwnIdTool"), "look_up", {"color": "blue"}, word="day")
+    assert texts == ["own-id is None", "own-id is blue"]
