@@ -62,6 +62,19 @@ def test_at_the_level_of_token_ids(readme: dict[str, Any]) -> None:
     assert output.response_mask.all()
 
 
+def test_at_the_level_of_token_ids_the_answer_can_be_rewarded_and_the_limits_hold(
+    readme: dict[str, Any],
+) -> None:
+    reward = RewardFunction(readme["reward"], timeout_s=5)
+    stage = Stage([says("It is 408.")], agent="bare_tokens", reward=reward)
+    assert stage.run_one(answer="408").reward == 1.0
+    stage = Stage([says("It is 408. " * 40)], agent="bare_tokens", reward=reward, response_length=32)
+    trajectory = stage.run_one(answer="408")
+    assert len(trajectory.output.response_ids) == 32
+    assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
+    assert trajectory.reward == 1.0
+
+
 def test_the_rollout_layer_alone_with_the_readmes_configuration(
     readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.environments import EnvironmentFactory
+from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
@@ -37,14 +38,20 @@ class LoopContext(Struct, frozen=True):
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict[str, EnvironmentFactory])
     new_log: Callable[[], TurnLog] | None = None
     """Gives the record of the next episode; None where no journal is kept."""
+    completions: CompletionMemory | None = None
+    """Remembers what `loop.server_manager` returns, for loops on token ids; episodes keep their own record."""
     cancellation: asyncio.Event | None = None
     """Shared by trajectories that are cancelled together: once it is set, their episodes end with `cancelled`."""
 
     def of_trajectory(
-        self, server_manager: AsyncLLMServerManager, *, new_log: Callable[[], TurnLog] | None
+        self,
+        server_manager: AsyncLLMServerManager,
+        *,
+        new_log: Callable[[], TurnLog] | None,
+        completions: CompletionMemory,
     ) -> LoopContext:
-        """The same for one trajectory."""
-        return structs.replace(self, server_manager=server_manager, new_log=new_log)
+        """Return the context of one trajectory."""
+        return structs.replace(self, server_manager=server_manager, new_log=new_log, completions=completions)
 
 
 class AgentLoopBase(ABC):
@@ -57,6 +64,8 @@ class AgentLoopBase(ABC):
     def __init__(self, context: LoopContext) -> None:
         self.context = context
         self.server_manager = context.server_manager
+        if context.completions is not None:
+            self.server_manager = RememberingServerManager(context.server_manager, context.completions)
         self.template = context.template
         self.tokenizer = context.template.tokenizer
         self.last_episode: Episode | None = None
@@ -110,7 +119,7 @@ class AgentLoopBase(ABC):
         self.last_episode = Episode(
             messages,
             template=self.template,
-            server_manager=self.server_manager,
+            server_manager=self.context.server_manager,
             limits=self.context.limits,
             tools=session,
             tool_schemas=[tool.tool_schema for tool in tools.values()],

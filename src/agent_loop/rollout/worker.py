@@ -7,16 +7,16 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from msgspec import structs
 
-from agent_loop.boundary import describe_error, describe_value, run_bounded
+from agent_loop.boundary import describe_error, run_bounded
 from agent_loop.cancellation import FINISH_GRACE_S
 from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_together
 from agent_loop.episode import EpisodeStopped
-from agent_loop.errors import AgentLoopError, ConfigError, EpisodeError, JournalError
+from agent_loop.errors import AgentLoopError, ConfigError, JournalError
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, Abandonments, DeadlineExpired
@@ -24,7 +24,9 @@ from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.oversight import Oversight
+from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
 from agent_loop.waits import Activity, WaitKind, waiting_for
@@ -230,22 +232,24 @@ class AgentLoopWorker:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
         loop: AgentLoopBase | None = None
 
-        async def run() -> AgentLoopOutput | list[AgentLoopOutput]:
+        async def run() -> tuple[AgentLoopBase, Any]:
             nonlocal loop
             loop = self._make_loop(job, context)
-            return _checked(await loop.run(dict(job.sampling_params), **job.columns), loop)
+            return loop, await loop.run(dict(job.sampling_params), **job.columns)
 
         deadline_s = context.limits.deadline_s
         new_log = None if job.log is None else job.log.new_lane
+        completions = CompletionMemory()
         try:
             with context.server_manager.scope() as server_manager:
-                context = context.of_trajectory(server_manager, new_log=new_log)
-                return await run_bounded(
+                context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
+                ran, returned = await run_bounded(
                     run,
                     timeout_s=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
                     name="agent loop",
                     grace_s=loop_grace_s(context),
                 )
+            return self._accepted(returned, ran, job, completions=completions)
         except EpisodeStopped as stopped:
             return _record(loop, stopped.reason)
         except asyncio.CancelledError:
@@ -261,6 +265,33 @@ class AgentLoopWorker:
             return _record(loop, StopReason.DEADLINE)
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
             return _record(loop, StopReason.FAILED, failure=_failure(error))
+
+    def _accepted(
+        self, returned: Any, loop: AgentLoopBase, job: Job, *, completions: CompletionMemory
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Check and complete what a loop returned. A bad output of several fails alone.
+
+        Raises:
+            EpisodeError: It is no output, or the only one is bad.
+        """
+        context = self._context
+        door = LoopOutputs(
+            template=context.template,
+            limits=context.limits,
+            row=job.row,
+            completions=completions,
+            weight_version=context.server_manager.pool.weight_version,
+        )
+        if isinstance(returned, AgentLoopOutput):
+            return door.accept(returned)
+        accepted: list[AgentLoopOutput] = []
+        for output in listed_outputs(returned, loop_name=type(loop).__name__):
+            try:
+                accepted.append(door.accept(output))
+            except Exception as error:  # noqa: BLE001  (as in `_run_loop`)
+                failed = AgentLoopOutput(segments=(), stop_reason=StopReason.FAILED, failure=_failure(error))
+                accepted.append(failed)
+        return accepted
 
     def _was_cancelled_alone(self, job: Job) -> bool:
         """Whether the cancellation came from `cancel`, and from nowhere else."""
@@ -323,17 +354,6 @@ def _record(
     if loop is None:
         return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
     return loop.left_behind(reason, failure=failure)
-
-
-def _checked(returned: Any, loop: AgentLoopBase) -> AgentLoopOutput | list[AgentLoopOutput]:
-    if isinstance(returned, AgentLoopOutput):
-        return returned
-    outputs = cast(list[Any], returned) if isinstance(returned, list) else []
-    if outputs and all(isinstance(output, AgentLoopOutput) for output in outputs):
-        return outputs
-    raise EpisodeError(
-        f"{type(loop).__name__}.run returned {describe_value(returned)}; return an AgentLoopOutput, or a list of them"
-    )
 
 
 def _failure(error: Exception) -> Failure:

@@ -58,7 +58,7 @@ class SimulatedAgentLoop(AgentLoopBase):
         started, params = clock(), SamplingParams()
         known = all_known = all_cached = preempted = 0
         for number, (turn, start) in enumerate(zip(plan.turns, plan.starts, strict=False)):
-            output = await self.server_manager.generate(
+            output = await self.context.server_manager.generate(
                 plan.id, prompt_ids=run.context[:start], sampling_params=params
             )
             all_known += known

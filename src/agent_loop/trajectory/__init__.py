@@ -2,10 +2,11 @@
 
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
 from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory
-from agent_loop.trajectory.segments import Segment, count_turns, placed_attachments
+from agent_loop.trajectory.segments import UNKNOWN_VERSION, Segment, count_turns, placed_attachments
 from agent_loop.trajectory.trace import Span, Trace
 
 __all__ = [
+    "UNKNOWN_VERSION",
     "AgentLoopMetrics",
     "AgentLoopOutput",
     "Failure",

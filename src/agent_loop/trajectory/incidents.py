@@ -26,6 +26,8 @@ class IncidentKind(StrEnum):
     DROPPED_OBSERVATION = "dropped_observation"
     CUT_TURN = "cut_turn"
     TRUNCATED_PROMPT = "truncated_prompt"
+    TRUNCATED_RESPONSE = "truncated_response"
+    UNMATCHED_TOKENS = "unmatched_tokens"
     CLOSE_FAILED = "close_failed"
     INTERRUPTED_CALL = "interrupted_call"
     RESTARTED = "restarted"

@@ -16,6 +16,7 @@ from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident
 from agent_loop.trajectory.segments import (
+    UNKNOWN_VERSION,
     Segment,
     concatenated,
     count_turns,
@@ -91,12 +92,16 @@ class AgentLoopOutput:
         incidents: Iterable[Incident] = (),
         failure: Failure | None = None,
         extra_fields: Mapping[str, Any] | None = None,
-        weight_version: int = 0,
+        weight_version: int = UNKNOWN_VERSION,
     ) -> None:
         """Give `segments`, or `prompt_ids`, `response_ids` and `response_mask` (1 = the model said it).
 
+        With token lists, the worker fills in what is left out: `weight_version` and `response_logprobs` from the
+        completions that the loop received, `messages` by decoding.
+
         Raises:
-            EpisodeError: The lists do not agree in length, or the mask holds something else than 0 and 1.
+            EpisodeError: The lists do not agree in length, one does not hold token ids, or the mask holds something
+                else than 0 and 1.
         """
         if segments is None:
             segments = segments_of_mask(

@@ -14,6 +14,11 @@ from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_log_probs, as_token_ids
 
+MAX_TOKEN_ID = 2**31 - 1
+UNKNOWN_VERSION = -1
+"""Weight version of model tokens in an output that a loop built from token lists. The worker replaces it with the
+version of the completions that the loop received."""
+
 
 class Segment(Struct, frozen=True, eq=False):
     """A run of tokens with one origin; for the model's, also with one weight version."""
@@ -24,7 +29,7 @@ class Segment(Struct, frozen=True, eq=False):
     log_probs: FloatArray | None = None
     """Shape [num_tokens]; model segments only, None where the server gives none."""
     weight_version: int | None = None
-    """Model segments only."""
+    """Model segments only; `UNKNOWN_VERSION` where whoever built the segment could not tell."""
     attachments: tuple[Attachment, ...] = ()
     """In the order of their tokens, which do not overlap; never the model's."""
 
@@ -72,14 +77,18 @@ def segments_of_mask(
     response_logprobs: Sequence[float] | FloatArray | None,
     weight_version: int,
 ) -> list[Segment]:
-    """The segments of token lists: a run of the mask each.
+    """Return the segments of token lists: one for each run of the mask.
 
     Raises:
-        EpisodeError: The lists do not agree in length, or the mask holds something else than 0 and 1.
+        EpisodeError: The lists do not agree in length, one does not hold token ids, or the mask holds something else
+            than 0 and 1.
     """
     if prompt_ids is None or response_ids is None or response_mask is None:
         raise EpisodeError("AgentLoopOutput needs segments, or prompt_ids, response_ids and response_mask")
-    ids, mask = as_token_ids(response_ids), np.asarray(response_mask)
+    prompt, ids = _checked_ids(prompt_ids, name="prompt_ids"), _checked_ids(response_ids, name="response_ids")
+    mask = np.asarray(response_mask)
+    if mask.ndim != 1:
+        raise EpisodeError(f"response_mask has shape {list(mask.shape)}; give a flat list of 0 and 1")
     if len(ids) != len(mask):
         raise EpisodeError(
             f"response_ids has {len(ids)} tokens but response_mask has {len(mask)}; they go together, one by one"
@@ -90,7 +99,7 @@ def segments_of_mask(
     if log_probs is not None and len(log_probs) != len(ids):
         raise EpisodeError(f"response_ids has {len(ids)} tokens but response_logprobs has {len(log_probs)}")
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)] if len(ids) else [0]
-    segments = [Segment(as_token_ids(prompt_ids), Origin.PROMPT)]
+    segments = [Segment(prompt, Origin.PROMPT)]
     for start, end in pairwise(cuts):
         if mask[start]:
             run_log_probs = None if log_probs is None else log_probs[start:end]
@@ -101,6 +110,28 @@ def segments_of_mask(
 
 
 _SPEAKER = {Origin.PROMPT: "prompt", Origin.MODEL: "model", Origin.TOOL: "reply", Origin.INTERACTION: "reply"}
+
+
+def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
+    """Raises: EpisodeError: These are not token ids."""
+    given: Any = token_ids
+    try:
+        ids = np.asarray(given)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EpisodeError(
+            f"{name} does not hold token ids: {error}; give a flat list of integers"
+        ) from error
+    if ids.ndim == 1 and not len(ids):
+        return as_token_ids([])
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise EpisodeError(
+            f"{name} has shape {list(ids.shape)} and type {ids.dtype}; give a flat list of integers"
+        )
+    if ids.min() < 0 or ids.max() > MAX_TOKEN_ID:
+        raise EpisodeError(
+            f"{name} holds {int(ids.min())} to {int(ids.max())}; token ids are 0 to {MAX_TOKEN_ID}"
+        )
+    return as_token_ids(ids)
 
 
 def _check_attachments(segment: Segment) -> None:

@@ -16,6 +16,7 @@ from agent_loop import trajectory
 from agent_loop.errors import EpisodeError, did_you_mean
 from agent_loop.integrations.verl.parsing import EarlyToolParser, ToolParser
 from agent_loop.loops import base
+from agent_loop.servers.completion_memory import RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import AgentLoopMetrics
 from agent_loop.types import TokenIds, TokenOutput
@@ -47,7 +48,10 @@ class _MadeAsInVerl(ABCMeta):
     def __call__(cls: Any, context: base.LoopContext, **kwargs: Any) -> Any:
         config, tokenizer = _config_of(context), _tokenizer_of(context)
         cls.init_class(config=config, tokenizer=tokenizer)
-        client = LLMServerClient(context.server_manager)
+        manager = context.server_manager
+        if context.completions is not None:
+            manager = RememberingServerManager(manager, context.completions)
+        client = LLMServerClient(manager)
         loop = super().__call__(TrainerConfigOf(config, context), client, tokenizer, **kwargs)
         if "messages" in inspect.signature(loop.run).parameters:
             loop.run = partial(_run_with_messages, loop.run)
@@ -94,6 +98,7 @@ class SampledTokens(list[int]):
         self.token_ids = output.token_ids
         self.log_probs = output.log_probs
         self.stop_reason = output.stop_reason
+        self.weight_version = output.weight_version
         self.num_preempted = output.num_preempted
 
 

@@ -1,0 +1,195 @@
+"""Completions that a loop on token ids received, and recognising their tokens in what the loop returns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from agent_loop.attachments import Attachment
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.types import (
+    FloatArray,
+    IntArray,
+    SamplingParams,
+    TokenChunk,
+    TokenIds,
+    TokenOutput,
+    VersionSpan,
+    as_log_probs,
+    as_token_ids,
+)
+
+
+class ReceivedCompletion(Struct, frozen=True, eq=False):
+    """A completion, and the context that it was sampled in."""
+
+    num_context: int
+    context_hash: int
+    token_ids: IntArray
+    """Shape [num_tokens]."""
+    log_probs: FloatArray | None
+    version_spans: tuple[VersionSpan, ...]
+
+    def num_common(self, ids: IntArray) -> int:
+        """Return how many tokens the completion and `ids` share, if one of them begins with the other; else 0."""
+        num_tokens = min(len(self.token_ids), len(ids))
+        return num_tokens if np.array_equal(self.token_ids[:num_tokens], ids[:num_tokens]) else 0
+
+
+class RecognisedTokens(Struct, frozen=True, eq=False):
+    """Tokens at the beginning of a run that a completion explains."""
+
+    num_tokens: int
+    version_spans: tuple[VersionSpan, ...]
+    """They cover `num_tokens`."""
+    log_probs: FloatArray | None
+    """None also where the tokens were sampled in another context: a trainer would compute other values."""
+
+
+class CompletionMemory:
+    """What the servers returned to one loop."""
+
+    def __init__(self) -> None:
+        self._completions: list[ReceivedCompletion] = []
+        self._by_num_context: defaultdict[int, list[ReceivedCompletion]] = defaultdict(list)
+
+    @property
+    def last_version(self) -> int | None:
+        """The weight version of the newest completion; None before the first."""
+        return self._completions[-1].version_spans[-1].weight_version if self._completions else None
+
+    def add(self, output: TokenOutput, *, num_context: int, context_hash: int) -> None:
+        """Remember a completion. An empty one is not kept."""
+        if not output.token_ids:
+            return
+        completion = ReceivedCompletion(
+            num_context=num_context,
+            context_hash=context_hash,
+            token_ids=as_token_ids(output.token_ids),
+            log_probs=None if output.log_probs is None else as_log_probs(output.log_probs),
+            version_spans=output.version_spans
+            or (VersionSpan(output.weight_version, len(output.token_ids)),),
+        )
+        self._completions.append(completion)
+        self._by_num_context[num_context].append(completion)
+
+    def recognise(self, run: IntArray, *, context: IntArray) -> RecognisedTokens | None:
+        """Find the completion that `run` begins with.
+
+        A completion that was sampled in this very context comes first; otherwise the longest match of the content
+        alone tells the weight versions. Returns None if no completion matches.
+        """
+        candidates = self._by_num_context.get(len(context))
+        if candidates:
+            context_hash = hash_of(context)
+            exact = [c for c in candidates if c.context_hash == context_hash]
+            completion, num_tokens = _longest_match(exact, run)
+            if completion is not None:
+                log_probs = None if completion.log_probs is None else completion.log_probs[:num_tokens]
+                return RecognisedTokens(num_tokens, _first(completion.version_spans, num_tokens), log_probs)
+        completion, num_tokens = _longest_match(self._completions, run)
+        if completion is None:
+            return None
+        return RecognisedTokens(num_tokens, _first(completion.version_spans, num_tokens), None)
+
+    def next_start(self, run: IntArray) -> int:
+        """Return where in `run`, behind its first token, a whole completion stands; the length of `run` if nowhere."""
+        run_bytes = run.tobytes()
+        starts = [_find(completion.token_ids.tobytes(), run_bytes) for completion in self._completions]
+        return min([start for start in starts if start is not None], default=len(run))
+
+
+class RememberingServerManager(AsyncLLMServerManager):
+    """The servers of a loop on token ids: remembers what they return, so that the loop need not hand it on.
+
+    Args:
+        manager: The servers; sessions that begin here end with its scope.
+        memory: Takes the completions.
+    """
+
+    def __init__(self, manager: AsyncLLMServerManager, memory: CompletionMemory) -> None:
+        super().__init__(manager.pool, request_timeout_s=manager._request_timeout_s)
+        self._sessions = manager._sessions
+        self._memory = memory
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: TokenIds,
+        sampling_params: Mapping[str, Any] | SamplingParams,
+        attachments: Sequence[Attachment] = (),
+    ) -> TokenOutput:
+        """See `AsyncLLMServerManager.generate`."""
+        context = as_token_ids(prompt_ids)
+        num_context, context_hash = len(context), hash_of(context)
+        output = await super().generate(
+            request_id, prompt_ids=context, sampling_params=sampling_params, attachments=attachments
+        )
+        self._memory.add(output, num_context=num_context, context_hash=context_hash)
+        return output
+
+    async def stream(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: TokenIds,
+        sampling_params: Mapping[str, Any] | SamplingParams,
+        attachments: Sequence[Attachment] = (),
+    ) -> AsyncGenerator[TokenChunk]:
+        """See `AsyncLLMServerManager.stream`."""
+        context = as_token_ids(prompt_ids)
+        num_context, context_hash = len(context), hash_of(context)
+        chunks: list[TokenChunk] = []
+        stream = super().stream(
+            request_id, prompt_ids=context, sampling_params=sampling_params, attachments=attachments
+        )
+        try:
+            async with aclosing(stream):
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    yield chunk
+        finally:
+            output = TokenOutput.from_chunks(chunks)
+            self._memory.add(output, num_context=num_context, context_hash=context_hash)
+
+
+def hash_of(token_ids: IntArray) -> int:
+    """Tell contexts apart without keeping them, which would take memory in the square of a conversation's length."""
+    return hash(token_ids.tobytes())
+
+
+def _longest_match(
+    completions: Iterable[ReceivedCompletion], run: IntArray
+) -> tuple[ReceivedCompletion | None, int]:
+    """Return the completion with most tokens in common, a whole one before one that was cut; none is None and 0."""
+    best, most = None, (0, False)
+    for completion in completions:
+        num_common = completion.num_common(run)
+        rank = (num_common, num_common == len(completion.token_ids))
+        if num_common and rank > most:
+            best, most = completion, rank
+    return best, most[0]
+
+
+def _find(ids: bytes, run: bytes) -> int | None:
+    """Return the first place behind the start at which the packed ids stand in a packed run; None if nowhere."""
+    start = run.find(ids, 4)
+    while start >= 0 and start % 4:
+        start = run.find(ids, start + 1)
+    return None if start < 0 else start // 4
+
+
+def _first(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
+    kept: list[VersionSpan] = []
+    for span in spans:
+        if num_tokens <= 0:
+            break
+        kept.append(VersionSpan(span.weight_version, min(span.num_tokens, num_tokens)))
+        num_tokens -= span.num_tokens
+    return tuple(kept)
