@@ -40,7 +40,7 @@ class BareTurns(AgentLoopBase):
                 mask += [0] * len(encoded(REPLY))
                 log_probs += [0.0] * len(encoded(REPLY))
             out = await self.server_manager.generate(
-                "session", prompt_ids=prompt_ids + response_ids, sampling_params=sampling_params
+                str(id(self)), prompt_ids=prompt_ids + response_ids, sampling_params=sampling_params
             )
             response_ids += out.token_ids
             mask += [1] * len(out.token_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from msgspec import Struct, field, structs
@@ -63,12 +64,15 @@ class AgentLoopBase(ABC):
 
     def __init__(self, context: LoopContext) -> None:
         self.context = context
-        self.server_manager = context.server_manager
-        if context.completions is not None:
-            self.server_manager = RememberingServerManager(context.server_manager, context.completions)
         self.template = context.template
         self.tokenizer = context.template.tokenizer
         self.last_episode: Episode | None = None
+
+    @cached_property
+    def server_manager(self) -> AsyncLLMServerManager:
+        """The servers, for loops that handle token ids themselves."""
+        manager, completions = self.context.server_manager, self.context.completions
+        return manager if completions is None else RememberingServerManager(manager, completions)
 
     @abstractmethod
     async def run(

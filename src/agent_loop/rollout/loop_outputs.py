@@ -12,9 +12,8 @@ import numpy as np
 from msgspec import Struct, structs
 
 from agent_loop.boundary import describe_value
-from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import EpisodeError
-from agent_loop.limits import EpisodeLimits
+from agent_loop.loops.base import LoopContext
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import (
     UNKNOWN_VERSION,
@@ -41,12 +40,9 @@ class LoopOutputs(Struct, frozen=True):
     versions and missing log-probs are taken from the completions that the loop received, and its messages are decoded.
     """
 
-    template: ChatTemplate
-    limits: EpisodeLimits
+    context: LoopContext
     row: Row
     completions: CompletionMemory
-    weight_version: int
-    """Of the servers: the version of tokens that no completion explains."""
 
     def accept(self, output: AgentLoopOutput) -> AgentLoopOutput:
         """Return the output, ready to be scored.
@@ -54,13 +50,14 @@ class LoopOutputs(Struct, frozen=True):
         Raises:
             EpisodeError: A field holds something that no batch could take.
         """
+        limits = self.context.limits
         num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is PROMPT])
         num_response_tokens = sum([len(s.token_ids) for s in output.segments]) - num_prompt_tokens
         output = _checked(output, num_response_tokens=num_response_tokens)
-        if num_prompt_tokens > self.limits.prompt_length:
+        if num_prompt_tokens > limits.prompt_length:
             output = self._with_prompt_limit(output, num_prompt_tokens)
-        if output.segments and num_response_tokens > self.limits.response_length:
-            output = _cut(output, num_response_tokens, max_tokens=self.limits.response_length)
+        if output.segments and num_response_tokens > limits.response_length:
+            output = _cut(output, num_response_tokens, max_tokens=limits.response_length)
         if UNKNOWN_VERSION in [segment.weight_version for segment in output.segments]:
             output = self._with_versions(output)
         if output.segments and not output.messages:
@@ -69,7 +66,7 @@ class LoopOutputs(Struct, frozen=True):
 
     def _with_prompt_limit(self, output: AgentLoopOutput, num_tokens: int) -> AgentLoopOutput:
         """As `Episode` does it: drop the trajectory's tokens, or truncate the prompt if the limits say how."""
-        max_tokens, truncate = self.limits.prompt_length, self.limits.truncate_prompt
+        max_tokens, truncate = self.context.limits.prompt_length, self.context.limits.truncate_prompt
         detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
         if truncate == "no":
             incident = Incident(
@@ -132,7 +129,7 @@ class LoopOutputs(Struct, frozen=True):
                 next_place = place + self.completions.next_start(ids[place - start :])
                 num_unmatched += next_place - place
                 version = self.completions.last_version
-                version = self.weight_version if version is None else version
+                version = self.context.server_manager.pool.weight_version if version is None else version
                 pieces.append(_piece(segment, place - start, next_place - start, version=version))
                 place = next_place
                 continue
@@ -157,10 +154,10 @@ class LoopOutputs(Struct, frozen=True):
         ):
             ids = np.concatenate([segment.token_ids for segment in run])
             if is_model:
-                parsed = self.template.parse(ids, tools=output.tool_schemas, context=context)
+                parsed = self.context.template.parse(ids, tools=output.tool_schemas, context=context)
                 messages.append(parsed.as_message())
             else:
-                messages.append({"role": "tool", "content": self.template.decode(ids)})
+                messages.append({"role": "tool", "content": self.context.template.decode(ids)})
             context = ids
         return messages
 
@@ -168,7 +165,7 @@ class LoopOutputs(Struct, frozen=True):
         """Return the row's messages if the prompt says what they say, else its text as one message."""
         if not len(prompt_ids):
             return []
-        text, place = self.template.decode(prompt_ids), 0
+        text, place = self.context.template.decode(prompt_ids), 0
         messages: Sequence[Message] = self.row["raw_prompt"]
         for message in messages:
             content = message.get("content")

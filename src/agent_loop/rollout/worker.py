@@ -274,14 +274,7 @@ class AgentLoopWorker:
         Raises:
             EpisodeError: It is no output, or the only one is bad.
         """
-        context = self._context
-        door = LoopOutputs(
-            template=context.template,
-            limits=context.limits,
-            row=job.row,
-            completions=completions,
-            weight_version=context.server_manager.pool.weight_version,
-        )
+        door = LoopOutputs(self._context, job.row, completions)
         if isinstance(returned, AgentLoopOutput):
             return door.accept(returned)
         accepted: list[AgentLoopOutput] = []

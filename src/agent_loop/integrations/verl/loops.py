@@ -77,7 +77,7 @@ class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
         self.tokenizer = tokenizer
         self.config = trainer_config.config
         self.rollout_config = self.config.actor_rollout_ref.rollout
-        self.server_manager: Any = server_manager
+        self.server_manager = cast(Any, server_manager)
         self.loop = asyncio.get_running_loop()
 
     @classmethod
