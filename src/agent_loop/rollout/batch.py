@@ -17,7 +17,7 @@ from agent_loop.errors import DataError
 from agent_loop.rollout.column_memory import ColumnMemory
 from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
-from agent_loop.trajectory import AgentLoopMetrics, Trajectory
+from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
 
 RolloutBatch: TypeAlias = TensorDict
 """What `assemble` returns; its docstring lists the columns."""
@@ -110,7 +110,8 @@ def assemble(
 def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Seconds per trajectory (and counts of preemption): least, most, mean, and the slowest row in full.
 
-    The slowest is the one with most seconds of generation and tools together. No trajectories, no metrics.
+    The mean is over rollouts, whose branches share their weight. The slowest is the one with most seconds of generation
+    and tools together. No trajectories, no metrics.
     """
     if not trajectories:
         return {}
@@ -119,11 +120,12 @@ def timing_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         name: [float(getattr(m, name)) for m in each]
         for name in ("generate_sequences", "tool_calls", "num_preempted")
     }
+    weights = branch_weights(trajectories)
     metrics: dict[str, float] = {}
     for name, values in columns.items():
         metrics[f"agent_loop/{name}/min"] = min(values)
         metrics[f"agent_loop/{name}/max"] = max(values)
-        metrics[f"agent_loop/{name}/mean"] = sum(values) / len(values)
+        metrics[f"agent_loop/{name}/mean"] = float(np.dot(values, weights)) / sum(weights)
     busy_s = np.add(columns["generate_sequences"], columns["tool_calls"])
     slowest = int(np.argmax(busy_s))
     for name, values in columns.items():

@@ -12,7 +12,7 @@ MAX_TRACEBACK_LINES = 25
 
 
 class FailureBudget:
-    """Counts the failed trajectories of one batch.
+    """Counts the failed rollouts of one batch: one with several branches counts once.
 
     Args:
         num_trajectories: Size of the batch.
@@ -23,15 +23,21 @@ class FailureBudget:
         self._num_trajectories = num_trajectories
         self._max_share = max_share
         self._failures: list[Failure] = []
+        self._with_branches: set[tuple[int, int]] = set()
 
     def count(self, trajectory: Trajectory) -> None:
-        """Takes note of a trajectory.
+        """Count a trajectory, unless it is a further failed branch of a rollout.
 
         Raises:
             RolloutError: It is one failure too many; the message holds the commonest error in full.
         """
         if trajectory.output.failure is None:
             return
+        if trajectory.branch is not None:
+            rollout = (trajectory.group, trajectory.rollout)
+            if rollout in self._with_branches:
+                return
+            self._with_branches.add(rollout)
         self._failures.append(trajectory.output.failure)
         if len(self._failures) > self._max_share * self._num_trajectories:
             raise RolloutError(self._explanation())

@@ -19,8 +19,9 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
 from agent_loop.training.adapters import merged_parameters, persistent_buffers
+from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.learned import TRAIN_LOG_PROBS
-from agent_loop.training.losses import Aggregation, kl_penalty, loss_denominator, policy_loss
+from agent_loop.training.losses import Aggregation, kl_penalty, policy_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
@@ -143,10 +144,11 @@ class Actor:
         )
         lr = self._optimizer.start_update()
         tally = UpdateTally(STEP_NAMES, team=self._team)
-        mini_batches = list(self._optimizer.mini_batches(rows))
+        rollouts_B = rollouts_of_rows(batch)
+        mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
         first_BR = torch.zeros(batch["responses"].shape)
         for mini_batch_rows in mini_batches:
-            self._step(batch, mini_batch_rows, targets, tally, first_BR)
+            self._step(batch, mini_batch_rows, rollouts_B, targets, tally, first_BR)
         self._optimizer.end_update()
         batch[TRAIN_LOG_PROBS] = self._own_log_probs(
             past, rows, first_BR=first_BR, first_rows=mini_batches[0]
@@ -202,15 +204,22 @@ class Actor:
         return own_BR
 
     def _step(
-        self, batch: RolloutBatch, rows: Tensor, targets: Targets, tally: UpdateTally, first_BR: Tensor
+        self,
+        batch: RolloutBatch,
+        rows: Tensor,
+        rollouts_B: Tensor,
+        targets: Targets,
+        tally: UpdateTally,
+        first_BR: Tensor,
     ) -> None:
         """One optimiser step; the first one puts the log-probs that it finds into `first_BR`."""
         config = self._config
-        reduce = Aggregation(
+        reduce = Aggregation.of_rows(
+            batch["response_mask"],
+            rows=rows,
+            rollouts_B=rollouts_B,
             mode=config.loss_agg_mode,
-            denominator=loss_denominator(
-                batch["response_mask"][rows], mode=config.loss_agg_mode, length=config.loss_length
-            ),
+            length=config.loss_length,
         )
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
@@ -220,7 +229,8 @@ class Actor:
                 temperature=self._temperature,
                 entropy_has_gradient=config.entropy_coeff > 0,
             )
-            loss, metrics = self._loss(log_probs_BR, entropy_BR, micro_batch, targets, reduce)
+            part = reduce.cut(micro_batch.rows_B)
+            loss, metrics = self._loss(log_probs_BR, entropy_BR, micro_batch, targets, part)
             return loss, (log_probs_BR.detach(), metrics)
 
         sums: defaultdict[str, float] = defaultdict(float)
@@ -256,6 +266,7 @@ class Actor:
             weights_BT=None if targets.weights_BR is None else micro_batch.cut(targets.weights_BR),
             agg_mode=reduce.mode,
             denominator=reduce.denominator,
+            lengths_B=reduce.lengths_B,
         )
         entropy = reduce(entropy_BR, mask_BT=mask_BR)
         loss = policy.loss - config.entropy_coeff * entropy

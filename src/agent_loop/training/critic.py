@@ -18,8 +18,9 @@ from agent_loop.config import CriticConfig, ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
+from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.forward import predict_response
-from agent_loop.training.losses import Aggregation, loss_denominator, masked_mean, value_loss
+from agent_loop.training.losses import Aggregation, masked_mean, value_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
@@ -112,8 +113,9 @@ class Critic:
             return {}
         lr = self._optimizer.start_update()
         tally = UpdateTally(STEP_NAMES, team=self._team)
-        for mini_batch_rows in self._optimizer.mini_batches(rows):
-            self._step(batch, mini_batch_rows, returns_BR, old_values_BR, tally)
+        rollouts_B = rollouts_of_rows(batch)
+        for mini_batch_rows in self._optimizer.mini_batches(rows, rollouts_B=rollouts_B):
+            self._step(batch, mini_batch_rows, rollouts_B, returns_BR, old_values_BR, tally)
         self._optimizer.end_update()
         fit = _fit(old_values_BR[rows], returns_BR[rows], mask_BR=batch["response_mask"][rows])
         return tally.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
@@ -131,14 +133,21 @@ class Critic:
         self._optimizer.load_state_dict(state)
 
     def _step(
-        self, batch: RolloutBatch, rows: Tensor, returns_BR: Tensor, old_values_BR: Tensor, tally: UpdateTally
+        self,
+        batch: RolloutBatch,
+        rows: Tensor,
+        rollouts_B: Tensor,
+        returns_BR: Tensor,
+        old_values_BR: Tensor,
+        tally: UpdateTally,
     ) -> None:
         config = self._config
-        reduce = Aggregation(
+        reduce = Aggregation.of_rows(
+            batch["response_mask"],
+            rows=rows,
+            rollouts_B=rollouts_B,
             mode=config.loss_agg_mode,
-            denominator=loss_denominator(
-                batch["response_mask"][rows], mode=config.loss_agg_mode, length=config.loss_length
-            ),
+            length=config.loss_length,
         )
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -148,7 +157,7 @@ class Critic:
                 returns_BT=micro_batch.cut(returns_BR),
                 mask_BT=micro_batch.mask_BR,
                 clip_range=config.clip_range_value,
-                reduce=reduce,
+                reduce=reduce.cut(micro_batch.rows_B),
             )
             return result.loss, (result.loss.detach(), result.clip_fraction.detach())
 

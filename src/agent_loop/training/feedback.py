@@ -7,32 +7,37 @@ from collections.abc import Iterable, Sequence
 
 from agent_loop.boundary import as_finite_number
 from agent_loop.training.metrics import TOOLS
-from agent_loop.trajectory import Feedback, IncidentKind, Trajectory
+from agent_loop.trajectory import Feedback, IncidentKind, Trajectory, branch_weights
 from agent_loop.types import Origin
 
 
 def feedback_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Per tool: `calls` per trajectory, the `failed_share` of them, the mean `reward` where there are rewards, and the
-    mean of each number that `execute` returned in its third place."""
-    calls: defaultdict[str, list[Feedback]] = defaultdict(list)
-    for trajectory in trajectories:
+    """Per tool: `calls` per rollout, the `failed_share` of them, the mean `reward` where there are rewards, and the
+    mean of each number that `execute` returned in its third place. Branches share the weight of their rollout."""
+    weights = branch_weights(trajectories)
+    calls: defaultdict[str, list[tuple[Feedback, float]]] = defaultdict(list)
+    for trajectory, weight in zip(trajectories, weights, strict=True):
         for feedback in trajectory.output.feedback:
             if feedback.origin is Origin.TOOL and feedback.incident is not IncidentKind.UNKNOWN_TOOL:
-                calls[feedback.name].append(feedback)
+                calls[feedback.name].append((feedback, weight))
     metrics: dict[str, float] = {}
     for name, made in sorted(calls.items()):
-        prefix = f"{TOOLS}{name}/"
-        metrics[f"{prefix}calls"] = len(made) / len(trajectories)
-        metrics[f"{prefix}failed_share"] = sum(f.incident is not None for f in made) / len(made)
+        prefix, total = f"{TOOLS}{name}/", sum(weight for _, weight in made)
+        num_failed = sum(weight for feedback, weight in made if feedback.incident is not None)
+        metrics[f"{prefix}calls"] = total / sum(weights)
+        metrics[f"{prefix}failed_share"] = num_failed / total
         metrics |= {f"{prefix}{key}/mean": value for key, value in _means(made).items()}
     return metrics
 
 
-def _means(calls: Iterable[Feedback]) -> dict[str, float]:
-    values: defaultdict[str, list[float]] = defaultdict(list)
-    for call in calls:
+def _means(calls: Iterable[tuple[Feedback, float]]) -> dict[str, float]:
+    values: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for call, weight in calls:
         for key, value in {**call.extra, "reward": call.reward}.items():
             number = as_finite_number(value)
             if number is not None:
-                values[str(key)].append(number)
-    return {key: sum(numbers) / len(numbers) for key, numbers in sorted(values.items())}
+                values[str(key)].append((number, weight))
+    return {
+        key: sum(number * weight for number, weight in numbers) / sum(weight for _, weight in numbers)
+        for key, numbers in sorted(values.items())
+    }

@@ -17,6 +17,7 @@ from agent_loop.training import learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import Estimate, Rewards, collect_rewards, estimate_advantages
+from agent_loop.training.branches import branch_weights, rollouts_of_rows
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.losses import kl_penalty, masked_mean
@@ -146,7 +147,7 @@ class Learner:
             values_BR=values_BR,
             baselines_B=self._baselines(batch, baseline_rewards),
         )
-        metrics |= _estimate_metrics(estimate, mask_BR=batch["response_mask"])
+        metrics |= _estimate_metrics(estimate, batch)
         batch[learned.ADVANTAGES], batch[learned.IS_TRAINED] = estimate.advantages_BR, estimate.keep_B
 
         # 3. New weights.
@@ -260,9 +261,11 @@ def _with_loss_length(section: OptimConfigT, config: Config) -> OptimConfigT:
     return section.model_copy(update={"loss_length": section.loss_length or config.rollout.response_length})
 
 
-def _estimate_metrics(estimate: Estimate, *, mask_BR: Tensor) -> dict[str, float]:
-    metrics = {names.SIGNAL_SHARE: float(estimate.has_signal_B.float().mean())}
-    trained_N = estimate.advantages_BR[mask_BR.bool() & estimate.keep_B[:, None]]
+def _estimate_metrics(estimate: Estimate, batch: RolloutBatch) -> dict[str, float]:
+    weights_B = branch_weights(rollouts_of_rows(batch))
+    num_rollouts = weights_B.sum().clamp(min=1)
+    metrics = {names.SIGNAL_SHARE: float((estimate.has_signal_B * weights_B).sum() / num_rollouts)}
+    trained_N = estimate.advantages_BR[batch["response_mask"].bool() & estimate.keep_B[:, None]]
     if len(trained_N):
         metrics[names.ADVANTAGE_MEAN] = float(trained_N.mean())
         metrics[names.ADVANTAGE_STD] = float(trained_N.std(correction=0))

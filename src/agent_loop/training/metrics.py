@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,19 +17,27 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.tracing.delivery import Delivery
 from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
-from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
+from agent_loop.trajectory import (
+    AgentLoopOutput,
+    IncidentKind,
+    Trajectory,
+    branch_weights,
+    group_branches,
+    mean_reward,
+)
 
 STEP = "step"
 """Completed steps; the key of a line."""
 
 REWARD_MEAN = "reward/mean"
+"""Over scored rollouts; the reward of one with branches is the mean of theirs."""
 REWARD_MIN = "reward/min"
 REWARD_MAX = "reward/max"
 SUCCESS_SHARE = "reward/success_share"
-"""Share of all trajectories with at least `reward.success_threshold`."""
+"""Share of rollouts of which a branch has at least `reward.success_threshold`."""
 SIGNAL_SHARE = "reward/signal_share"
-"""Share of trajectories that can be told from what they are compared with: where that is their group, it has two
-different rewards; else they are scored."""
+"""Share of rollouts that can be told from what they are compared with: where that is their group, it has two different
+rewards; else they are scored."""
 KL_TO_REFERENCE = "reward/kl"
 """Mean over tokens of what `algorithm.kl_reward_coef` weighs."""
 ADVANTAGE_MEAN = "reward/advantage_mean"
@@ -43,6 +51,7 @@ RESPONSE_LENGTH_MAX = "rollout/response_length/max"
 MODEL_TOKENS = "rollout/model_tokens"
 TOOL_CALLS_MEAN = "rollout/num_tool_calls/mean"
 UNSCORED_SHARE = "rollout/unscored_share"
+"""Share of rollouts of which nothing scored any branch."""
 MALFORMED_CALL_SHARE = "rollout/malformed_call_share"
 """Of all calls that were written."""
 INVALID_TURN_SHARE = "rollout/invalid_turn_share"
@@ -58,12 +67,12 @@ STALENESS_MEAN = "rollout/staleness/mean"
 DROPPED_GROUPS = "rollout/dropped_groups"
 """Groups without variance whose places others took."""
 STOP_REASON = "rollout/stop_reason/"
-"""Prefix: share of trajectories that ended so."""
+"""Prefix: share of rollouts that ended so; the branches of a rollout share its weight."""
 INCIDENT = "rollout/incidents/"
-"""Prefix: number of such incidents per trajectory."""
+"""Prefix: number of such incidents per rollout; of one with branches, their mean."""
 
 TOOLS = "tools/"
-"""Prefix: per tool, its calls per trajectory, the share of them that did not work, and means of what they returned."""
+"""Prefix: per tool, its calls per rollout, the share of them that did not work, and means of what they returned."""
 
 LOSS = "actor/loss"
 PPO_KL = "actor/ppo_kl"
@@ -143,50 +152,72 @@ MAX_DRIFT_SAMPLE = 16
 def rollout_metrics(
     trajectories: Sequence[Trajectory], *, success_threshold: float, weight_version: int
 ) -> dict[str, float]:
-    """What a batch of trajectories looks like; empty for an empty batch."""
+    """Measure a batch of trajectories; empty for an empty batch.
+
+    Means and shares are over rollouts, whose branches share their weight. A rollout's reward is the mean of its
+    branches' rewards; it is a success if any branch is.
+    """
     if not trajectories:
         return {}
     outputs = [t.output for t in trajectories]
+    weights, rollouts = branch_weights(trajectories), group_branches(trajectories)
     rewards = [t.reward for t in trajectories if t.reward is not None]
+    means = [reward for branches in rollouts if (reward := mean_reward(branches)) is not None]
+    successes = [
+        any(t.reward is not None and t.reward >= success_threshold for t in branches) for branches in rollouts
+    ]
     sampled = [
         (s.weight_version, len(s)) for o in outputs for s in o.segments if s.weight_version is not None
     ]
     num_sampled = sum(length for _, length in sampled)
     lag = sum((weight_version - version) * length for version, length in sampled)
     response_lengths = [len(o.response_ids) for o in outputs]
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.dot(values, weights)) / len(rollouts)
+
     metrics = {
-        SUCCESS_SHARE: sum(reward >= success_threshold for reward in rewards) / len(trajectories),
-        UNSCORED_SHARE: 1 - len(rewards) / len(trajectories),
-        NUM_TURNS_MEAN: _mean([o.num_turns for o in outputs]),
-        PROMPT_LENGTH_MEAN: _mean([len(o.prompt_ids) for o in outputs]),
-        RESPONSE_LENGTH_MEAN: _mean(response_lengths),
+        SUCCESS_SHARE: sum(successes) / len(rollouts),
+        UNSCORED_SHARE: 1 - len(means) / len(rollouts),
+        NUM_TURNS_MEAN: mean([o.num_turns for o in outputs]),
+        PROMPT_LENGTH_MEAN: mean([len(o.prompt_ids) for o in outputs]),
+        RESPONSE_LENGTH_MEAN: mean(response_lengths),
         RESPONSE_LENGTH_MAX: float(max(response_lengths)),
         MODEL_TOKENS: float(sum(int(o.response_mask.sum()) for o in outputs)),
-        TOOL_CALLS_MEAN: _mean([o.metrics.num_tool_calls for o in outputs]),
+        TOOL_CALLS_MEAN: mean([o.metrics.num_tool_calls for o in outputs]),
         STALENESS_MAX: float(
             weight_version - min((version for version, _ in sampled), default=weight_version)
         ),
         STALENESS_MEAN: lag / max(num_sampled, 1),
     }
-    metrics |= _call_metrics(outputs)
+    metrics |= _call_metrics(outputs, weights=weights)
     if rewards:
-        metrics |= {REWARD_MEAN: _mean(rewards), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
-    for reason, count in Counter(o.stop_reason.value for o in outputs).items():
-        metrics[f"{STOP_REASON}{reason}"] = count / len(outputs)
-    for kind, count in Counter(i.kind.value for o in outputs for i in o.incidents).items():
-        metrics[f"{INCIDENT}{kind}"] = count / len(outputs)
-    return metrics
+        metrics |= {REWARD_MEAN: float(np.mean(means)), REWARD_MIN: min(rewards), REWARD_MAX: max(rewards)}
+    counts: defaultdict[str, float] = defaultdict(float)
+    for output, weight in zip(outputs, weights, strict=True):
+        counts[f"{STOP_REASON}{output.stop_reason.value}"] += weight
+        for incident in output.incidents:
+            counts[f"{INCIDENT}{incident.kind.value}"] += weight
+    return metrics | {name: count / len(rollouts) for name, count in counts.items()}
 
 
-def _call_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
-    kinds = Counter(incident.kind for output in outputs for incident in output.incidents)
+def _call_metrics(outputs: Sequence[AgentLoopOutput], *, weights: Sequence[float]) -> dict[str, float]:
+    kinds: defaultdict[IncidentKind, float] = defaultdict(float)
+    num_calls = num_turns = 0.0
+    for output, weight in zip(outputs, weights, strict=True):
+        for incident in output.incidents:
+            kinds[incident.kind] += weight
+        num_calls += weight * output.metrics.num_tool_calls
+        num_turns += weight * output.num_assistant_turns
     malformed = kinds[IncidentKind.MALFORMED_CALL]
-    num_calls = malformed + sum(output.metrics.num_tool_calls for output in outputs)
-    num_turns = sum(output.num_assistant_turns for output in outputs)
     return {
-        MALFORMED_CALL_SHARE: malformed / max(num_calls, 1),
-        INVALID_TURN_SHARE: kinds[IncidentKind.INVALID_TURN] / max(num_turns, 1),
+        MALFORMED_CALL_SHARE: _share(malformed, of=malformed + num_calls),
+        INVALID_TURN_SHARE: _share(kinds[IncidentKind.INVALID_TURN], of=num_turns),
     }
+
+
+def _share(part: float, *, of: float) -> float:
+    return part / of if of else 0.0
 
 
 def drift_metrics(trajectories: Sequence[Trajectory], *, template: ChatTemplate) -> dict[str, float]:
@@ -239,7 +270,3 @@ def forget_steps_after(path: Path, *, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))

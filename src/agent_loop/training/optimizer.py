@@ -59,11 +59,25 @@ class Optimizer:
         fallen = min(1.0, self.num_updates / config.decay_steps) * (1 - config.min_lr_share)
         return risen * (1 - fallen)
 
-    def mini_batches(self, rows: Tensor) -> Iterator[Tensor]:
-        """The rows, shuffled and dealt into mini-batches, once per epoch."""
+    def mini_batches(self, rows: Tensor, *, rollouts_B: Tensor | None = None) -> Iterator[Tensor]:
+        """Shuffle the rollouts, deal them into mini-batches, and yield the rows of each; once per epoch.
+
+        Args:
+            rows: The numbers of the rows to train on.
+            rollouts_B: For each row of the batch, the number of its rollout, whose rows stay together. None: each row
+                is a rollout.
+        """
+        rollouts = torch.arange(len(rows)) if rollouts_B is None else rollouts_B[rows]
+        found: tuple[Tensor, Tensor] = cast(Any, torch).unique(rollouts, return_inverse=True)
+        num_rollouts, numbers = len(found[0]), found[1]
         for _ in range(self._config.ppo_epochs):
-            shuffled = rows[torch.randperm(len(rows), generator=self._generator)]
-            yield from shuffled.tensor_split(min(self._config.ppo_mini_batches, len(rows)))
+            order = torch.randperm(num_rollouts, generator=self._generator)
+            places = order.argsort()[numbers]
+            for part in torch.arange(num_rollouts).tensor_split(
+                min(self._config.ppo_mini_batches, num_rollouts)
+            ):
+                is_in = (places >= part[0]) & (places <= part[-1])
+                yield rows[is_in][places[is_in].argsort(stable=True)]
 
     def step(self) -> float:
         """One step by the gradients at hand, which are gone after it; returns their norm before clipping.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.training.progress import Progress
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import Trajectory, group_branches
 from agent_loop.types import Row
 
 
@@ -135,7 +136,10 @@ class StepRollouts:
                 ]
             )
         weight = self._config.algorithm.turn_reward_weight
-        return sampled, {t.group: _earned(t, turn_weight=weight) for t in (greedy[0] if greedy else ())}
+        return sampled, {
+            branches[0].group: _earned(branches, turn_weight=weight)
+            for branches in group_branches(greedy[0] if greedy else ())
+        }
 
     async def _sample(
         self, rows: Sequence[Row], *, num_groups: int, label: str, journal: StepJournal | None
@@ -183,15 +187,21 @@ def max_staleness(config: Config) -> int:
 
 
 def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those of groups in which not all rewards are the same."""
-    rewards: dict[int, set[float]] = {}
-    for trajectory in trajectories:
-        if trajectory.reward is not None:
-            rewards.setdefault(trajectory.group, set()).add(trajectory.reward)
-    return [t for t in trajectories if len(rewards.get(t.group, ())) > 1]
+    """Return those of groups in which several rollouts are scored and not all rewards are the same."""
+    rewards: defaultdict[int, set[float]] = defaultdict(set)
+    num_scored: Counter[int] = Counter()
+    for branches in group_branches(trajectories):
+        found = {t.reward for t in branches if t.reward is not None}
+        rewards[branches[0].group] |= found
+        num_scored[branches[0].group] += bool(found)
+    return [t for t in trajectories if num_scored[t.group] > 1 and len(rewards[t.group]) > 1]
 
 
-def _earned(trajectory: Trajectory, *, turn_weight: float) -> float:
-    """NaN if nothing scored it."""
-    rewards = [feedback.reward or 0.0 for feedback in trajectory.output.feedback]
-    return math.nan if trajectory.reward is None else trajectory.reward + turn_weight * sum(rewards)
+def _earned(branches: Sequence[Trajectory], *, turn_weight: float) -> float:
+    """Return what the scored branches of a rollout earned, in the mean; NaN if nothing scored any."""
+    earned = [
+        t.reward + turn_weight * sum(feedback.reward or 0.0 for feedback in t.output.feedback)
+        for t in branches
+        if t.reward is not None
+    ]
+    return sum(earned) / len(earned) if earned else math.nan

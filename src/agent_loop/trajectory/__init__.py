@@ -1,5 +1,6 @@
 """The record of a trajectory: segments, and everything that is derived from them."""
 
+from agent_loop.trajectory.branches import branch_weights, group_branches, mean_reward
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
 from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory
 from agent_loop.trajectory.segments import UNKNOWN_VERSION, Segment, count_turns, placed_attachments
@@ -17,6 +18,9 @@ __all__ = [
     "Span",
     "Trace",
     "Trajectory",
+    "branch_weights",
     "count_turns",
+    "group_branches",
+    "mean_reward",
     "placed_attachments",
 ]

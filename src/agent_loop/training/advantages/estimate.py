@@ -12,6 +12,7 @@ from agent_loop.training.advantages.groups import (
     grpo_advantages,
     has_signal,
     rloo_advantages,
+    share_weights,
     turn_advantages,
 )
 from agent_loop.training.advantages.rewards import Rewards
@@ -74,7 +75,11 @@ def estimate_advantages(
     if config.drop_zero_variance_groups or estimator not in COMPARES_IN_GROUP:
         keep_B = keep_B & signal_B
     if estimator.startswith("reinforce") or (estimator == "gae" and config.whiten_advantages):
-        compared_BR = whiten(compared_BR, mask_BR=rewards.mask_BR.bool() & keep_B[:, None])
+        is_trained_BR = rewards.mask_BR.bool() & keep_B[:, None]
+        weights_B = share_weights(
+            is_trained_BR.any(dim=1), groups_B=rewards.groups_B, rollouts_B=rewards.rollouts_B
+        )
+        compared_BR = whiten(compared_BR, mask_BR=is_trained_BR, weights_B=weights_B)
     return Estimate(
         advantages_BR=compared_BR.float(), has_signal_B=signal_B, keep_B=keep_B, returns_BR=returns_BR
     )
@@ -82,14 +87,18 @@ def estimate_advantages(
 
 def _grpo(rewards: Rewards, *, norm_by_std: bool) -> tuple[Tensor, Tensor]:
     scores_B = rewards.outcome_B - rewards.penalties_BR.sum(dim=1)
-    advantages_B = grpo_advantages(scores_B, groups_B=rewards.groups_B, norm_by_std=norm_by_std)
+    groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
+    advantages_B = grpo_advantages(
+        scores_B, groups_B=groups_B, rollouts_B=rollouts_B, norm_by_std=norm_by_std
+    )
     advantages_BR = advantages_B[:, None].expand(rewards.mask_BR.shape)
-    signal_B = has_signal(scores_B, groups_B=rewards.groups_B)
+    signal_B = has_signal(scores_B, groups_B=groups_B, rollouts_B=rollouts_B)
     if rewards.turn_weight:
         turns_BR = rewards.turn_weight * turn_advantages(
             rewards.turns_BR,
             is_rewarded_BR=rewards.has_turn_BR,
-            groups_B=rewards.groups_B,
+            groups_B=groups_B,
+            rollouts_B=rollouts_B,
             norm_by_std=norm_by_std,
         )
         advantages_BR, signal_B = advantages_BR + turns_BR, signal_B | (turns_BR != 0).any(dim=1)
@@ -98,8 +107,9 @@ def _grpo(rewards: Rewards, *, norm_by_std: bool) -> tuple[Tensor, Tensor]:
 
 def _rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
     totals_B = rewards.per_row()
-    advantages_B = rloo_advantages(totals_B, groups_B=rewards.groups_B)
-    signal_B = has_signal(totals_B, groups_B=rewards.groups_B)
+    groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
+    advantages_B = rloo_advantages(totals_B, groups_B=groups_B, rollouts_B=rollouts_B)
+    signal_B = has_signal(totals_B, groups_B=groups_B, rollouts_B=rollouts_B)
     return advantages_B[:, None].expand(rewards.mask_BR.shape), signal_B
 
 
@@ -122,7 +132,9 @@ def _returns(rewards: Rewards, *, gamma: float) -> Tensor:
 def _returns_in_group(rewards: Rewards, *, gamma: float) -> tuple[Tensor, Tensor]:
     """REINFORCE++-baseline (the same): each reward less its group's mean, before it is whitened."""
     centred = rewards.centred()
-    has_outcome_signal_B = has_signal(rewards.outcome_B, groups_B=rewards.groups_B)
+    has_outcome_signal_B = has_signal(
+        rewards.outcome_B, groups_B=rewards.groups_B, rollouts_B=rewards.rollouts_B
+    )
     signal_B = has_outcome_signal_B | (centred.per_token() != 0).any(dim=1)
     return _returns(centred, gamma=gamma), signal_B
 

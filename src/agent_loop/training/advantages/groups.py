@@ -1,4 +1,8 @@
-"""Trajectories against the others of their group. B trajectories, R response tokens."""
+"""Rollouts compared with the others of their group. B rows, R response tokens.
+
+A rollout whose loop returned several outputs has as many rows, its branches. Every statistic counts a rollout once: its
+branches share its weight, and the mean of their rewards is its reward.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +13,57 @@ from torch import Tensor
 
 
 def grpo_advantages(
-    rewards_B: Tensor, *, groups_B: Tensor, norm_by_std: bool = True, eps: float = 1e-6
+    rewards_B: Tensor,
+    *,
+    groups_B: Tensor,
+    rollouts_B: Tensor | None = None,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
 ) -> Tensor:
-    """How much better a trajectory is than its group: `(r - mean(group)) / (std(group) + eps)`, float32.
+    """Return how much better each row is than its group: `(r - mean(group)) / (std(group) + eps)`, float32.
 
     The formula is that of DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the division it is that of
-    Dr. GRPO (arXiv 2503.20783). The standard deviation is the sample's (divided by n - 1).
+    Dr. GRPO (arXiv 2503.20783). The mean and the standard deviation are over rollouts. The latter is the sample's
+    (divided by n - 1), with the mean squared deviation of a rollout's branches as that of the rollout.
 
     Args:
-        rewards_B: NaN for a trajectory that nothing scored: it counts in no statistic and gets 0.
-        groups_B: The number of the group that each trajectory belongs to.
+        rewards_B: NaN for a row that nothing scored: it counts in no statistic and gets 0.
+        groups_B: The number of the group that each row belongs to.
+        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
         norm_by_std: Divide by the standard deviation.
         eps: Keeps the division finite.
 
-    A group without two different rewards gets exactly 0.
+    A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
-    group = _Groups(rewards_B, groups_B)
-    centred_B = torch.where(group.is_scored_B, group.rewards_B - group.mean_B(), 0.0)
-    if norm_by_std:
-        variance_B = group.sum_B(centred_B**2) / (group.count_B() - 1).clamp(min=1)
-        centred_B = centred_B / (variance_B.sqrt() + eps)
-    return torch.where(has_signal(rewards_B, groups_B=groups_B), centred_B, 0.0).float()
+    weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
+    group = _Groups(rewards_B, groups_B, weights_B)
+    compared_B = group.compared_B(norm_by_std=norm_by_std, eps=eps)
+    return torch.where(group.has_rivals_B & group.differs_B, compared_B, 0.0).float()
 
 
-def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor) -> Tensor:
-    """How much better a trajectory is than the mean of the others of its group, float32.
+def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
+    """Return how much better each row is than the mean of the other rollouts of its group, float32.
 
-    The formula is that of REINFORCE leave-one-out (arXiv 2402.14740): `(r - mean(group)) * n / (n - 1)`.
+    The formula is that of REINFORCE leave-one-out (arXiv 2402.14740): `(r - mean(group)) * n / (n - 1)` for n rollouts
+    with one row each. A branch's own reward takes the place of r; no branch of its rollout is in what it is
+    compared with.
 
     Args:
-        rewards_B: NaN for a trajectory that nothing scored: it counts in no mean and gets 0.
-        groups_B: The number of the group that each trajectory belongs to.
+        rewards_B: NaN for a row that nothing scored: it counts in no mean and gets 0.
+        groups_B: The number of the group that each row belongs to.
+        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
 
-    A group without two different rewards gets exactly 0.
+    A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
-    group = _Groups(rewards_B, groups_B)
-    count_B = group.count_B()
-    advantages_B = (group.rewards_B - group.mean_B()) * count_B / (count_B - 1).clamp(min=1)
-    return torch.where(has_signal(rewards_B, groups_B=groups_B), advantages_B, 0.0).float()
+    weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
+    group = _Groups(rewards_B, groups_B, weights_B)
+    rollout_means_B = group.rewards_B
+    if rollouts_B is not None:
+        numbers_B = rollout_numbers(groups_B, rollouts_B)
+        rollout_means_B = _Groups(rewards_B, numbers_B, weights_B).mean_B
+    over_others_B = (rollout_means_B - group.mean_B) * group.count_B / (group.count_B - 1).clamp(min=1)
+    advantages_B = over_others_B + (group.rewards_B - rollout_means_B)
+    return torch.where(group.has_rivals_B & group.differs_B, advantages_B, 0.0).float()
 
 
 def turn_advantages(
@@ -54,10 +71,11 @@ def turn_advantages(
     *,
     is_rewarded_BR: Tensor,
     groups_B: Tensor,
+    rollouts_B: Tensor | None = None,
     norm_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """What each token's turn and the turns after it were worth against those of the group; [B, R] float32.
+    """Return what each token's turn and the turns after it were worth against those of the group; [B, R] float32.
 
     The formula is that of DeepSeekMath for process supervision (arXiv 2402.03300, section 4.1.3): each reward is
     centred and divided by the standard deviation of all rewards of turns in its group, and a token gets the sum of
@@ -66,47 +84,116 @@ def turn_advantages(
     Args:
         turn_rewards_BR: Each at the last token of its turn.
         is_rewarded_BR: Where there is a reward that counts, be it 0.
-        groups_B: The number of the group that each trajectory belongs to.
+        groups_B: The number of the group that each row belongs to.
+        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
         norm_by_std: Divide by the standard deviation.
         eps: Keeps the division finite.
 
     A group without two different rewards gets exactly 0.
     """
-    rows_N, places_N = is_rewarded_BR.nonzero(as_tuple=True)
-    scores_N = grpo_advantages(
-        turn_rewards_BR[rows_N, places_N], groups_B=groups_B[rows_N], norm_by_std=norm_by_std, eps=eps
+    scores_BR = compared_turns(
+        turn_rewards_BR,
+        is_rewarded_BR=is_rewarded_BR,
+        groups_B=groups_B,
+        rollouts_B=rollouts_B,
+        norm_by_std=norm_by_std,
+        eps=eps,
     )
-    scores_BR = torch.zeros(turn_rewards_BR.shape, dtype=torch.float32)
-    scores_BR[rows_N, places_N] = scores_N
     return scores_BR.flip(1).cumsum(1).flip(1)
 
 
-def has_signal(rewards_B: Tensor, *, groups_B: Tensor) -> Tensor:
-    """Bool [B]: the trajectory is scored, and not all of its group's rewards are equal."""
-    group = _Groups(rewards_B, groups_B)
-    highest_B = group.reduce_B(group.rewards_B, "amax", fill=-torch.inf)
-    lowest_B = group.reduce_B(group.rewards_B, "amin", fill=torch.inf)
-    return group.is_scored_B & (highest_B > lowest_B)
+def compared_turns(
+    turn_rewards_BR: Tensor,
+    *,
+    is_rewarded_BR: Tensor,
+    groups_B: Tensor,
+    rollouts_B: Tensor | None = None,
+    norm_by_std: bool,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return the rewards of turns less the mean of their group's; [B, R] float32, 0 where there is none.
+
+    The arguments are those of `turn_advantages`. A turn of a rollout counts as one divided by the number of the
+    rollout's branches that have rewards of turns, so that a rollout has as many turns as its mean branch.
+    """
+    rows_N, places_N = is_rewarded_BR.nonzero(as_tuple=True)
+    weights_B = share_weights(is_rewarded_BR.any(dim=1), groups_B=groups_B, rollouts_B=rollouts_B)
+    group = _Groups(turn_rewards_BR[rows_N, places_N], groups_B[rows_N], weights_B[rows_N])
+    compared_N = group.compared_B(norm_by_std=norm_by_std, eps=eps)
+    scores_BR = torch.zeros(turn_rewards_BR.shape, dtype=torch.float32)
+    scores_BR[rows_N, places_N] = torch.where(group.differs_B, compared_N, 0.0).float()
+    return scores_BR
+
+
+def has_signal(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
+    """Return for each row whether its group tells it anything; bool [B].
+
+    It does if the row and another rollout of the group are scored, and not all rewards of the group are equal.
+    The arguments are those of `grpo_advantages`.
+    """
+    weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
+    group = _Groups(rewards_B, groups_B, weights_B)
+    return group.has_rivals_B & group.differs_B
+
+
+def rollout_numbers(groups_B: Tensor, rollouts_B: Tensor) -> Tensor:
+    """Return for each row the number of its rollout among all rollouts of the batch; int64 [B]."""
+    pairs_B2 = torch.stack([groups_B, rollouts_B], dim=1)
+    return cast(Any, torch).unique(pairs_B2, dim=0, return_inverse=True)[1]
+
+
+def share_weights(counts_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
+    """Return the weight of each row when every rollout weighs 1 and its rows share that; [B] float64.
+
+    Args:
+        counts_B: Bool: rows that count; the others weigh 0.
+        groups_B: The number of the group that each row belongs to.
+        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
+    """
+    counts_B = counts_B.double()
+    if rollouts_B is None:
+        return counts_B
+    numbers_B = rollout_numbers(groups_B, rollouts_B)
+    num_rows = torch.zeros_like(counts_B).index_add_(0, numbers_B, counts_B)[numbers_B]
+    return counts_B / num_rows.clamp(min=1)
 
 
 class _Groups:
-    """Statistics of the scored trajectories of each one's group, in float64: equal rewards must stay equal."""
+    """Weighted statistics of the rewards of each row's group, in float64: equal rewards must stay equal."""
 
-    def __init__(self, rewards_B: Tensor, groups_B: Tensor) -> None:
+    def __init__(self, rewards_B: Tensor, groups_B: Tensor, weights_B: Tensor) -> None:
         self.rewards_B = rewards_B.double()
-        self.is_scored_B = ~self.rewards_B.isnan()
+        self._weights_B = weights_B
+        self._counts_B = weights_B > 0
         self._index_B: Tensor = cast(Any, torch).unique(groups_B, return_inverse=True)[1]
+        self.count_B = self._sum_B(torch.ones_like(self.rewards_B))
+        """The sum of the weights: the number of rollouts."""
+        self.mean_B = self._sum_B(self.rewards_B) / self.count_B.clamp(min=1)
 
-    def reduce_B(self, values_B: Tensor, operation: str, *, fill: float) -> Tensor:
-        values_B = torch.where(self.is_scored_B, values_B, fill)
+    @property
+    def has_rivals_B(self) -> Tensor:
+        """Bool: the row counts, and so does another rollout of its group."""
+        return self._counts_B & (self.count_B > 1.5)
+
+    @property
+    def differs_B(self) -> Tensor:
+        """Bool: the row counts, and not all rewards of its group are equal."""
+        highest_B = self._reduce_B(self.rewards_B, "amax", fill=-torch.inf)
+        lowest_B = self._reduce_B(self.rewards_B, "amin", fill=torch.inf)
+        return self._counts_B & (highest_B > lowest_B)
+
+    def compared_B(self, *, norm_by_std: bool, eps: float) -> Tensor:
+        """The rewards less their group's mean, divided by its standard deviation if asked to; 0 without weight."""
+        centred_B = torch.where(self._counts_B, self.rewards_B - self.mean_B, 0.0)
+        if not norm_by_std:
+            return centred_B
+        variance_B = self._sum_B(centred_B**2) / (self.count_B - 1).clamp(min=1)
+        return centred_B / (variance_B.sqrt() + eps)
+
+    def _sum_B(self, values_B: Tensor) -> Tensor:
+        return self._reduce_B(values_B * self._weights_B, "sum", fill=0.0)
+
+    def _reduce_B(self, values_B: Tensor, operation: str, *, fill: float) -> Tensor:
+        values_B = torch.where(self._counts_B, values_B, fill)
         per_group = torch.full((len(values_B),), fill, dtype=values_B.dtype, device=values_B.device)
         return per_group.scatter_reduce(0, self._index_B, values_B, operation)[self._index_B]
-
-    def sum_B(self, values_B: Tensor) -> Tensor:
-        return self.reduce_B(values_B, "sum", fill=0.0)
-
-    def count_B(self) -> Tensor:
-        return self.sum_B(torch.ones_like(self.rewards_B))
-
-    def mean_B(self) -> Tensor:
-        return self.sum_B(self.rewards_B) / self.count_B().clamp(min=1)

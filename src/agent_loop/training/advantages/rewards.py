@@ -9,7 +9,8 @@ from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch
-from agent_loop.training.advantages.groups import grpo_advantages
+from agent_loop.training.advantages.groups import compared_turns, grpo_advantages
+from agent_loop.training.branches import rollouts_of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,25 @@ class Rewards:
     groups_B: Tensor
     turn_weight: float
     """How much those of turns count."""
+    rollouts_B: Tensor | None = None
+    """The number of the rollout that each row is a branch of; None: each row is a rollout."""
+    shared_turns_B: Tensor | None = None
+    """The sum of the rewards of turns that are trained in another branch of the rollout; None is 0."""
 
     @property
     def is_scored_B(self) -> Tensor:
         return ~self.outcome_B.isnan()
 
     def per_row(self) -> Tensor:
-        """All that a trajectory earned, [B]; NaN where nothing scored it."""
-        return torch.where(self.is_scored_B, self.per_token().sum(dim=1), torch.nan)
+        """Return all that each row earned, [B]; NaN where nothing scored it.
+
+        The outcome of a row without a token to train counts too.
+        """
+        has_token_B = self.mask_BR.bool().any(dim=1)
+        earned_B = self.per_token().sum(dim=1) + torch.where(has_token_B, 0.0, self.outcome_B.double())
+        if self.shared_turns_B is not None:
+            earned_B = earned_B + self.turn_weight * self.shared_turns_B
+        return torch.where(self.is_scored_B, earned_B, torch.nan)
 
     def per_token(self) -> Tensor:
         """What each token earned, [B, R] float64: turns at their ends, the outcome at the model's last token.
@@ -50,13 +62,17 @@ class Rewards:
         return torch.where(self.mask_BR.bool() & self.is_scored_B[:, None], rewards_BR, 0.0)
 
     def centred(self) -> Rewards:
-        """The same less the means of each group: of its outcomes, and of its rewards of turns."""
-        rows_N, places_N = self.has_turn_BR.nonzero(as_tuple=True)
-        turns_BR = torch.zeros_like(self.turns_BR)
-        turns_BR[rows_N, places_N] = grpo_advantages(
-            self.turns_BR[rows_N, places_N], groups_B=self.groups_B[rows_N], norm_by_std=False
+        """Return the same less the means of each group: of its outcomes, and of its rewards of turns."""
+        turns_BR = compared_turns(
+            self.turns_BR,
+            is_rewarded_BR=self.has_turn_BR,
+            groups_B=self.groups_B,
+            rollouts_B=self.rollouts_B,
+            norm_by_std=False,
         )
-        centred_B = grpo_advantages(self.outcome_B, groups_B=self.groups_B, norm_by_std=False)
+        centred_B = grpo_advantages(
+            self.outcome_B, groups_B=self.groups_B, rollouts_B=self.rollouts_B, norm_by_std=False
+        )
         outcome_B = torch.where(self.is_scored_B, centred_B, torch.nan)
         return replace(self, outcome_B=outcome_B, turns_BR=turns_BR)
 
@@ -68,9 +84,10 @@ def collect_rewards(
     response_length: int,
     kl_BR: Tensor | None = None,
 ) -> Rewards:
-    """The rewards of a batch, as the configuration shapes them.
+    """Return the rewards of a batch, as the configuration shapes them.
 
-    A turn that branches share counts where it is trained.
+    The reward of a turn that branches share is a token's reward where the turn is trained, and counts in what each of
+    these branches earned in all.
 
     Args:
         batch: As `assemble` makes it.
@@ -85,6 +102,7 @@ def collect_rewards(
             lengths_B, limit=response_length, buffer=config.overlong_buffer
         )
     has_turn_BR = batch["has_turn_reward"] & mask_BR.bool() & batch["is_scored"][:, None]
+    is_shared_BR = (batch["weight_versions"] >= 0) & ~mask_BR.bool()
     penalties_BR = torch.zeros(mask_BR.shape) if kl_BR is None else config.kl_reward_coef * kl_BR
     return Rewards(
         outcome_B=outcome_B,
@@ -94,6 +112,8 @@ def collect_rewards(
         mask_BR=mask_BR,
         groups_B=batch["group"],
         turn_weight=config.turn_reward_weight,
+        rollouts_B=rollouts_of_rows(batch),
+        shared_turns_B=torch.where(is_shared_BR, batch["turn_rewards"], 0.0).double().sum(dim=1),
     )
 
 

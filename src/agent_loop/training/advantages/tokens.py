@@ -51,15 +51,26 @@ def gae(rewards_BR: Tensor, *, values_BR: Tensor, mask_BR: Tensor, gamma: float,
     return advantages_BR
 
 
-def whiten(values_BR: Tensor, *, mask_BR: Tensor, eps: float = 1e-8) -> Tensor:
-    """`(x - mean) / sqrt(variance + eps)` over all unmasked tokens, [B, R]; 0 where the mask is.
+def whiten(
+    values_BR: Tensor, *, mask_BR: Tensor, weights_B: Tensor | None = None, eps: float = 1e-8
+) -> Tensor:
+    """Return `(x - mean) / sqrt(variance + eps)` over all unmasked tokens, [B, R]; 0 where the mask is.
 
     The variance is the sample's (divided by n - 1). Equal values give exactly 0.
+
+    Args:
+        values_BR: What to whiten.
+        mask_BR: 1 for tokens that count.
+        weights_B: How much the tokens of each row count in mean and variance; None is 1.
+        eps: Keeps the division finite.
     """
     is_counted_BR = mask_BR.bool()
     counted_N = values_BR[is_counted_BR]
     if not len(counted_N) or counted_N.min() == counted_N.max():
         return torch.zeros_like(values_BR)
-    centred_BR = torch.where(is_counted_BR, values_BR - counted_N.mean(), 0.0)
-    variance = centred_BR.square().sum() / max(1, len(counted_N) - 1)
+    weights_BR = torch.ones_like(values_BR) if weights_B is None else weights_B[:, None].expand_as(values_BR)
+    weights_N = weights_BR[is_counted_BR].to(values_BR.dtype)
+    count = weights_N.sum()
+    centred_BR = torch.where(is_counted_BR, values_BR - (counted_N * weights_N).sum() / count, 0.0)
+    variance = (weights_BR * centred_BR.square()).sum() / (count - 1).clamp(min=1)
     return centred_BR / (variance + eps).sqrt()

@@ -11,6 +11,7 @@ from agent_loop.training.losses.aggregation import (
     loss_denominator,
     masked_difference,
     masked_mean,
+    rollout_lengths,
 )
 from agent_loop.training.losses.correction import Correction, correct
 from agent_loop.training.losses.kl import kl_penalty
@@ -32,6 +33,7 @@ __all__ = [
     "masked_difference",
     "masked_mean",
     "policy_loss",
+    "rollout_lengths",
     "token_log_probs",
     "value_loss",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,18 +20,65 @@ class Aggregation:
     mode: AggregationMode
     denominator: float
     """`loss_denominator` of the whole mini-batch: so the parts' results add up to the whole's."""
+    lengths_B: Tensor | None = None
+    """`rollout_lengths` of the rows at hand; None: each row is a rollout."""
+
+    @classmethod
+    def of_rows(
+        cls,
+        mask_BT: Tensor,
+        *,
+        rows: Tensor,
+        rollouts_B: Tensor,
+        mode: AggregationMode,
+        length: int | None = None,
+    ) -> Aggregation:
+        """Return that of a mini-batch, with lengths for all rows of the batch.
+
+        Args:
+            mask_BT: Of the whole batch: 1 for tokens that count.
+            rows: The numbers of the rows of the mini-batch.
+            rollouts_B: Of the whole batch: the number of the rollout that each row belongs to.
+            mode: How tokens are weighed.
+            length: See `loss_denominator`.
+        """
+        is_in_B1 = torch.zeros(len(mask_BT), 1, dtype=mask_BT.dtype).index_fill(0, rows, 1)
+        mask_BT = mask_BT * is_in_B1
+        return cls(
+            mode=mode,
+            denominator=loss_denominator(mask_BT, mode=mode, length=length, rollouts_B=rollouts_B),
+            lengths_B=rollout_lengths(mask_BT, rollouts_B=rollouts_B),
+        )
+
+    def cut(self, rows_B: Tensor) -> Aggregation:
+        """Return the same for these rows of the batch."""
+        if self.lengths_B is None:
+            return self
+        return replace(self, lengths_B=self.lengths_B[rows_B.to(self.lengths_B.device)])
 
     def __call__(self, values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
-        return aggregate(values_BT, mask_BT=mask_BT, mode=self.mode, denominator=self.denominator)
+        return aggregate(
+            values_BT,
+            mask_BT=mask_BT,
+            mode=self.mode,
+            denominator=self.denominator,
+            lengths_B=self.lengths_B,
+        )
 
 
 def aggregate(
-    values_BT: Tensor, *, mask_BT: Tensor, mode: AggregationMode, denominator: float | None = None
+    values_BT: Tensor,
+    *,
+    mask_BT: Tensor,
+    mode: AggregationMode,
+    denominator: float | None = None,
+    lengths_B: Tensor | None = None,
 ) -> Tensor:
     """Weighs tokens into one number.
 
     `token-mean` is DAPO's (arXiv 2503.14476), `seq-mean-token-mean` GRPO's (arXiv 2402.03300),
-    `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783).
+    `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: all tokens that it trains,
+    in whichever of its rows.
 
     Args:
         values_BT: Any values; those at masked tokens do not count.
@@ -39,27 +86,42 @@ def aggregate(
         mode: How tokens are weighed.
         denominator: What the sum is divided by. Give `loss_denominator` of the whole mini-batch when these rows
             are only a part of it: then the parts' results add up to the whole's. None is that of these rows.
+        lengths_B: `rollout_lengths` in the whole mini-batch; None: each row is a rollout.
     """
     values_BT = torch.where(mask_BT.bool(), values_BT, 0.0)
     if denominator is None:
         denominator = loss_denominator(mask_BT, mode=mode)
     if mode == "seq-mean-token-mean":
-        return (values_BT.sum(dim=-1) / mask_BT.sum(dim=-1).clamp(min=1)).sum() / denominator
+        lengths_B = mask_BT.sum(dim=-1) if lengths_B is None else lengths_B.to(values_BT.device)
+        return (values_BT.sum(dim=-1) / lengths_B.clamp(min=1)).sum() / denominator
     return values_BT.sum() / denominator
 
 
-def loss_denominator(mask_BT: Tensor, *, mode: AggregationMode, length: int | None = None) -> float:
-    """The number of tokens, or of rows, that a mean is taken over; at least 1.
+def loss_denominator(
+    mask_BT: Tensor, *, mode: AggregationMode, length: int | None = None, rollouts_B: Tensor | None = None
+) -> float:
+    """The number of tokens, or of rollouts, that a mean is taken over; at least 1.
 
     Args:
         mask_BT: 1 for tokens that count.
         mode: How tokens are weighed.
-        length: Of `seq-mean-token-sum-norm`: what each row's sum is divided by; None is the width T.
+        length: Of `seq-mean-token-sum-norm`: what each rollout's sum is divided by; None is the width T.
+        rollouts_B: The number of the rollout that each row belongs to; None: each row is a rollout.
     """
     if mode == "token-mean":
         return max(1.0, float(mask_BT.sum()))
-    num_rows = max(1.0, float(mask_BT.any(dim=-1).sum()))
-    return num_rows * (length or mask_BT.shape[-1]) if mode == "seq-mean-token-sum-norm" else num_rows
+    has_token_B = mask_BT.any(dim=-1)
+    count = max(1.0, float(has_token_B.sum()))
+    if rollouts_B is not None:
+        has_token_of_rollout = torch.zeros_like(rollouts_B).index_add_(0, rollouts_B, has_token_B.long())
+        count = max(1.0, float(has_token_of_rollout.count_nonzero()))
+    return count * (length or mask_BT.shape[-1]) if mode == "seq-mean-token-sum-norm" else count
+
+
+def rollout_lengths(mask_BT: Tensor, *, rollouts_B: Tensor) -> Tensor:
+    """Return for each row how many tokens count in its rollout; int64 [B]."""
+    lengths_B = mask_BT.sum(dim=-1)
+    return torch.zeros_like(lengths_B).index_add_(0, rollouts_B, lengths_B)[rollouts_B]
 
 
 def masked_mean(values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ def policy_loss(
     weights_BT: Tensor | None = None,
     agg_mode: AggregationMode = "token-mean",
     denominator: float | None = None,
+    lengths_B: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with separate bounds (arXiv 2503.14476).
 
@@ -56,6 +57,7 @@ def policy_loss(
         weights_BT: Tokens' losses are multiplied by these; None is 1.
         agg_mode: How tokens are weighed against each other.
         denominator: See `aggregate`.
+        lengths_B: See `aggregate`.
     """
     log_ratio_BT = masked_difference(log_probs_BT, old_log_probs_BT, mask_BT=mask_BT)
     used_BT = log_ratio_BT if level == "token" else sequence_log_ratio(log_ratio_BT, mask_BT=mask_BT)
@@ -72,7 +74,7 @@ def policy_loss(
         loss_BT = loss_BT * weights_BT
     if denominator is None:
         denominator = loss_denominator(mask_BT, mode=agg_mode)
-    reduce = Aggregation(mode=agg_mode, denominator=denominator)
+    reduce = Aggregation(mode=agg_mode, denominator=denominator, lengths_B=lengths_B)
     return PolicyLoss(
         loss=reduce(loss_BT, mask_BT=mask_BT),
         ppo_kl=reduce(-log_ratio_BT.detach(), mask_BT=mask_BT),

@@ -1,0 +1,547 @@
+"""Every statistic counts a rollout once: against references that know rollouts, and no rows."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+from torch import Tensor
+
+from agent_loop.config import ActorConfig, AggregationMode, AlgorithmConfig
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training.actor import Actor
+from agent_loop.training.advantages import (
+    collect_rewards,
+    estimate_advantages,
+    grpo_advantages,
+    has_signal,
+    rloo_advantages,
+    whiten,
+)
+from agent_loop.training.branches import rollouts_of_rows
+from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.losses import Aggregation, aggregate
+from agent_loop.training.metrics import rollout_metrics
+from agent_loop.training.optimizer import Optimizer
+from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
+from agent_loop.types import Origin, StopReason, as_token_ids
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+
+WEIGHT = 0.5
+ESTIMATORS = ["grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"]
+MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True)
+class Branch:
+    reward: float | None
+    turns: tuple[tuple[int, float | None], ...]
+    """Of each turn its tokens, and its reward."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(length for length, _ in self.turns)
+
+    @property
+    def total(self) -> float:
+        assert self.reward is not None
+        return self.reward + WEIGHT * sum(reward or 0.0 for _, reward in self.turns)
+
+    def token_rewards(self, *, outcome: float, turn_mean: float = 0.0) -> list[float]:
+        rewards: list[float] = []
+        for length, reward in self.turns:
+            rewards += [0.0] * (length - 1)
+            rewards.append(0.0 if reward is None else WEIGHT * (reward - turn_mean))
+        rewards[-1] += outcome
+        return rewards
+
+
+Rollout: TypeAlias = list[Branch]
+Group: TypeAlias = list[Rollout]
+
+values = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0])
+turns = st.lists(st.tuples(st.integers(1, 3), st.none() | values), min_size=1, max_size=3).map(tuple)
+branches = st.builds(Branch, reward=st.none() | values, turns=turns)
+groups = st.lists(
+    st.lists(st.lists(branches, min_size=1, max_size=4), min_size=1, max_size=4), min_size=1, max_size=3
+)
+
+
+def trajectories_of(groups: Sequence[Group]) -> list[Trajectory]:
+    return [
+        trajectory(branch, group=g, rollout=r, number=b if len(rollout) > 1 else None)
+        for g, group in enumerate(groups)
+        for r, rollout in enumerate(group)
+        for b, branch in enumerate(rollout)
+    ]
+
+
+def trajectory(branch: Branch, *, group: int, rollout: int, number: int | None) -> Trajectory:
+    segments = [Segment(as_token_ids([3, 4]), Origin.PROMPT)]
+    feedback: list[Feedback] = []
+    place = -1
+    for length, reward in branch.turns:
+        log_probs = np.full(length, -1.0, np.float32)
+        segments += [
+            Segment(as_token_ids([5] * length), Origin.MODEL, log_probs, 0),
+            Segment(as_token_ids([6]), Origin.TOOL),
+        ]
+        place += length
+        if reward is not None:
+            feedback.append(Feedback(Origin.TOOL, "tool", place=place, reward=reward))
+        place += 1
+    return Trajectory(
+        AgentLoopOutput(segments=segments, feedback=feedback),
+        row={},
+        group=group,
+        rollout=rollout,
+        reward=branch.reward,
+        reward_extra={},
+        branch=number,
+    )
+
+
+def batch_of(groups: Sequence[Group]) -> RolloutBatch:
+    return assemble(trajectories_of(groups), pad_token_id=PAD)
+
+
+def estimated(
+    groups: Sequence[Group], estimator: Any, **config: Any
+) -> dict[tuple[int, int, int], list[float]]:
+    """The advantage of each token of the branches that are trained, by group, rollout and branch."""
+    batch = batch_of(groups)
+    settings = AlgorithmConfig(
+        adv_estimator=estimator, turn_reward_weight=WEIGHT, drop_zero_variance_groups=False, **config
+    )
+    rewards = collect_rewards(batch, config=settings, response_length=99)
+    found = estimate_advantages(
+        rewards,
+        config=settings,
+        values_BR=torch.zeros(batch["responses"].shape),
+        baselines_B=0.25 * batch["group"].float(),
+    )
+    names = [
+        (g, r, b)
+        for g, group in enumerate(groups)
+        for r, rollout in enumerate(group)
+        for b, _ in enumerate(rollout)
+    ]
+    return {
+        name: found.advantages_BR[row][batch["response_mask"][row].bool()].tolist()
+        for row, name in enumerate(names)
+        if found.keep_B[row]
+    }
+
+
+# -- the references: they see groups of rollouts of branches --------------------------------------------------------
+
+
+def scored(rollout: Rollout) -> Rollout:
+    return [branch for branch in rollout if branch.reward is not None]
+
+
+def mean_of_rollouts(rollouts: Sequence[Sequence[float]]) -> float:
+    return statistics.mean(statistics.mean(each) for each in rollouts)
+
+
+def deviation_of_rollouts(rollouts: Sequence[Sequence[float]]) -> float:
+    mean = mean_of_rollouts(rollouts)
+    squares = [statistics.mean((value - mean) ** 2 for value in each) for each in rollouts]
+    return math.sqrt(sum(squares) / (len(squares) - 1))
+
+
+def tells_something(rollouts: Sequence[Sequence[float]]) -> bool:
+    return len(rollouts) > 1 and len({value for each in rollouts for value in each}) > 1
+
+
+def turn_weights(group: Group) -> list[tuple[float, float]]:
+    """Of each reward of a turn in the group, the reward and how much it counts."""
+    found: list[tuple[float, float]] = []
+    for rollout in group:
+        rewarded = [[r for _, r in branch.turns if r is not None] for branch in scored(rollout)]
+        rewarded = [each for each in rewarded if each]
+        found += [(reward, 1 / len(rewarded)) for each in rewarded for reward in each]
+    return found
+
+
+def reference_grpo(group: Group, branch: Branch) -> list[float]:
+    rollouts = [[b.reward for b in scored(rollout)] for rollout in group if scored(rollout)]
+    outcome = 0.0
+    if tells_something(rollouts):
+        outcome = (branch.reward - mean_of_rollouts(rollouts)) / (deviation_of_rollouts(rollouts) + 1e-6)
+    weighted = turn_weights(group)
+    count = sum(weight for _, weight in weighted)
+    tokens = [0.0] * branch.num_tokens
+    if len({reward for reward, _ in weighted}) > 1:
+        mean = sum(reward * weight for reward, weight in weighted) / count
+        variance = sum(weight * (reward - mean) ** 2 for reward, weight in weighted) / max(1.0, count - 1)
+        place = -1
+        for length, reward in branch.turns:
+            place += length
+            if reward is not None:
+                tokens[place] = (reward - mean) / (math.sqrt(variance) + 1e-6)
+    return [outcome + WEIGHT * sum(tokens[place:]) for place in range(len(tokens))]
+
+
+def reference_rloo(group: Group, rollout: Rollout, branch: Branch) -> list[float]:
+    rollouts = [[b.total for b in scored(each)] for each in group if scored(each)]
+    others = [[b.total for b in scored(each)] for each in group if scored(each) and each is not rollout]
+    value = branch.total - mean_of_rollouts(others) if tells_something(rollouts) else 0.0
+    return [value] * branch.num_tokens
+
+
+def whitened(rollouts: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
+    """Of rollouts of branches of tokens: a token of a rollout with k branches counts as 1 / k."""
+    weighted = [(value, 1 / len(rollout)) for rollout in rollouts for branch in rollout for value in branch]
+    count = sum(weight for _, weight in weighted)
+    mean = sum(value * weight for value, weight in weighted) / count
+    variance = sum(weight * (value - mean) ** 2 for value, weight in weighted) / max(1.0, count - 1)
+    is_flat = len({value for value, _ in weighted}) == 1
+    scale = 0.0 if is_flat else 1 / math.sqrt(variance + 1e-8)
+    return [[[(value - mean) * scale for value in branch] for branch in rollout] for rollout in rollouts]
+
+
+def reference_returns(groups: Sequence[Group], *, is_centred: bool) -> list[list[list[float]]]:
+    returns: list[list[list[float]]] = []
+    for group in groups:
+        rollouts = [[b.reward for b in scored(each)] for each in group if scored(each)]
+        weighted = turn_weights(group)
+        mean = mean_of_rollouts(rollouts) if rollouts else 0.0
+        count = sum(weight for _, weight in weighted)
+        turn_mean = sum(reward * weight for reward, weight in weighted) / count if weighted else 0.0
+        compares = tells_something(rollouts)
+        compares_turns = len({reward for reward, _ in weighted}) > 1
+        for rollout in group:
+            if not scored(rollout):
+                continue
+            of_branches: list[list[float]] = []
+            for branch in scored(rollout):
+                outcome = branch.reward or 0.0
+                if is_centred:
+                    outcome = outcome - mean if compares else 0.0
+                shown = branch
+                if is_centred and not compares_turns:
+                    shown = Branch(branch.reward, tuple((length, None) for length, _ in branch.turns))
+                rewards = shown.token_rewards(outcome=outcome, turn_mean=turn_mean if is_centred else 0.0)
+                of_branches.append([sum(rewards[place:]) for place in range(len(rewards))])
+            returns.append(of_branches)
+    return returns
+
+
+def reference(groups: Sequence[Group], estimator: str) -> dict[tuple[int, int, int], list[float]]:
+    names = [
+        [(g, r, b) for b, branch in enumerate(rollout) if branch.reward is not None]
+        for g, group in enumerate(groups)
+        for r, rollout in enumerate(group)
+        if scored(rollout)
+    ]
+    if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"):
+        if not names:
+            return {}
+        found = whitened(reference_returns(groups, is_centred=estimator == "reinforce_plus_plus_baseline"))
+        return {
+            name: tokens
+            for of_rollout, rollout in zip(names, found, strict=True)
+            for name, tokens in zip(of_rollout, rollout, strict=True)
+        }
+    advantages: dict[tuple[int, int, int], list[float]] = {}
+    for name in (name for of_rollout in names for name in of_rollout):
+        group, rollout = groups[name[0]], groups[name[0]][name[1]]
+        branch = rollout[name[2]]
+        if estimator == "grpo":
+            advantages[name] = reference_grpo(group, branch)
+        elif estimator == "rloo":
+            advantages[name] = reference_rloo(group, rollout, branch)
+        else:
+            advantages[name] = [branch.total - 0.25 * name[0]] * branch.num_tokens
+    return advantages
+
+
+def assert_same(found: Mapping[Any, Sequence[float]], expected: Mapping[Any, Sequence[float]]) -> None:
+    assert found.keys() == expected.keys()
+    for name, advantages in expected.items():
+        assert found[name] == pytest.approx(advantages, abs=2e-4, rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@settings(max_examples=40, deadline=None)
+@given(groups=groups)
+def test_an_estimator_gives_what_a_reference_of_rollouts_gives(estimator: str, groups: list[Group]) -> None:
+    assert_same(estimated(groups, estimator), reference(groups, estimator))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@settings(max_examples=25, deadline=None)
+@given(groups=groups, seed=st.integers(0, 99))
+def test_as_many_copies_of_a_branch_as_one_likes_change_no_other_advantage(
+    estimator: str, groups: list[Group], seed: int
+) -> None:
+    """The copies share what they share: nothing of the others, and nothing of themselves, moves."""
+    dice = random.Random(seed)
+    copied = [[rollout * dice.randint(1, 3) for rollout in group] for group in groups]
+
+    found, expected = estimated(copied, estimator), estimated(groups, estimator)
+
+    for (g, r, b), advantages in found.items():
+        original = expected[g, r, b % len(groups[g][r])]
+        assert advantages == pytest.approx(original, abs=2e-4, rel=1e-4)
+
+
+def two_rollouts() -> Group:
+    """One with one branch and reward 1, one with three branches and reward 0."""
+    return [[Branch(1.0, ((2, None),))], [Branch(0.0, ((2, None),))] * 3]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("grpo", 0.5**0.5),
+        ("rloo", 1.0),
+        ("reinforce_plus_plus", (3 / 4) ** 0.5),
+        ("reinforce_plus_plus_baseline", (3 / 4) ** 0.5),
+        ("gae", (3 / 4) ** 0.5),
+    ],
+)
+def test_one_branch_against_three_is_one_rollout_against_one(estimator: str, expected: float) -> None:
+    found = estimated([two_rollouts()], estimator)
+
+    assert found[0, 0, 0] == pytest.approx([expected] * 2, abs=1e-5)
+    for branch in range(3):
+        assert found[0, 1, branch] == pytest.approx([-expected] * 2, abs=1e-5)
+
+
+def test_branches_of_one_rollout_are_told_apart_without_huge_advantages() -> None:
+    """The rollouts are worth the same, to a hair; what their branches differ by is in the deviation too."""
+    rewards_B = torch.tensor([1.0, 0.0, 1.0, 1e-4])
+    options = {"groups_B": torch.zeros(4, dtype=torch.int64), "rollouts_B": torch.tensor([0, 0, 1, 1])}
+
+    grpo_B = grpo_advantages(rewards_B, **options)
+
+    assert grpo_B.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)] * 2, abs=1e-3)
+    assert rloo_advantages(rewards_B, **options).tolist() == pytest.approx([0.5, -0.5, 0.5, -0.5], abs=1e-3)
+
+
+def test_a_rollout_has_no_signal_without_another_one() -> None:
+    rewards_B = torch.tensor([1.0, 0.0, math.nan])
+    options = {"groups_B": torch.zeros(3, dtype=torch.int64), "rollouts_B": torch.tensor([0, 0, 1])}
+
+    assert not has_signal(rewards_B, **options).any()
+    assert not grpo_advantages(rewards_B, **options).any()
+    assert not rloo_advantages(rewards_B, **options).any()
+
+
+def test_a_branch_that_nothing_scored_takes_no_share_of_its_rollouts_weight() -> None:
+    turns = ((2, None),)
+    whole: Group = [[Branch(1.0, turns)], [Branch(0.0, turns), Branch(0.5, turns)]]
+    partly: Group = [[Branch(1.0, turns)], [Branch(0.0, turns), Branch(None, turns), Branch(0.5, turns)]]
+
+    for estimator in ESTIMATORS:
+        expected, found = estimated([whole], estimator), estimated([partly], estimator)
+        assert (0, 1, 1) not in found
+        assert found[0, 1, 2] == pytest.approx(expected[0, 1, 1])
+        assert found[0, 0, 0] == pytest.approx(expected[0, 0, 0])
+
+
+def test_a_turn_that_branches_share_counts_in_what_each_of_them_earned() -> None:
+    """The rollouts earned the same, be it on one way or on two."""
+    alone = trajectory(Branch(0.0, ((2, 1.0), (1, None))), group=0, rollout=0, number=None)
+    first = trajectory(Branch(0.0, ((2, 1.0), (1, None))), group=0, rollout=1, number=0)
+    shared = first.output.segments[:3]
+    rest = trajectory(Branch(0.0, ((2, 1.0), (1, None))), group=0, rollout=1, number=1)
+    output = AgentLoopOutput(segments=[*shared, *rest.output.segments[3:]], feedback=rest.output.feedback)
+    second = structs.replace(rest, output=output)
+    batch = assemble([alone, first, second], pad_token_id=PAD)
+    config = AlgorithmConfig(adv_estimator="rloo", turn_reward_weight=WEIGHT)
+
+    rewards = collect_rewards(batch, config=config, response_length=99)
+
+    assert not batch["response_mask"][2, :2].any()
+    assert rewards.per_row().tolist() == [0.5, 0.5, 0.5]
+    assert not has_signal(rewards.per_row(), groups_B=rewards.groups_B, rollouts_B=rewards.rollouts_B).any()
+
+
+def test_a_rollout_without_a_token_to_train_still_counts_with_its_reward() -> None:
+    empty = Trajectory(
+        AgentLoopOutput(segments=[Segment(as_token_ids([3]), Origin.PROMPT)]),
+        row={},
+        group=0,
+        rollout=1,
+        reward=-1.0,
+        reward_extra={},
+    )
+    spoken = trajectory(Branch(1.0, ((2, None),)), group=0, rollout=0, number=None)
+    config = AlgorithmConfig(adv_estimator="rloo")
+
+    rewards = collect_rewards(assemble([spoken, empty], pad_token_id=PAD), config=config, response_length=99)
+
+    assert rewards.per_row().tolist() == [1.0, -1.0]
+
+
+# -- losses -----------------------------------------------------------------------------------------------------------
+
+
+def cut_up(values: Sequence[Sequence[float]], rollouts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    width = max(map(len, values))
+    values_BT = torch.tensor(
+        [[*row, *[math.nan] * (width - len(row))] for row in values], dtype=torch.float64
+    )
+    return values_BT, (~values_BT.isnan()).long(), torch.tensor(rollouts)
+
+
+def reference_loss(rollouts: Sequence[Sequence[float]], mode: AggregationMode, *, length: int) -> float:
+    """Of all tokens of each rollout."""
+    if mode == "token-mean":
+        return sum(map(sum, rollouts)) / sum(map(len, rollouts))
+    if mode == "seq-mean-token-mean":
+        return statistics.mean(map(statistics.mean, rollouts))
+    return statistics.mean(sum(rollout) / length for rollout in rollouts)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_loss_is_that_of_rollouts_however_their_tokens_are_cut_into_rows(
+    mode: AggregationMode, data: st.DataObject
+) -> None:
+    tokens = st.lists(st.floats(-3, 3), min_size=1, max_size=6)
+    rollouts = data.draw(st.lists(tokens, min_size=1, max_size=5))
+    rows: list[tuple[int, list[float]]] = []
+    for number, rollout in enumerate(rollouts):
+        cuts = sorted(data.draw(st.sets(st.integers(1, 5), max_size=3)) & set(range(1, len(rollout))))
+        for start, end in zip([0, *cuts], [*cuts, len(rollout)], strict=True):
+            rows.append((number, rollout[start:end]))
+    rows = data.draw(st.permutations(rows))
+    values_BT, mask_BT, rollouts_B = cut_up([row for _, row in rows], [number for number, _ in rows])
+    numbers = torch.arange(len(rows))
+    reduce = Aggregation.of_rows(mask_BT, rows=numbers, rollouts_B=rollouts_B, mode=mode, length=7)
+    parts = [part for part in numbers.tensor_split(3) if len(part)]
+
+    whole = reduce(values_BT, mask_BT=mask_BT)
+    in_parts = sum(float(reduce.cut(part)(values_BT[part], mask_BT=mask_BT[part])) for part in parts)
+
+    expected = reference_loss(rollouts, mode, length=7)
+    assert float(whole) == pytest.approx(expected, abs=1e-9)
+    assert in_parts == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_are_rollouts_weigh_as_they_always_did(mode: AggregationMode) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values_BT = torch.randn(6, 5, generator=generator)
+    mask_BT = (torch.rand(6, 5, generator=generator) < 0.6).long()
+    rows = torch.tensor([0, 2, 3, 5])
+    reduce = Aggregation.of_rows(mask_BT, rows=rows, rollouts_B=torch.arange(6), mode=mode)
+
+    found = reduce.cut(rows)(values_BT[rows], mask_BT=mask_BT[rows])
+
+    assert float(found) == float(aggregate(values_BT[rows], mask_BT=mask_BT[rows], mode=mode))
+
+
+def mini_batches(config: ActorConfig, *, rows: Tensor, rollouts_B: Tensor | None) -> list[list[int]]:
+    actor = Actor(tiny_policy(), config=config)
+    optimizer: Optimizer = actor._optimizer
+    return [part.tolist() for part in optimizer.mini_batches(rows, rollouts_B=rollouts_B)]
+
+
+def test_the_branches_of_a_rollout_are_in_one_mini_batch() -> None:
+    config = ActorConfig(ppo_mini_batches=3, ppo_epochs=2)
+    rows = torch.tensor([0, 1, 2, 4, 5, 6, 7, 9])
+    rollouts_B = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3, 4, 4])
+
+    found = mini_batches(config, rows=rows, rollouts_B=rollouts_B)
+
+    assert len(found) == 6
+    for epoch in (found[:3], found[3:]):
+        assert sorted(row for part in epoch for row in part) == rows.tolist()
+        of_parts = [{int(rollouts_B[row]) for row in part} for part in epoch]
+        assert sum(map(len, of_parts)) == len(set().union(*of_parts)) == 5
+
+
+def test_rows_that_are_rollouts_are_dealt_as_they_always_were() -> None:
+    config = ActorConfig(ppo_mini_batches=3, ppo_epochs=2)
+    rows = torch.tensor([1, 2, 4, 7, 8])
+    generator = torch.Generator().manual_seed(0)
+    expected = [
+        part.tolist()
+        for _ in range(2)
+        for part in rows[torch.randperm(5, generator=generator)].tensor_split(3)
+    ]
+
+    assert mini_batches(config, rows=rows, rollouts_B=torch.arange(9)) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_of_branches_does_not_depend_on_micro_batches(mode: AggregationMode) -> None:
+    """Rows of one rollout are in different micro-batches: their weights are still those of the rollout."""
+    sampled = sample_trajectories(tiny_policy(), num_groups=2, n=4)
+    sampled = [structs.replace(t, rollout=t.rollout // 3, branch=t.rollout % 3) for t in sampled]
+    batch = assemble(sampled, pad_token_id=PAD)
+    advantages_BR = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(0))
+
+    norms = [
+        Actor(
+            tiny_policy(),
+            config=ActorConfig(loss_agg_mode=mode, max_tokens_per_micro_batch=size, loss_length=9),
+        ).update(batch, advantages_BR=advantages_BR)["actor/grad_norm"]
+        for size in (1, 10_000)
+    ]
+
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert norms[0] > 0
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_a_rollout_once() -> None:
+    turns = ((1, None),)
+    group: Group = [[Branch(1.0, turns)], [Branch(0.0, turns)] * 3, [Branch(None, turns), Branch(0.5, turns)]]
+    trajectories = trajectories_of([group])
+    trajectories[-2] = structs.replace(
+        trajectories[-2], output=trajectories[-2].output.failed(Failure(error="Boom", traceback=""))
+    )
+
+    metrics = rollout_metrics(trajectories, success_threshold=1.0, weight_version=0)
+
+    assert metrics["reward/mean"] == pytest.approx(0.5)
+    assert metrics["reward/success_share"] == pytest.approx(1 / 3)
+    assert metrics["rollout/unscored_share"] == 0
+    assert metrics[f"rollout/stop_reason/{StopReason.FAILED}"] == pytest.approx(1 / 6)
+    assert metrics[f"rollout/stop_reason/{StopReason.ANSWERED}"] == pytest.approx(5 / 6)
+
+
+def test_a_tools_metrics_count_a_rollout_once() -> None:
+    group: Group = [[Branch(0.0, ((1, 1.0),))], [Branch(0.0, ((1, 0.0),))] * 3]
+
+    metrics = feedback_metrics(trajectories_of([group]))
+
+    assert metrics["tools/tool/calls"] == pytest.approx(1.0)
+    assert metrics["tools/tool/reward/mean"] == pytest.approx(0.5)
+
+
+def test_rows_are_numbered_by_rollout_and_rows_without_a_branch_stand_alone() -> None:
+    turns = ((1, None),)
+    trajectories = trajectories_of([[[Branch(0.0, turns)] * 2, [Branch(0.0, turns)]]])
+    alone = structs.replace(trajectories[2], rollout=1)
+
+    batch = assemble([*trajectories, alone], pad_token_id=PAD)
+
+    assert rollouts_of_rows(batch).tolist() == [0, 0, 1, 2]
+
+
+def test_whitening_by_weights_is_whitening_of_rollouts() -> None:
+    values_BR, mask_BR = torch.tensor([[1.0], [0.0], [0.0], [0.0]]), torch.ones(4, 1)
+
+    found = whiten(values_BR, mask_BR=mask_BR, weights_B=torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]))
+
+    assert found[:, 0].tolist() == pytest.approx([0.5**0.5, *[-(0.5**0.5)] * 3], abs=1e-5)
