@@ -133,6 +133,10 @@ class TeamError(AgentLoopError):
     """One of the processes that train together ended while the others went on."""
 
 
+class OutputError(AgentLoopError):
+    """A file or folder of a run cannot be written, or another process is writing it."""
+
+
 class JournalError(AgentLoopError):
     """The journal of a rollout cannot be written or read, or is of another rollout."""
 

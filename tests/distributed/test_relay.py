@@ -27,7 +27,7 @@ class Kept:
     def append(self, payload: bytes) -> None:
         self.payloads.append(payload)
 
-    async def flushed(self) -> None:
+    async def flushed(self, *, to_disk: bool = False) -> None:
         pass
 
 

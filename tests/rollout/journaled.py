@@ -20,11 +20,13 @@ from tests.rollout.harness import Stage
 Rows = Sequence[Mapping[str, Any]]
 
 
-def run_journaled(path: Path, stage: Stage, rows: Rows, *, resume: bool = False) -> list[Trajectory]:
+def run_journaled(
+    path: Path, stage: Stage, rows: Rows, *, resume: bool = False, refuse: bool = False
+) -> list[Trajectory]:
     """Runs what the journal does not hold, in virtual time, and checks that nothing is left behind."""
 
     async def scenario() -> list[Trajectory]:
-        async with open_journal(path, key=key_of(rows), rows=rows, resume=resume) as journal:
+        async with open_journal(path, key=key_of(rows), rows=rows, resume=resume, refuse=refuse) as journal:
             outcome = journal.outcome()
             if outcome is not None:
                 return outcome

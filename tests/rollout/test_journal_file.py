@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent_loop.errors import JournalError
+from agent_loop.recording.record import Kind
 from agent_loop.recording.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
@@ -66,22 +67,43 @@ def test_any_prefix_holds_the_whole_records_before_its_end(
     found = scan(whole[:cut])
     assert found.payloads == payloads[: len(found.payloads)]
     assert found.num_good_bytes + found.num_torn_bytes == cut
-    assert found.num_damaged_bytes == 0
+    assert found.damage == ()
     assert len(HEADER + b"".join(map(framed, payloads[: len(found.payloads) + 1]))) > cut or cut == len(whole)
 
 
 @settings(deadline=None)
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=2, max_size=5), st.data())
-def test_a_byte_that_was_changed_is_noticed_and_nothing_behind_it_is_believed(
+def test_a_changed_byte_costs_one_record_at_most_and_only_if_that_is_noticed(
     payloads: list[bytes], data: st.DataObject
 ) -> None:
     whole = bytearray(HEADER + b"".join(map(framed, payloads)))
     place = data.draw(st.integers(len(HEADER), len(whole) - 1))
     whole[place] ^= data.draw(st.integers(1, 255))
     found = scan(bytes(whole))
-    assert found.payloads == payloads[: len(found.payloads)]
-    assert len(found.payloads) < len(payloads)
-    assert found.num_damaged_bytes + found.num_torn_bytes == len(whole) - found.num_good_bytes
+    assert found.num_torn_bytes == 0
+    if not found.damage:  # a mark or a length, which the checksum makes good
+        assert found.payloads == payloads
+    else:
+        [damage] = found.damage
+        assert place in damage
+        assert found.num_good_bytes == damage.start
+        ends = [len(HEADER + b"".join(map(framed, payloads[:count]))) for count in range(len(payloads) + 1)]
+        lost = ends.index(damage.start)
+        assert found.payloads == payloads[:lost] + payloads[lost + 1 :]
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.data())
+def test_bytes_of_any_kind_are_read_or_refused_by_name(garbage: bytes, data: st.DataObject) -> None:
+    payloads = data.draw(st.lists(st.binary(min_size=1, max_size=30), max_size=3))
+    whole = HEADER + b"".join(map(framed, payloads))
+    start, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
+    try:
+        found = scan(whole[:start] + garbage + whole[end:])
+    except JournalError:
+        assert start < len(HEADER)
+    else:
+        assert set(found.payloads) <= {*payloads, *scan(HEADER + garbage).payloads}
 
 
 def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
@@ -97,20 +119,26 @@ def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
     [aside] = tmp_path.glob("j.damaged-*")
     good = int(aside.name.rpartition("-")[2])
     assert aside.read_bytes() == data[good:]
+    assert str(aside) in caplog.text
     assert len(after) == len(before)
-    assert records_of(path.read_bytes())[: len(records_of(whole[:good]))]
+    kept = records_of(path.read_bytes())
+    assert [record["is"] for record in kept[:2]] == [Kind.STEP, Kind.DAMAGE]
+    num_good = len(records_of(whole[:good]))
+    assert [repr(r) for r in kept[2 : num_good + 1]] == [repr(r) for r in records_of(whole)[1:num_good]]
 
 
 def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "j"
     path.write_bytes(b"something else entirely, and long enough to be anything")
-    with pytest.raises(JournalError, match="is no journal; remove it"):
+    with pytest.raises(
+        JournalError, match="is not a journal, or its first bytes are damaged; it was left as it is"
+    ):
         run_journaled(path, make_stage(1)[0], ROWS, resume=True)
     assert path.read_bytes().startswith(b"something else")
 
 
 def test_a_later_format_is_named() -> None:
-    with pytest.raises(JournalError, match="has format 9, and this version reads 3"):
+    with pytest.raises(JournalError, match="has format 9, and this version of agent-loop reads 4"):
         scan(HEADER[:28] + b"\x09\0\0\0")
 
 
@@ -154,14 +182,15 @@ def test_a_full_disk_stops_the_rollout_by_name_and_leaves_a_whole_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     path, disk = tmp_path / "j", Disk(9000, error)
-    monkeypatch.setattr(JournalWriter.__init__, "__kwdefaults__", {"num_bytes": 0, "write": disk.write})
+    defaults = {"num_bytes": 0, "write": disk.write, "sync": os.fsync}
+    monkeypatch.setattr(JournalWriter.__init__, "__kwdefaults__", defaults)
     stage, tool = make_stage(1)
     with pytest.raises(JournalError, match=r"cannot be written \(OSError: .*rollout.journal=false"):
         run_journaled(path, stage, ROWS)
     assert tool.open == set()
     assert stage.server.num_running == stage.server.num_sessions == 0
     found = scan(path.read_bytes())
-    assert (found.num_torn_bytes, found.num_damaged_bytes) == (0, 0)
+    assert (found.num_torn_bytes, found.damage) == (0, ())
     assert len(found.payloads) > 3
     monkeypatch.undo()
     after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
@@ -204,5 +233,5 @@ def test_journals_are_dropped_by_step(tmp_path: Path) -> None:
     for step in (3, 4, 5, 6):
         folder.file(step).touch()
     folder.drop_through(3)
-    folder.drop_after(5)
+    assert folder.drop_after(5) == [6]
     assert folder.steps() == [4, 5]

@@ -40,7 +40,7 @@ async def run_rows(
 
     Args:
         on_trajectory: Is given each trajectory as it ends, so that they are there even if the run is stopped.
-        journal_path: Keeps each turn there; None keeps none.
+        journal_path: Keeps each turn there; None keeps none. The caller holds a lock on it.
         resume: Go on from what the journal holds.
 
     Raises:
@@ -67,7 +67,8 @@ async def run_rows(
             if journal_path is None:
                 return await manager.run(rows, n=n, validate=validate, on_trajectory=take)
             key = key_of(config, rows=rows, num_samples=num_samples)
-            async with open_journal(journal_path, key=key, rows=rows, resume=resume, refuse=True) as journal:
+            opening = open_journal(journal_path, key=key, rows=rows, resume=resume, refuse=True, lock=False)
+            async with opening as journal:
                 for note in journal.notes:
                     console.print(note, markup=False)
                 return await manager.run(rows, n=n, validate=validate, on_trajectory=take, journal=journal)

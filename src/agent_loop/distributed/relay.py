@@ -74,5 +74,6 @@ class RowRelay:
     def append(self, payload: bytes) -> None:
         self.relay.add(self.trajectory_id, payload)
 
-    async def flushed(self) -> None:
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        """Wait until the driver has kept the records. Its operating system has them then, not yet its disk."""
         await self.relay.flushed()

@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """The row's trajectories, scored."""
     COMPLETE = "complete"
     """The rollout is over, with these trajectories."""
+    DAMAGE = "damage"
+    """The journal was damaged and repaired: records of rows that did not end may be missing."""
 
 
 class Place(NamedTuple):
@@ -70,6 +72,10 @@ class RowRecord:
     entries: list[Entry] = field(default_factory=list[Entry])
     end: Mapping[str, Any] | None = None
     """Its trajectories, if it ended."""
+    num_records: int = 0
+    """How many records were added, which is the number of the next one."""
+    doubt: str | None = None
+    """Why more may have happened than is on record; None if nothing can be missing."""
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> RowRecord:
@@ -90,6 +96,7 @@ class RowRecord:
     def add(self, payload: Mapping[str, Any]) -> None:
         """Takes the row's next record, as it was unpacked."""
         kind = Kind(payload["is"])
+        self.num_records += 1
         if kind is Kind.RESTART:
             self.entries, self.end = [], None
         elif kind is Kind.END:

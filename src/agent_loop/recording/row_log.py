@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from agent_loop.boundary import OnReplay, describe_error
@@ -57,7 +58,8 @@ class RowLog:
         self.mismatch: str | None = None
         """Why the record cannot be followed, if it cannot; the row then has to begin anew."""
         self.only_once: str | None = None
-        """A tool or interaction on record that may not be asked twice, which is why the row may not begin anew."""
+        """A tool or interaction that was used, or may have been used, and may not be used twice. The row cannot begin
+        anew if there is one."""
         self.is_cut = False
         """Something on record was not brought back to where it was, since the row was cancelled meanwhile."""
         self._row = trajectory_id
@@ -70,11 +72,12 @@ class RowLog:
             if entry.kind in (Kind.CALL_BEGAN, Kind.REPLY_BEGAN) and entry.got is not None:
                 self.only_once = str(entry.got["what"])
         self._num_lanes = 0
+        self._num_records = self.record.num_records
         self._held: dict[int, tuple[Sequence[Segment], int]] = {}
 
     def extended(self, payloads: Iterable[bytes]) -> RowLog:
         """The log of the row's next attempt, which answers from what the attempt before appended elsewhere too."""
-        record = RowRecord(list(self.record.entries), self.record.end)
+        record = replace(self.record, entries=list(self.record.entries))
         record.extend(payloads)
         return RowLog(self._row, sink=self._sink, record=record)
 
@@ -85,7 +88,7 @@ class RowLog:
 
     def restart(self) -> None:
         """Forgets what is on record: the next attempt begins at the beginning."""
-        self._append({"is": Kind.RESTART, "row": self._row, "why": self.mismatch})
+        self._append({"is": Kind.RESTART, "why": self.mismatch})
         self._answers = {}
         self._num_lanes = 0
         self._held.clear()
@@ -95,11 +98,9 @@ class RowLog:
         """Keeps the row's result; when this returns, a process that is killed does not lose it."""
         try:
             form = forms.trajectories_form(trajectories, lane_of=self._lane_of)
-            payload = pack({"is": Kind.END, "row": self._row, "got": form})
+            self._append({"is": Kind.END, "got": form})
         except Unstorable as error:
             logger.warning("%s cannot be kept as finished: its result holds %s", self._row, error)
-        else:
-            self._sink.append(payload)
         await self._sink.flushed()
 
     # -- for its lanes ---------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class RowLog:
 
     def keep(self, kind: Kind, place: Place, *, asked: str, got: Mapping[str, Any] | None) -> None:
         """Appends a record of this row."""
-        record = {"is": kind, "row": self._row, "at": place, "asked": asked, "got": got}
+        record = {"is": kind, "at": place, "asked": asked, "got": got}
         try:
             self._append(record)
         except Unstorable as error:
@@ -145,9 +146,9 @@ class RowLog:
         """Keeps what another log of this row appended in its process."""
         self._sink.append(payload)
 
-    async def flushed(self) -> None:
-        """What was kept is safe from the end of this process."""
-        await self._sink.flushed()
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        """Wait until what was kept is safe from the end of this process or, with `to_disk`, of this machine."""
+        await self._sink.flushed(to_disk=to_disk)
 
     def hold(self, segments: Sequence[Segment], *, lane: int) -> None:
         """Takes note that these are the tokens on record of a lane."""
@@ -162,7 +163,9 @@ class RowLog:
         return None if held is None else held[1]
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        self._sink.append(pack(record))
+        """Append a record of this row under the row's next number, by which a reader notices that one is missing."""
+        self._sink.append(pack({**record, "row": self._row, "n": self._num_records}))
+        self._num_records += 1
 
 
 class LaneLog:
@@ -292,11 +295,14 @@ class LaneLog:
         """Has it on record, before it begins, that something was asked that may not be asked again."""
         if on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
             return
-        if on_replay is OnReplay.ONCE:
+        is_once = on_replay is OnReplay.ONCE
+        if is_once:
             self._row.only_once = what
-        got = {"what": what} if on_replay is OnReplay.ONCE else None
-        self._row.keep(kind, place, asked=asked, got=got)
-        await self._row.flushed()
+            doubt = self._row.record.doubt
+            if doubt is not None:
+                raise self._row.mismatched(f"{what} may have been used before: {doubt}")
+        self._row.keep(kind, place, asked=asked, got={"what": what} if is_once else None)
+        await self._row.flushed(to_disk=is_once)
 
     def _refuse_if_lost(self, what: str, on_replay: OnReplay) -> None:
         if on_replay is OnReplay.RESTART:

@@ -17,9 +17,12 @@ class Sink(Protocol):
         """
         ...
 
-    async def flushed(self) -> None:
-        """Waits until the operating system has every record that was appended: a process that is killed then loses
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        """Wait until the operating system has every record that was appended: a process that is killed then loses
         none of them.
+
+        Args:
+            to_disk: Wait until they are on the disk too, so that a machine that loses power loses none of them.
 
         Raises:
             JournalError: One could not be written.
@@ -37,7 +40,7 @@ class Memory:
     def append(self, payload: bytes) -> None:
         self.payloads.append(payload)
 
-    async def flushed(self) -> None:
+    async def flushed(self, *, to_disk: bool = False) -> None:
         pass
 
 
@@ -47,5 +50,5 @@ class Discard:
     def append(self, payload: bytes) -> None:
         pass
 
-    async def flushed(self) -> None:
+    async def flushed(self, *, to_disk: bool = False) -> None:
         pass

@@ -213,16 +213,15 @@ class AgentLoopWorker:
         *,
         context: LoopContext,
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """What was recorded before a crash cannot be followed: runs the row from its prompt, if that is allowed."""
+        """Run the row from its prompt, since what was recorded before a crash cannot be followed. Fail the row if a
+        tool in it may be used only once."""
         why = log.mismatch or ""
         if log.only_once is not None:
-            error = (
-                f"{why}; the row cannot begin anew, since {log.only_once} was used and may be used only once"
-            )
-            output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
-            return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))
+            return _failed_replay(log, outputs)
         log.restart()
         outputs = await self._run_loop(job, context)
+        if log.mismatch is not None:
+            return _failed_replay(log, outputs)
         incident = Incident(IncidentKind.RESTARTED, f"begun anew after a crash: {why}")
         if isinstance(outputs, AgentLoopOutput):
             return outputs.noted(incident)
@@ -347,6 +346,15 @@ def _record(
     if loop is None:
         return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
     return loop.left_behind(reason, failure=failure)
+
+
+def _failed_replay(log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]) -> AgentLoopOutput:
+    error = (
+        f"{log.mismatch}; the row cannot begin anew, since {log.only_once} was used, or may have been, and may be used "
+        "only once"
+    )
+    output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
+    return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))
 
 
 def _failure(error: Exception) -> Failure:

@@ -170,10 +170,15 @@ class StepRollouts:
             settings=self._settings,
         )
         file = self._journals.file(step, refill=refill)
-        async with open_journal(file, key=key, rows=rows, resume=True) as journal:
+        async with open_journal(file, key=key, rows=rows, resume=True, lock=False) as journal:
             if not journal.is_complete:
                 # What could not have begun before this ended is of weights that will not come again.
-                self._journals.drop_after(step + self._max_staleness)
+                dropped = self._journals.drop_after(step + self._max_staleness)
+                if dropped:
+                    self._progress.say(
+                        f"step {step} is sampled again, so the journals of later steps are dropped "
+                        f"({', '.join(map(str, dropped))}): they are of weights that will not come again"
+                    )
             for note in journal.notes:
                 self._progress.say(note)
             if journal.num_ended:

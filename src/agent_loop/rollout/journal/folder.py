@@ -36,14 +36,17 @@ class JournalFolder:
         """Removes those up to a step, which a checkpoint holds."""
         self._drop(lambda each: each <= step)
 
-    def drop_after(self, step: int) -> None:
-        """Removes those behind a step: they are of weights that will not come again."""
-        self._drop(lambda each: each > step)
+    def drop_after(self, step: int) -> list[int]:
+        """Remove those of later steps, which are of weights that will not come again. Return these steps, in order."""
+        return self._drop(lambda each: each > step)
 
-    def _drop(self, is_old: Callable[[int], bool]) -> None:
+    def _drop(self, is_old: Callable[[int], bool]) -> list[int]:
+        dropped: set[int] = set()
         for step, path in self._files():
             if is_old(step):
                 path.unlink(missing_ok=True)
+                dropped.add(step)
+        return sorted(dropped)
 
     def _files(self) -> list[tuple[int, Path]]:
         """Each with its step."""

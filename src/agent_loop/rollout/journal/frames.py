@@ -1,10 +1,10 @@
-"""The file: a header, then records, each with its length and a checksum. Nothing is ever changed but by appending.
+"""The file format of a journal: a header, then records, each with a mark, its length and a checksum.
 
     header   "agent-loop journal" and the number of the format, 32 bytes
-    record   u32 length | u32 CRC-32 of length and payload | payload        (little-endian)
+    record   mark, 4 bytes | u32 length | u32 CRC-32 of length and payload | payload        (little-endian)
 
-A process that is killed leaves a prefix of what it wrote, so only the last record can be incomplete. It is dropped. A
-record whose checksum is wrong although all of it is there was damaged later; it is reported, and what follows it too.
+Records are only appended. A process that is killed leaves a prefix of what it wrote, so only the last record can be
+incomplete. Any other record that is not whole was damaged later; the mark tells where the next record begins.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from dataclasses import dataclass
 
 from agent_loop.errors import JournalError
 
-FORMAT = 3
-HEADER = b"agent-loop journal ".ljust(28, b".") + struct.pack("<I", FORMAT)
+FORMAT = 4
+MAGIC = b"agent-loop journal ".ljust(28, b".")
+HEADER = MAGIC + struct.pack("<I", FORMAT)
+MARK = b"\xf5REC"  # no UTF-8 text holds the first byte
 
-_FRAME = struct.Struct("<II")
+_FRAME = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
+FRAME_BYTES = _FRAME.size
+"""What a record takes besides its payload."""
 
 
 def framed(payload: bytes) -> bytes:
-    """A record as it stands in the file."""
-    return _FRAME.pack(len(payload), _checksum(payload)) + payload
+    """Return the record of a payload, as it stands in the file."""
+    return _FRAME.pack(MARK, len(payload), _checksum(payload)) + payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +36,59 @@ class Scan:
     """What the bytes of a journal hold."""
 
     payloads: list[bytes]
-    """Every record before the first that is not whole."""
+    """All whole records, those after damage included."""
     num_good_bytes: int
-    """Where the next record goes."""
+    """The length of the file up to the first byte that belongs to no whole record."""
     num_torn_bytes: int = 0
-    """Of a last record that was not written to its end."""
-    num_damaged_bytes: int = 0
-    """From the first damaged record to the end."""
-    num_records_after_damage: int = 0
-    """Whole records behind the damaged one, which nothing can vouch for any more."""
+    """The length of a last record that was not written to its end."""
+    damage: tuple[range, ...] = ()
+    """The bytes that were damaged after they had been written."""
 
 
 def scan(data: bytes) -> Scan:
-    """Reads the records, as far as they are whole.
+    """Read all records that are whole.
 
     Raises:
-        JournalError: This is no journal, or one of another format.
+        JournalError: The file is not a journal, or has another format.
     """
-    if not data.startswith(HEADER):
-        if HEADER.startswith(data):
-            return Scan([], 0, num_torn_bytes=len(data))
-        if data.startswith(HEADER[:28]):
-            (found,) = _LENGTH.unpack_from(data.ljust(32, b"\0"), 28)
-            raise JournalError(f"the journal has format {found}, and this version reads {FORMAT}; remove it")
-        raise JournalError("the file is no journal; remove it, or give the path of a journal")
+    if HEADER.startswith(data):
+        return Scan([], len(data) if data == HEADER else 0, num_torn_bytes=len(data) % len(HEADER))
+    damage: list[range] = [] if _has_good_header(data) else [range(len(HEADER))]
     payloads: list[bytes] = []
-    place = len(HEADER)
+    place, torn_from = len(HEADER), len(data)
     while place < len(data):
         payload = _payload_at(data, place)
         if payload is None:
-            break
-        payloads.append(payload)
-        place += _FRAME.size + len(payload)
-    rest = len(data) - place
-    if not rest:
-        return Scan(payloads, place)
-    if _is_torn(data, place):
-        return Scan(payloads, place, num_torn_bytes=rest)
-    return Scan(
-        payloads, place, num_damaged_bytes=rest, num_records_after_damage=_num_records_after(data, place)
+            end = _next_record(data, place)
+            payload = _payload_of_damaged_length(data, place, end)
+            if payload is None and end == len(data) and _is_torn(data, place):
+                torn_from = place
+                break
+            if payload is None:
+                damage.append(range(place, end))
+            place = end
+        else:
+            place += FRAME_BYTES + len(payload)
+        if payload is not None:
+            payloads.append(payload)
+    num_good = damage[0].start if damage else torn_from
+    return Scan(payloads, num_good, num_torn_bytes=len(data) - torn_from, damage=tuple(damage))
+
+
+def _has_good_header(data: bytes) -> bool:
+    if data.startswith(HEADER):
+        return True
+    if data.startswith(MAGIC):
+        (found,) = _LENGTH.unpack_from(data.ljust(len(HEADER), b"\0"), len(MAGIC))
+        raise JournalError(
+            f"the journal has format {found}, and this version of agent-loop reads {FORMAT}; resume the run with the "
+            "version that began it, or move the journal elsewhere to begin anew"
+        )
+    if data[len(MAGIC) : len(HEADER)] == HEADER[len(MAGIC) :] and _payload_at(data, len(HEADER)) is not None:
+        return False
+    raise JournalError(
+        "the file is not a journal, or its first bytes are damaged; it was left as it is. Give the path of a journal, "
+        "or move the file elsewhere to begin anew"
     )
 
 
@@ -79,33 +97,45 @@ def _checksum(payload: bytes) -> int:
 
 
 def _payload_at(data: bytes, place: int) -> bytes | None:
-    if place + _FRAME.size > len(data):
+    """Return the payload of the whole record at `place`; None if there is none. A damaged mark does no harm."""
+    if place + FRAME_BYTES > len(data):
         return None
-    length, checksum = _FRAME.unpack_from(data, place)
-    start, end = place + _FRAME.size, place + _FRAME.size + length
+    _, length, checksum = _FRAME.unpack_from(data, place)
+    start, end = place + FRAME_BYTES, place + FRAME_BYTES + length
     if not length or end > len(data):
         return None
     payload = data[start:end]
     return payload if checksum == _checksum(payload) else None
 
 
+def _next_record(data: bytes, place: int) -> int:
+    """Return where the record after the broken one at `place` begins, or the end of the data."""
+    if place + FRAME_BYTES <= len(data):
+        _, length, _ = _FRAME.unpack_from(data, place)
+        end = place + FRAME_BYTES + length
+        if end == len(data) or _payload_at(data, end) is not None:
+            return end
+    start = data.find(MARK, place + 1)
+    while start >= 0:
+        if _payload_at(data, start) is not None:
+            return start
+        start = data.find(MARK, start + 1)
+    return len(data)
+
+
+def _payload_of_damaged_length(data: bytes, place: int, end: int) -> bytes | None:
+    """Return the payload between `place` and `end` if nothing but its length was damaged."""
+    payload = data[place + FRAME_BYTES : end]
+    if not payload:
+        return None
+    _, _, checksum = _FRAME.unpack_from(data, place)
+    return payload if checksum == _checksum(payload) else None
+
+
 def _is_torn(data: bytes, place: int) -> bool:
-    """Whether the record reaches beyond the end and no whole one follows. (A damaged length may reach there too.)"""
-    if place + _FRAME.size > len(data):
-        return True
-    length, _ = _FRAME.unpack_from(data, place)
-    return place + _FRAME.size + length > len(data) and not _finds_record(data, place + 1)
-
-
-def _finds_record(data: bytes, start: int) -> bool:
-    return any(_payload_at(data, place) is not None for place in range(start, len(data) - _FRAME.size))
-
-
-def _num_records_after(data: bytes, place: int) -> int:
-    length, _ = _FRAME.unpack_from(data, place)
-    place += _FRAME.size + length
-    count = 0
-    while (payload := _payload_at(data, place)) is not None:
-        count += 1
-        place += _FRAME.size + len(payload)
-    return count
+    """Whether the bytes from `place` on are the beginning of a record."""
+    begins_well = data[place : place + len(MARK)] == MARK[: len(data) - place]
+    if place + FRAME_BYTES > len(data):
+        return begins_well
+    _, length, _ = _FRAME.unpack_from(data, place)
+    return begins_well and place + FRAME_BYTES + length > len(data)

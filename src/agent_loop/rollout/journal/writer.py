@@ -23,25 +23,35 @@ CLOSE_TIMEOUT_S = 60.0
 class JournalWriter:
     """One file, written by one thread, one batch of records at a time; used with `async with`.
 
-    Records reach the operating system as soon as the thread gets to them, and the disk (fsync) when the writer is
-    closed. Where writing fails, what was written of the batch is cut off again, and nothing is written any more.
+    Records reach the operating system as soon as the thread gets to them, and the disk (fsync) when someone waits for
+    that and when the writer is closed. If writing fails, what was written of the batch is cut off again, and nothing is
+    written any more.
 
     Args:
         path: The file; its folder is made.
         num_bytes: Keep so many bytes of what is there; 0 begins anew.
-        write: `os.write`, or what stands in for it.
+        write: `os.write`, or a stub.
+        sync: `os.fsync`, or a stub.
     """
 
     def __init__(
-        self, path: Path, *, num_bytes: int = 0, write: Callable[[int, bytes | memoryview], int] = os.write
+        self,
+        path: Path,
+        *,
+        num_bytes: int = 0,
+        write: Callable[[int, bytes | memoryview], int] = os.write,
+        sync: Callable[[int], None] = os.fsync,
     ) -> None:
         self.path = path
         self._write = write
+        self._sync = sync
         self._num_bytes = num_bytes
         self._queue: list[bytes] = []
         self._num_appended = 0
         self._num_written = 0
+        self._num_on_disk = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting_for_disk: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._is_due = False
         self._writing: asyncio.Future[None] | None = None
         self._error: JournalError | None = None
@@ -77,36 +87,45 @@ class JournalWriter:
             self._is_due = True
             self._loop.call_soon(self._start)
 
-    async def flushed(self) -> None:
-        if self._error is None and self._num_written < self._num_appended:
-            written = self._loop.create_future()
-            self._waiting.append((self._num_appended, written))
+    async def flushed(self, *, to_disk: bool = False) -> None:
+        num_safe, waiting = self._num_written, self._waiting
+        if to_disk:
+            num_safe, waiting = self._num_on_disk, self._waiting_for_disk
+        if self._error is None and num_safe < self._num_appended:
+            safe = self._loop.create_future()
+            waiting.append((self._num_appended, safe))
             self._start()
-            await written
+            await safe
         if self._error is not None:
             raise self._error
 
     def _start(self) -> None:
-        """Hands what is queued to the thread, if it has nothing to do."""
+        """Give the thread what is queued, and have it written to the disk if someone waits for that."""
         self._is_due = False
-        if self._writing is not None or self._error is not None or not self._queue:
+        syncs = bool(self._waiting_for_disk)
+        if self._writing is not None or self._error is not None or not (self._queue or syncs):
             return
         batch, self._queue = self._queue, []
-        self._writing = self._loop.run_in_executor(self._executor, self._write_batch, batch)
-        self._writing.add_done_callback(partial(self._end_batch, len(batch)))
+        self._writing = self._loop.run_in_executor(self._executor, self._write_batch, batch, syncs)
+        self._writing.add_done_callback(partial(self._end_batch, len(batch), syncs))
 
-    def _end_batch(self, num_records: int, writing: asyncio.Future[None]) -> None:
+    def _end_batch(self, num_records: int, is_on_disk: bool, writing: asyncio.Future[None]) -> None:
         self._writing = None
         error = writing.exception()
         if error is None:
             self._num_written += num_records
+            self._num_on_disk = self._num_written if is_on_disk else self._num_on_disk
         else:
             self._error = self._explained(error, "written")
-        while self._waiting and (self._error is not None or self._waiting[0][0] <= self._num_written):
-            _, written = self._waiting.popleft()
-            if not written.done():
-                written.set_result(None)
+        self._wake(self._waiting, self._num_written)
+        self._wake(self._waiting_for_disk, self._num_on_disk)
         self._start()
+
+    def _wake(self, waiting: deque[tuple[int, asyncio.Future[None]]], num_safe: int) -> None:
+        while waiting and (self._error is not None or waiting[0][0] <= num_safe):
+            _, safe = waiting.popleft()
+            if not safe.done():
+                safe.set_result(None)
 
     async def _end(self) -> None:
         try:
@@ -126,16 +145,18 @@ class JournalWriter:
             os.ftruncate(self._file, self._num_bytes)
             os.lseek(self._file, 0, os.SEEK_END)
             if not self._num_bytes:
-                self._write_batch([HEADER])
+                self._write_batch([HEADER], syncs=False)
         except OSError as error:
             raise self._explained(error, "written") from error
 
-    def _write_batch(self, batch: Sequence[bytes]) -> None:
+    def _write_batch(self, batch: Sequence[bytes], syncs: bool) -> None:
         data = memoryview(b"".join(batch))
         total = len(data)
         try:
             while data:
                 data = data[self._write(self._file, data) :]
+            if syncs:
+                self._sync(self._file)
         except OSError:
             os.ftruncate(self._file, self._num_bytes)
             os.lseek(self._file, self._num_bytes, os.SEEK_SET)
@@ -146,7 +167,7 @@ class JournalWriter:
         if self._file < 0:
             return
         try:
-            os.fsync(self._file)
+            self._sync(self._file)
         finally:
             os.close(self._file)
             self._file = -1
@@ -154,7 +175,7 @@ class JournalWriter:
     def _explained(self, error: BaseException, what: str) -> JournalError:
         explained = JournalError(
             f"the journal {str(self.path)!r} cannot be {what} ({describe_error(error)}); what it holds is intact. "
-            "Mend that and resume, or switch it off with rollout.journal=false"
+            "Fix that and resume, or switch the journal off with rollout.journal=false"
         )
         explained.__cause__ = error
         return explained

@@ -1,0 +1,95 @@
+"""Locks on what a run writes, so that two runs do not write into one folder or file."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from agent_loop.boundary import describe_error
+from agent_loop.errors import OutputError
+
+MAX_COMMAND = 200
+"""Characters of the command line that are shown of the process that holds a lock."""
+
+
+@contextmanager
+def exclusive_folder(folder: Path, *, name: str) -> Generator[None]:
+    """Create a folder and hold its lock, which the operating system releases when this process ends, however it ends.
+
+    Args:
+        folder: Gets two small files: `.lock`, which stays, and while the lock is held `.lock.owner`.
+        name: The option or setting that names the folder, for errors.
+
+    Raises:
+        OutputError: The folder cannot be written to, or another process holds its lock; the error says which.
+    """
+    with _exclusive(folder / ".lock", what=folder, name=name):
+        yield
+
+
+@contextmanager
+def exclusive_file(file: Path, *, name: str) -> Generator[None]:
+    """Hold the lock of a file, as `exclusive_folder` does of a folder. The lock stands beside the file.
+
+    Raises:
+        OutputError: The folder of the file cannot be written to, or another process holds the lock.
+    """
+    with _exclusive(file.with_name(f".{file.name}.lock"), what=file, name=name):
+        yield
+
+
+@contextmanager
+def _exclusive(path: Path, *, what: Path, name: str) -> Generator[None]:
+    lock, owner = FileLock(path, thread_local=False), path.with_name(f"{path.name}.owner")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()  # FileLock takes some errors of this kind for a lock that is held
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise OutputError(
+            f"{name} is {str(what)!r}, which another run is writing: {_described(owner)}. Wait until it has ended, or "
+            "give another path"
+        ) from None
+    except OSError as error:
+        raise OutputError(
+            f"{name} is {str(what)!r}, which cannot be written or locked ({describe_error(error)}); free the disk, "
+            "correct the permissions, or give a path on another file system"
+        ) from error
+    try:
+        _sign(owner)
+        yield
+    finally:
+        with suppress(OSError):
+            owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def _sign(owner: Path) -> None:
+    """Write down who holds the lock, for those who come later. Not being able to breaks no run."""
+    facts = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": shlex.join(sys.argv),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    with suppress(OSError):
+        owner.write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _described(owner: Path) -> str:
+    try:
+        facts = json.loads(owner.read_text(encoding="utf-8"))
+        command = str(facts["command"])
+        shown = command if len(command) <= MAX_COMMAND else f"{command[:MAX_COMMAND]}..."
+        return f"process {facts['pid']} on {facts['host']}, since {facts['since']}: {shown}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not said which it is yet"

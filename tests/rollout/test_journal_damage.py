@@ -1,0 +1,280 @@
+"""A journal that was damaged: what is whole is used, what is not is kept and named, and no call is made twice."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from agent_loop.boundary import OnReplay
+from agent_loop.errors import JournalError
+from agent_loop.recording.record import Kind
+from agent_loop.recording.values import pack, unpack
+from agent_loop.rollout.journal.frames import FRAME_BYTES, HEADER, framed, scan
+from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.journal.writer import JournalWriter
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+from tests.helpers import user
+from tests.rollout.harness import Adder, Stage
+from tests.rollout.journaled import Talker, facts, key_of, records_of, run_journaled
+
+ROWS = [{"raw_prompt": user("question one")}, {"raw_prompt": user("a second question")}]
+
+
+class CountingAdder(Adder):
+    """Counts the calls of each row."""
+
+    def __init__(self, on_replay: OnReplay) -> None:
+        super().__init__({"latency_s": 0.3, "reward": 0.25})
+        self.on_replay = on_replay
+        self.calls: Counter[str] = Counter()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.calls[instance_id.rpartition("-")[0]] += 1
+        return await super().execute(instance_id, parameters, **kwargs)
+
+
+def make_stage(seed: int, on_replay: OnReplay) -> tuple[Stage, CountingAdder]:
+    tool = CountingAdder(on_replay)
+    return Stage(Talker(seed=seed, num_calls=2), tools=[tool]), tool
+
+
+@cache
+def first_run(on_replay: OnReplay) -> tuple[bytes, list[Trajectory]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "j"
+        trajectories = run_journaled(path, make_stage(1, on_replay)[0], ROWS)
+        return path.read_bytes(), trajectories
+
+
+def record_starts(data: bytes) -> list[int]:
+    """Where each record begins, and where the last one ends."""
+    starts = [len(HEADER)]
+    for payload in scan(data).payloads:
+        starts.append(starts[-1] + FRAME_BYTES + len(payload))
+    return starts
+
+
+def calls_begun(records: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(record["row"] for record in records if record["is"] == Kind.CALL_BEGAN)
+
+
+def resumed(
+    data: bytes, *, on_replay: OnReplay, refuse: bool = False
+) -> tuple[list[Trajectory], CountingAdder, dict[str, bytes]]:
+    """The rollout that goes on from such a journal, and the files that it leaves."""
+    stage, tool = make_stage(2, on_replay)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "j").write_bytes(data)
+        after = run_journaled(Path(folder) / "j", stage, ROWS, resume=True, refuse=refuse)
+        return after, tool, {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def ended_before(data: bytes, place: int) -> set[str]:
+    """The rows whose end is on record, and none of whose records holds the byte at `place`."""
+    starts = record_starts(data)
+    records = records_of(data)
+    hit = {
+        record.get("row")
+        for record, start, end in zip(records, starts, starts[1:], strict=False)
+        if start <= place < end
+    }
+    return {record["row"] for record in records if record["is"] == Kind.END} - hit
+
+
+def cut_off(data: bytes, share: float) -> bytes:
+    """The journal of a run that was killed then: whole records, as `kill -9` nearly always leaves them."""
+    starts = record_starts(data)
+    return data[: starts[max(2, int(share * (len(starts) - 1)))]]
+
+
+CHANGES = st.tuples(
+    st.sampled_from(["flip", "zeros", "double", "leave out"]),
+    st.floats(0, 1),
+    st.integers(1, 255),
+    st.floats(0, 1),
+)
+
+
+def damaged(data: bytes, change: str, place: int, mask: int, size: int) -> bytes:
+    end = min(len(data), place + size)
+    if change == "flip":
+        return data[:place] + bytes([data[place] ^ mask]) + data[place + 1 :]
+    if change == "zeros":
+        return data[:place] + bytes(end - place) + data[end:]
+    if change == "double":
+        return data[:end] + data[place:end] + data[end:]
+    return data[:place] + data[end:]
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(kill=st.floats(0, 1), change=CHANGES)
+@example(kill=0.5, change=("flip", 0.02, 1, 0.0))
+@example(kill=0.5, change=("zeros", 0.95, 1, 1.0))
+def test_no_damage_to_a_journal_has_a_call_made_twice_or_breaks_the_rollout(
+    kill: float, change: tuple[str, float, int, float]
+) -> None:
+    whole, before = first_run(OnReplay.ONCE)
+    data = cut_off(whole, kill)
+    kind, share, mask, length = change
+    place = int(share * (len(data) - 1))
+    wrong = damaged(data, kind, place, mask, 1 + int(length * 300))
+    begun = calls_begun(records_of(data))
+    if place < len(HEADER):
+        with suppress(JournalError):
+            resumed(wrong, on_replay=OnReplay.ONCE)
+        return
+    after, tool, files = resumed(wrong, on_replay=OnReplay.ONCE)
+    assert [t.trajectory_id for t in after] == [t.trajectory_id for t in before]
+    for trajectory in after:
+        if trajectory.output.failure is not None:
+            assert "tool 'add' may have been used before: the journal" in trajectory.output.failure.error
+    if scan(wrong).damage:  # else it is what a run that was killed leaves
+        for row in (t.trajectory_id for t in after):
+            assert begun[row] + tool.calls[row] <= 2
+    again, tool, _ = resumed(files["j"], on_replay=OnReplay.ONCE)
+    assert not tool.calls
+    failed = [t.trajectory_id for t in after if t.output.failure is not None]
+    assert [t.trajectory_id for t in again if t.output.failure is not None] == failed
+
+
+@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_any_one_damaged_record_is_named_and_only_its_row_is_affected(number: int, is_cut: bool) -> None:
+    """Of a whole journal: the other row comes back as it was. Of one that ends there: no row calls again."""
+    whole, before = first_run(OnReplay.ONCE)
+    starts = record_starts(whole)
+    assert len(starts) == 24 + 1
+    data = bytearray(whole[: starts[number + 1]] if is_cut else whole)
+    data[starts[number] + FRAME_BYTES + 5] ^= 1
+    after, tool, files = resumed(bytes(data), on_replay=OnReplay.ONCE)
+    assert files[f"j.damaged-{starts[number]}"] == data[starts[number] :]
+    assert tool.executed == []
+    untouched = set() if number == 0 else ended_before(whole[: len(data)], starts[number])
+    for old, new in zip(before, after, strict=True):
+        row = f"group={old.group}/rollout={old.rollout}"
+        if row in untouched:
+            assert facts(new) == facts(old)
+        elif new.output.failure is not None:
+            assert f"was damaged at byte {starts[number]}" in new.output.failure.error
+            assert "j.damaged-" in new.output.failure.error
+
+
+def test_a_damaged_first_record_refuses_a_resume_that_was_asked_for_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    whole, _ = first_run(OnReplay.ONCE)
+    data, path = bytearray(whole), tmp_path / "j"
+    data[len(HEADER) + FRAME_BYTES + 20] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(
+        JournalError, match="damaged at byte 32, in the record that says which rollout it is of"
+    ):
+        run_journaled(path, make_stage(2, OnReplay.ONCE)[0], ROWS, resume=True, refuse=True)
+    assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_damaged_first_record_has_a_training_begin_the_step_anew_without_the_calls_that_may_have_been_made() -> (
+    None
+):
+    whole, _ = first_run(OnReplay.ONCE)
+    data = bytearray(whole)
+    data[len(HEADER) + FRAME_BYTES + 20] ^= 4
+    after, tool, files = resumed(bytes(data), on_replay=OnReplay.ONCE)
+    assert files["j.damaged-32"] == data[32:]
+    assert {t.output.stop_reason for t in after} == {StopReason.FAILED}
+    assert tool.executed == []
+    harmless, tool, _ = resumed(bytes(data), on_replay=OnReplay.RECORDED)
+    assert {t.output.stop_reason for t in harmless} == {StopReason.ANSWERED}
+    assert len(tool.executed) == 4
+
+
+def test_a_damaged_header_costs_nothing() -> None:
+    whole, before = first_run(OnReplay.ONCE)
+    after, tool, _ = resumed(bytes([whole[0] ^ 1]) + whole[1:], on_replay=OnReplay.ONCE, refuse=True)
+    assert [facts(t) for t in after] == [facts(t) for t in before]
+    assert tool.executed == []
+
+
+def test_rows_whose_calls_can_be_repeated_go_on_from_a_damaged_journal() -> None:
+    whole, before = first_run(OnReplay.RECORDED)
+    starts = record_starts(whole)
+    for number in range(1, len(starts) - 1):
+        data = bytearray(whole)
+        data[starts[number] + FRAME_BYTES] ^= 1
+        after, _, _ = resumed(bytes(data), on_replay=OnReplay.RECORDED)
+        assert [t.output.stop_reason for t in after] == [t.output.stop_reason for t in before]
+        assert all(t.output.num_assistant_turns == 3 and not t.output.incidents for t in after)
+
+
+def test_a_second_damage_is_kept_beside_the_first(tmp_path: Path) -> None:
+    whole, _ = first_run(OnReplay.RECORDED)
+    path = tmp_path / "j"
+    path.write_bytes(whole)
+    for _ in range(2):
+        data = bytearray(path.read_bytes())
+        data[record_starts(data)[1] + FRAME_BYTES] ^= 1
+        path.write_bytes(data)
+        run_journaled(path, make_stage(2, OnReplay.RECORDED)[0], ROWS, resume=True)
+    assert len(list(tmp_path.glob("j.damaged-*"))) == 2
+
+
+def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    key = unpack(scan(first_run(OnReplay.ONCE)[0]).payloads[0])
+    for payload in (
+        b"no record at all",
+        pack({"is": "unheard of"}),
+        pack({"is": "end"}),
+        pack({**key, "got": {"step": 1}}),
+        pack([1]),
+    ):
+        path.write_bytes(HEADER + framed(payload))
+        with pytest.raises(JournalError, match="a record that this version of agent-loop cannot read"):
+            run_journaled(path, make_stage(2, OnReplay.ONCE)[0], ROWS, resume=True)
+
+
+def test_an_empty_journal_is_said_to_hold_nothing(tmp_path: Path) -> None:
+    (tmp_path / "j").touch()
+
+    async def notes() -> list[str]:
+        async with open_journal(tmp_path / "j", key=key_of(ROWS), rows=ROWS, resume=True) as journal:
+            return list(journal.notes)
+
+    [note] = run_virtual(notes())
+    assert "holds no record; the rollout begins anew" in note
+
+
+def test_a_call_that_may_be_made_only_once_begins_when_its_record_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, on_disk = tmp_path / "j", list[int]()
+
+    def sync(file: int) -> None:
+        on_disk.append(calls_begun(records_of(path.read_bytes())).total())
+
+    defaults = JournalWriter.__init__.__kwdefaults__ | {"sync": sync}
+    monkeypatch.setattr(JournalWriter.__init__, "__kwdefaults__", defaults)
+
+    class Watching(Adder):
+        on_replay = OnReplay.ONCE
+
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            num_executed = len(self.executed)
+            assert on_disk
+            assert on_disk[-1] > num_executed
+            return await super().execute(instance_id, parameters, **kwargs)
+
+    stage = Stage(Talker(seed=1, num_calls=2), tools=[Watching()])
+    trajectories = run_journaled(path, stage, ROWS)
+    assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
