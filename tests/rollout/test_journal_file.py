@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from agent_loop.errors import JournalError
+from agent_loop.errors import JournalError, OutputError
 from agent_loop.recording.record import Kind
 from agent_loop.recording.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.folder import JournalFolder
@@ -90,6 +90,14 @@ def test_a_changed_byte_costs_one_record_at_most_and_only_if_that_is_noticed(
         ends = [len(HEADER + b"".join(map(framed, payloads[:count]))) for count in range(len(payloads) + 1)]
         lost = ends.index(damage.start)
         assert found.payloads == payloads[:lost] + payloads[lost + 1 :]
+
+
+def test_a_damaged_length_that_leads_to_the_end_of_another_record_is_made_good() -> None:
+    payloads = [b"first", b"second", b"third"]
+    whole = bytearray(HEADER + b"".join(map(framed, payloads)))
+    whole[len(HEADER) + 4] = len(framed(b"second")) + len(b"first")
+    found = scan(bytes(whole))
+    assert (found.payloads, found.damage) == (payloads, ())
 
 
 @settings(deadline=None)
@@ -199,7 +207,7 @@ def test_a_full_disk_stops_the_rollout_by_name_and_leaves_a_whole_journal(
 
 def test_a_journal_that_may_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(JournalError, match="cannot be written"):
+    with pytest.raises(OutputError, match="cannot be written or locked"):
         run_journaled(tmp_path / "file" / "j", make_stage(1)[0], ROWS)
 
 

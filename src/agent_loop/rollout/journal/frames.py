@@ -58,19 +58,19 @@ def scan(data: bytes) -> Scan:
     place, torn_from = len(HEADER), len(data)
     while place < len(data):
         payload = _payload_at(data, place)
-        if payload is None:
-            end = _next_record(data, place)
-            payload = _payload_of_damaged_length(data, place, end)
-            if payload is None and end == len(data) and _is_torn(data, place):
-                torn_from = place
-                break
-            if payload is None:
-                damage.append(range(place, end))
-            place = end
+        if payload is not None:
+            end = place + FRAME_BYTES + len(payload)
         else:
-            place += FRAME_BYTES + len(payload)
+            end = _next_marked(data, place)
+            payload = _payload_of_damaged_length(data, place, end)
         if payload is not None:
             payloads.append(payload)
+        elif end == len(data) and _is_torn(data, place):
+            torn_from = place
+        else:
+            end = _end_by_length(data, place) or end
+            damage.append(range(place, end))
+        place = end
     num_good = damage[0].start if damage else torn_from
     return Scan(payloads, num_good, num_torn_bytes=len(data) - torn_from, damage=tuple(damage))
 
@@ -108,19 +108,23 @@ def _payload_at(data: bytes, place: int) -> bytes | None:
     return payload if checksum == _checksum(payload) else None
 
 
-def _next_record(data: bytes, place: int) -> int:
-    """Return where the record after the broken one at `place` begins, or the end of the data."""
-    if place + FRAME_BYTES <= len(data):
-        _, length, _ = _FRAME.unpack_from(data, place)
-        end = place + FRAME_BYTES + length
-        if end == len(data) or _payload_at(data, end) is not None:
-            return end
+def _next_marked(data: bytes, place: int) -> int:
+    """Return where the first whole record after `place` begins that has a mark, or the end of the data."""
     start = data.find(MARK, place + 1)
     while start >= 0:
         if _payload_at(data, start) is not None:
             return start
         start = data.find(MARK, start + 1)
     return len(data)
+
+
+def _end_by_length(data: bytes, place: int) -> int | None:
+    """Return where the broken record at `place` ends by its own length; None if no record begins there."""
+    if place + FRAME_BYTES > len(data):
+        return None
+    _, length, _ = _FRAME.unpack_from(data, place)
+    end = place + FRAME_BYTES + length
+    return end if end == len(data) or _payload_at(data, end) is not None else None
 
 
 def _payload_of_damaged_length(data: bytes, place: int, end: int) -> bytes | None:
