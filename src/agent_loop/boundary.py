@@ -21,6 +21,10 @@ from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.waits import WaitKind, waiting_for
 
 ResultT = TypeVar("ResultT")
+MAX_REWARD = 1e15
+"""The largest size of a reward: float32, which batches have, holds its square and sums of millions of those."""
+REWARD_LIMIT = "(rewards are at most 1e15 in size)"
+"""For errors."""
 
 
 class OnReplay(StrEnum):
@@ -120,6 +124,15 @@ def as_finite_number(value: Any) -> float | None:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def as_reward(value: Any) -> float | None:
+    """Return the value as a reward; None if it is not a finite number of at most `MAX_REWARD` in size.
+
+    What counts as a number is as for `as_finite_number`.
+    """
+    number = as_finite_number(value)
+    return None if number is None or abs(number) > MAX_REWARD else number
 
 
 def describe_error(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from agent_loop.boundary import OnReplay, as_finite_number, describe_value
+from agent_loop.boundary import OnReplay, as_reward, describe_value
 from agent_loop.config import Section
 from agent_loop.errors import InteractionBug
 from agent_loop.interactions.actions import ActionReader, NoAction
@@ -114,7 +114,7 @@ class GymnasiumInteraction(BaseInteraction):
 
     def _step(self, game: _Game, action: Any) -> tuple[str, float, bool, bool]:
         observation, reward, terminated, truncated, _ = game.env.step(action)
-        score = as_finite_number(reward)
+        score = as_reward(reward)
         if score is None:
             raise InteractionBug(f"{self._settings.env_id} returned {describe_value(reward)} as its reward")
         return self._text_of(observation, game.env), score, bool(terminated), bool(truncated)

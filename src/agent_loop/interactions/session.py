@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, cast
 
 from agent_loop.boundary import (
+    REWARD_LIMIT,
     DeadlineExpired,
     OnReplay,
     TrajectoryInstance,
-    as_finite_number,
+    as_reward,
     close_instances,
     describe_error,
     describe_value,
@@ -207,8 +208,10 @@ def read_reply(returned: Any, *, where: str) -> InteractionReply:
 
 
 def read_score(score: Any, *, where: str) -> float:
-    """Raises: InteractionBug: It is no finite number."""
-    number = as_finite_number(score)
+    """Raises: InteractionBug: It is not a number that can be a reward."""
+    number = as_reward(score)
     if number is None:
-        raise InteractionBug(f"{where} returned {describe_value(score)} as its score; return a finite number")
+        raise InteractionBug(
+            f"{where} returned {describe_value(score)} as its score; return a finite number {REWARD_LIMIT}"
+        )
     return number

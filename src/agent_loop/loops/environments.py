@@ -27,7 +27,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.boundary import OnReplay, as_finite_number, describe_error, describe_value
+from agent_loop.boundary import REWARD_LIMIT, OnReplay, as_reward, describe_error, describe_value
 from agent_loop.errors import ConfigError, EnvironmentBug, ToolError
 from agent_loop.loading import load_object
 from agent_loop.threads import OneThread
@@ -129,14 +129,14 @@ class Environment:
         """The environment's own reward; None if it has none.
 
         Raises:
-            EnvironmentBug: It is no finite number, and not None.
+            EnvironmentBug: It is neither None nor a number that can be a reward.
             Exception: Whatever the environment raises.
         """
         returned = await self.call("get_reward") if self._factory.has_reward else None
-        reward = None if returned is None else as_finite_number(returned)
+        reward = None if returned is None else as_reward(returned)
         if reward is None and returned is not None:
             raise EnvironmentBug(
-                f"get_reward of {self.where} returned {describe_value(returned)}; return a finite number"
+                f"get_reward of {self.where} returned {describe_value(returned)}; return a finite number {REWARD_LIMIT}"
             )
         return reward
 

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any, cast
 
 from agent_loop.boundary import (
+    REWARD_LIMIT,
     DeadlineExpired,
-    as_finite_number,
+    as_reward,
     call_function,
     describe_error,
     describe_value,
@@ -123,9 +124,9 @@ def read_score(returned: Any, *, source: str) -> Score:
 
 
 def _read_reward(value: Any, *, what: str) -> float:
-    number = as_finite_number(value)
+    number = as_reward(value)
     if number is None:
         raise RewardError(
-            f"{what} {describe_value(value)}; return a finite number, or a mapping with 'reward'"
+            f"{what} {describe_value(value)}; return a finite number, or a mapping with 'reward' {REWARD_LIMIT}"
         )
     return number

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec import Struct, structs
 
-from agent_loop.boundary import describe_value
+from agent_loop.boundary import REWARD_LIMIT, as_reward, describe_value
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.base import LoopContext
 from agent_loop.servers.completion_memory import CompletionMemory
@@ -23,9 +23,11 @@ from agent_loop.trajectory import (
     IncidentKind,
     Segment,
 )
-from agent_loop.types import IntArray, Message, Origin, Row, StopReason
+from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason
 
 MAX_INT32 = 2**31 - 1
+MAX_LOG_PROB = 0.01
+"""Engines that round give a little more than 0."""
 PROMPT = (
     Origin.PROMPT
 )  # (Python 3.11 looks members up slowly, and this is asked for each segment of each trajectory)
@@ -197,7 +199,16 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
         output = replace(output, num_turns=_count(output.num_turns, name="num_turns"))
     if type(output.stop_reason) is not StopReason:
         output = replace(output, stop_reason=_stop_reason(output.stop_reason))
+    if output.reward_score is not None:
+        reward_score = _reward(output.reward_score, name="reward_score")
+        if type(output.reward_score) is not float:
+            output = replace(output, reward_score=reward_score)
     for segment in output.segments:
+        if segment.log_probs is not None and not _are_log_probs(segment.log_probs):
+            [bad, *_] = [each for each in segment.log_probs.tolist() if not -np.inf < each <= MAX_LOG_PROB]
+            raise EpisodeError(
+                f"response_logprobs holds {bad}; give log-probs, which are finite and at most 0"
+            )
         version: Any = segment.weight_version
         if version is not None and (type(version) is not int or not UNKNOWN_VERSION <= version <= MAX_INT32):
             raise EpisodeError(f"weight_version is {describe_value(version)}; give an int, 0 or more")
@@ -207,6 +218,8 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
                 f"feedback has the place {feedback.place} in a response of {num_response_tokens} tokens; give the "
                 "place of the last token of its turn, or None"
             )
+        if feedback.reward is not None:
+            _reward(feedback.reward, name="the reward of a turn")
     messages: tuple[Any, ...] = output.messages
     for message in messages:
         role = message.get("role") if hasattr(message, "get") else None
@@ -272,6 +285,18 @@ def _count(number: Any, *, name: str) -> int:
     if not 0 <= count <= MAX_INT32:
         raise EpisodeError(f"{name} is {describe_value(number)}; give an int, 0 or more")
     return count
+
+
+def _reward(given: Any, *, name: str) -> float:
+    reward = as_reward(given)
+    if reward is None:
+        raise EpisodeError(f"{name} is {describe_value(given)}; give a finite number, or None {REWARD_LIMIT}")
+    return reward
+
+
+def _are_log_probs(log_probs: FloatArray) -> bool:
+    """Whether each is finite, and not above 0 by more than rounding explains."""
+    return bool(np.isfinite(log_probs).all() and (log_probs <= MAX_LOG_PROB).all())
 
 
 def _stop_reason(given: Any) -> StopReason:

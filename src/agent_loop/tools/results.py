@@ -9,7 +9,7 @@ from typing import Any, cast
 from msgspec import Struct, field, structs
 from pydantic_core import to_jsonable_python
 
-from agent_loop.boundary import as_finite_number, describe_error, describe_value, one_line
+from agent_loop.boundary import REWARD_LIMIT, as_reward, describe_error, describe_value, one_line
 from agent_loop.errors import ToolBug
 from agent_loop.tools.base import ToolResponse
 from agent_loop.trajectory import Incident, IncidentKind
@@ -88,11 +88,11 @@ def _as_response(value: Any, returned: Any, *, name: str) -> ToolResponse:
 
 
 def read_reward(reward: Any, *, where: str) -> float:
-    """Raises: ToolBug: It is no finite number."""
-    number = as_finite_number(reward)
+    """Raises: ToolBug: It is not a number that can be a reward."""
+    number = as_reward(reward)
     if number is None:
         raise ToolBug(
-            f"{where} returned {describe_value(reward)} as its reward; return a finite number, or None"
+            f"{where} returned {describe_value(reward)} as its reward; return a finite number, or None {REWARD_LIMIT}"
         )
     return number
 

@@ -87,7 +87,7 @@ def collect_rewards(
     """Return the rewards of a batch, as the configuration shapes them.
 
     The reward of a turn that branches share is a token's reward where the turn is trained, and counts in what each of
-    these branches earned in all.
+    these branches earned in all. A reward that is not finite counts as none.
 
     Args:
         batch: As `assemble` makes it.
@@ -101,19 +101,21 @@ def collect_rewards(
         outcome_B = outcome_B - config.overlong_penalty * overlong_penalty(
             lengths_B, limit=response_length, buffer=config.overlong_buffer
         )
-    has_turn_BR = batch["has_turn_reward"] & mask_BR.bool() & batch["is_scored"][:, None]
-    is_shared_BR = (batch["weight_versions"] >= 0) & ~mask_BR.bool()
+    outcome_B = torch.where(outcome_B.isfinite(), outcome_B, torch.nan)
+    turns_BR, is_scored_B1 = batch["turn_rewards"], outcome_B.isfinite()[:, None]
+    has_turn_BR = batch["has_turn_reward"] & turns_BR.isfinite() & mask_BR.bool() & is_scored_B1
+    is_shared_BR = (batch["weight_versions"] >= 0) & ~mask_BR.bool() & turns_BR.isfinite()
     penalties_BR = torch.zeros(mask_BR.shape) if kl_BR is None else config.kl_reward_coef * kl_BR
     return Rewards(
         outcome_B=outcome_B,
-        turns_BR=torch.where(has_turn_BR, batch["turn_rewards"], 0.0),
+        turns_BR=torch.where(has_turn_BR, turns_BR, 0.0),
         has_turn_BR=has_turn_BR,
         penalties_BR=penalties_BR,
         mask_BR=mask_BR,
         groups_B=batch["group"],
         turn_weight=config.turn_reward_weight,
         rollouts_B=rollouts_of_rows(batch),
-        shared_turns_B=torch.where(is_shared_BR, batch["turn_rewards"], 0.0).double().sum(dim=1),
+        shared_turns_B=torch.where(is_shared_BR, turns_BR, 0.0).double().sum(dim=1),
     )
 
 

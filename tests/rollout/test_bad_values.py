@@ -1,0 +1,156 @@
+"""A reward or a log-prob that no update could use fails its own row by name; the others train."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agent_loop.boundary import MAX_REWARD
+from agent_loop.config import AlgorithmConfig
+from agent_loop.errors import InteractionBug, RewardError, ToolBug
+from agent_loop.interactions.session import read_score as read_interaction_score
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction, read_score
+from agent_loop.rollout.batch import assemble
+from agent_loop.tools.results import read_reward
+from agent_loop.training.advantages import (
+    collect_rewards,
+    estimate_advantages,
+    grpo_advantages,
+    rloo_advantages,
+)
+from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
+from agent_loop.types import Origin, StopReason
+from tests.helpers import says
+from tests.rollout.harness import Stage
+
+BAD_REWARDS = [math.nan, math.inf, -math.inf, 1e308, -1e39, 2 * MAX_REWARD, 10**400]
+
+
+@register("edits_output")
+class EditsOutput(AgentLoopBase):
+    """Answers once; the row's `edit` changes what is returned."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        async with self.episode(row["raw_prompt"]) as episode:
+            await episode.generate(sampling_params)
+        edit = row.get("edit")
+        return episode.output() if edit is None else edit(episode.output())
+
+
+def run_rows(*edits: Any) -> list[Trajectory]:
+    stage = Stage(
+        [says("7")] * len(edits),
+        agent="edits_output",
+        reward=RewardFunction(lambda output, row: 0.5, timeout_s=5),
+    )
+    rows = [{"raw_prompt": [{"role": "user", "content": "?"}], "edit": edit} for edit in edits]
+    return stage.run(rows)
+
+
+@pytest.mark.parametrize("reward", [*BAD_REWARDS, "x", [1.0], np.array([1.0, 2.0])])
+def test_a_reward_score_that_no_batch_can_hold_fails_its_row_by_name(reward: Any) -> None:
+    bad, good = run_rows(lambda output: replace(output, reward_score=reward), None)
+
+    assert bad.output.stop_reason is StopReason.FAILED
+    assert bad.output.failure is not None
+    assert "reward_score is " in bad.output.failure.error
+    assert "give a finite number, or None" in bad.output.failure.error
+    assert bad.reward is None
+    assert bad.output.reward_score is None
+    assert (good.reward, good.output.stop_reason) == (0.5, StopReason.ANSWERED)
+
+
+@pytest.mark.parametrize("reward", [True, np.float32(0.25), torch.tensor(2.0), -MAX_REWARD, 3])
+def test_a_reward_score_of_another_numeric_type_becomes_a_float(reward: Any) -> None:
+    [trajectory] = run_rows(lambda output: replace(output, reward_score=reward))
+
+    assert type(trajectory.reward) is float
+    assert type(trajectory.output.reward_score) is float
+    assert trajectory.reward == float(reward)
+
+
+@pytest.mark.parametrize("reward", [math.nan, 1e308, "x"])
+def test_the_reward_of_a_turn_that_a_loop_writes_itself_is_checked(reward: Any) -> None:
+    feedback = [Feedback(Origin.TOOL, "judge", place=0, reward=reward)]
+    bad, good = run_rows(lambda output: replace(output, feedback=feedback), None)
+
+    assert bad.output.failure is not None
+    assert "the reward of a turn is " in bad.output.failure.error
+    assert good.output.failure is None
+
+
+@pytest.mark.parametrize("log_prob", [math.nan, math.inf, -math.inf, 0.5])
+def test_log_probs_that_a_loop_writes_itself_are_checked(log_prob: float) -> None:
+    def edit(output: AgentLoopOutput) -> AgentLoopOutput:
+        log_probs = [-0.5] * len(output.response_ids)
+        log_probs[-1] = log_prob
+        return AgentLoopOutput(
+            prompt_ids=output.prompt_ids,
+            response_ids=output.response_ids,
+            response_mask=output.response_mask.tolist(),
+            response_logprobs=log_probs,
+        )
+
+    bad, good = run_rows(edit, None)
+
+    assert bad.output.failure is not None
+    assert f"response_logprobs holds {log_prob}; give log-probs" in bad.output.failure.error
+    assert good.output.failure is None
+
+
+@pytest.mark.parametrize("reward", BAD_REWARDS)
+def test_every_other_door_of_rewards_refuses_what_no_batch_can_hold(reward: float) -> None:
+    with pytest.raises(RewardError, match="return a finite number, or a mapping"):
+        read_score(reward, source="judge")
+    with pytest.raises(RewardError, match="returned reward"):
+        read_score({"reward": reward}, source="judge")
+    with pytest.raises(ToolBug, match="return a finite number, or None"):
+        read_reward(reward, where="tool 'add'")
+    with pytest.raises(InteractionBug, match="return a finite number"):
+        read_interaction_score(reward, where="interaction 'user'")
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_reward_that_is_not_finite_in_the_batch_counts_as_none(estimator: Any) -> None:
+    """The last guard, for batches of trajectories that no worker made."""
+    config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=1.0)
+    trajectories = [
+        *run_rows(
+            *(lambda output, score=score: replace(output, reward_score=score) for score in (0.0, 1.0, 0.0))
+        )
+    ]
+    trajectories = [
+        Trajectory(t.output, t.row, 0, rollout, t.reward, {}) for rollout, t in enumerate(trajectories)
+    ]
+    batch = assemble(trajectories, pad_token_id=0)
+    spoilt, clean = batch.clone(), batch.clone()
+    spoilt["reward"][2] = math.inf
+    spoilt["turn_rewards"][0, 0], spoilt["has_turn_reward"][0, 0] = math.nan, True
+    clean["reward"][2] = math.nan
+
+    found, expected = (
+        estimate_advantages(collect_rewards(each, config=config, response_length=9), config=config)
+        for each in (spoilt, clean)
+    )
+
+    assert found.keep_B.tolist() == [True, True, False]
+    assert torch.equal(found.advantages_BR[:2], expected.advantages_BR[:2])
+    assert found.advantages_BR[:2].isfinite().all()
+
+
+def test_statistics_of_the_largest_rewards_do_not_overflow() -> None:
+    rewards_B, groups_B = torch.tensor([MAX_REWARD, -MAX_REWARD, 3e38, -3e38]), torch.tensor([0, 0, 1, 1])
+
+    assert grpo_advantages(rewards_B, groups_B=groups_B).tolist() == pytest.approx(
+        [0.5**0.5, -(0.5**0.5)] * 2
+    )
+    assert rloo_advantages(rewards_B[:2], groups_B=groups_B[:2]).tolist() == pytest.approx(
+        [2 * MAX_REWARD, -2 * MAX_REWARD]
+    )
