@@ -77,6 +77,55 @@ ARGUMENTS_ARE_TEXT = """\
 """
 """Arguments must be text, a system prompt is written if there is none, and the generation prompt opens reasoning."""
 
+READS_REASONING = """\
+{%- for m in messages -%}
+{%- set content = m.content -%}
+{%- set reasoning = m.reasoning_content or '' -%}
+{%- if m.role == 'assistant' and not reasoning and '</think>' in content -%}
+{%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') -%}
+{%- set content = content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}{{ '<think>\\n' + reasoning + '\\n</think>\\n\\n' }}{% endif -%}
+{{ content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+"""Reasoning in an assistant's content is found and written anew, between control tokens of the template."""
+
+PUTS_REASONING_BEFORE = """\
+{%- for m in messages -%}
+{%- set content = m.content -%}
+{%- if m.role == 'assistant' and '<think>' not in content and '</think>' not in content -%}
+{%- set content = '<think></think>' ~ content -%}
+{%- endif -%}
+{%- if m.role == 'assistant' and not loop.last and '</think>' in content -%}
+{%- set content = '<think></think>' ~ content.split('</think>')[-1] -%}
+{%- endif -%}
+<|im_start|>{{ m.role }}
+{{ content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+"""What the template wrote itself is searched for the same strings as what an assistant said."""
+
+PRINTS_VALUES = """\
+{%- for m in messages -%}
+<start_of_turn>{{ m.role }}
+{{ m.content }}
+{%- if m.tool_calls %}{{ m.tool_calls }}{{ m.tool_calls | tojson(ensure_ascii=true) }}{% endif %}<end_of_turn>
+{% endfor -%}
+{%- if add_generation_prompt %}<start_of_turn>model
+{% endif -%}
+"""
+"""Lists of parts and of calls are printed as Python values and as JSON of ASCII."""
+
 
 def family(chat_template: str) -> ChatTemplate:
     return ChatTemplate(makeshift_tokenizer(chat_template))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from agent_loop.chat.encoding import MASK_CLOSE, MASK_OPEN, ControlledEncoder
+from agent_loop.chat.encoding import MASK_OPEN, ControlledEncoder
 
 CONTROLS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "<tool_call>", "</tool_call>"]
 TEXTS = [
@@ -105,7 +105,7 @@ def test_no_control_token_in_foreign_text_becomes_one(kind: str, around: str) ->
 @pytest.mark.parametrize("kind", KINDS[:4])
 def test_foreign_text_with_control_tokens_reads_the_same(kind: str) -> None:
     encoder = encoder_of(kind)
-    foreign = "said" + "".join(encoder.control_texts) + "and" + MASK_OPEN + "3c" + MASK_CLOSE
+    foreign = "said" + "".join(encoder.control_texts) + "and" + MASK_OPEN + ".3c;"
     decoded = encoder.decode(encoder.encode(f"<s>{encoder.mask(foreign)}</s>"))
     assert decoded.replace("<s> said", "<s>said") == f"<s>{foreign}</s>"
 
@@ -120,7 +120,7 @@ def test_masks_change_nothing_outside_their_stretch(kind: str) -> None:
     assert encoder.encode(f"{before}x{after}")[-3:] == ids[-3:]
 
 
-@given(st.text(st.sampled_from([*"<>|/s[]INTim_endstart ", MASK_OPEN, MASK_CLOSE, "\n"])))
+@given(st.lists(st.sampled_from([*"<>|/s[]INTim_endstart ", MASK_OPEN, ".", ":", "3c;", "\n"])).map("".join))
 def test_masks_are_undone_and_leave_no_control_token(text: str) -> None:
     encoder = encoder_of("byte-level")
     masked = encoder.mask(text)

@@ -61,7 +61,8 @@ MARKS = [
     "</think>",
     "[INST]",
     "@text.of.a.reply@",
-    "\ue0003c\ue001",
+    "@mask.3c;",
+    "@mask:3c;",
 ]
 texts = st.text(max_size=30) | st.lists(
     st.sampled_from([*MARKS, " ", "\n", "x", "<"]) | st.text(max_size=3), max_size=6
@@ -81,8 +82,9 @@ def rendered_bridge(
     joint = template.replies.joint(replies)
     stand_in = joint.stand_in
     answered = stand_in.answered(replies, calls=calls)
-    messages = [*stand_in.turns(answered), *stand_in.filled(replies, answered)]
-    return template.encoder.encode(joint.after(template.renderer.text(messages, tools=stand_in.tools)))
+    turns, filled = stand_in.turns(answered), stand_in.filled(replies, answered)
+    rendered = template.renderer.text(filled, after=turns, tools=stand_in.tools)
+    return template.encoder.encode(joint.after(rendered))
 
 
 def rendered_prompt(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:

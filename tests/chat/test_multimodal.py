@@ -167,9 +167,10 @@ def test_videos_are_refused_by_name_where_a_model_takes_none() -> None:
 
 
 def test_a_template_that_leaves_an_image_out_is_refused(template: ChatTemplate) -> None:
-    said = {"role": "assistant", "content": f"I say {PAD}"}
-    with pytest.raises(ChatTemplateError, match=r"2 placeholders '<\|image_pad\|>' for 1 images"):
-        template.open([*asks("a", picture()), said, *user("b")])
+    assert isinstance(template.media, MediaProcessor)
+    ids = template.encoder.encode(f"a {PAD}")
+    with pytest.raises(ChatTemplateError, match=r"1 placeholders '<\|image_pad\|>' for 2 images"):
+        template.media.encode(ids, template.media.read(_media(picture()) * 2))
 
 
 def test_features_that_need_other_tokens_than_the_processor_writes_are_refused() -> None:

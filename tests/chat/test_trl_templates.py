@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from agent_loop.chat.probes import PROBE_TOOLS, plain_probes, tool_probes
 from agent_loop.chat.report import Cause, ProbeResult, TemplateReport, Verdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import verify_template
+from agent_loop.errors import ChatTemplateError
 
 ROOT = Path(__file__).parents[2]
 
@@ -134,6 +136,72 @@ def test_reasoning_that_a_template_strips_is_kept_and_named(name: str) -> None:
     for result in stripped:
         assert result.is_bridge_exact
         assert result.num_kept_tokens > 0
+
+
+SAID = ("content", "reasoning_content", "calls")
+
+
+def echoed(text: str, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """A conversation in which fields of what an assistant is said to have said hold a text."""
+    said: dict[str, Any] = {"role": "assistant", "content": text if "content" in fields else "x"}
+    if "reasoning_content" in fields:
+        said["reasoning_content"] = text
+    if "calls" not in fields:
+        return [USER, said, USER]
+    function = {"name": text, "arguments": {text: text, "nested": {text: [text, {text: text}]}}}
+    said["tool_calls"] = [{"type": "function", "id": text, "function": function}]
+    return [USER, said, {"role": "tool", "content": text, "name": text, "tool_call_id": text}, USER]
+
+
+@every_template
+def test_nothing_that_an_assistant_is_said_to_have_said_forges_control_tokens(name: str) -> None:
+    template = template_of(name)
+
+    def controls(text: str, fields: Sequence[str]) -> Counter[int]:
+        messages = [template.replies.written(message) for message in echoed(text, fields)]
+        ids = template.open(messages).tolist()
+        assert "@mask" not in template.decode(ids)
+        return Counter(token_id for token_id in ids if token_id in template.encoder.control_ids)
+
+    for fields in (*[[field] for field in SAID], SAID):
+        try:
+            plain = controls("x" * 9, fields)
+        except ChatTemplateError:
+            continue  # (a template that takes no calls)
+        for forged in (*template.encoder.control_texts, "".join(template.encoder.control_texts)):
+            assert controls(forged, fields) <= plain
+
+
+@every_template
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_masks_change_nothing_of_what_a_template_writes(name: str, in_parts: bool) -> None:
+    """Not what it reads out of an assistant's content, and not where it prints a list of parts as Python text."""
+    template = template_of(name)
+    if template.renderer.takes_parts:
+        pytest.skip("its content is always a list of parts")
+    forged = "é\ue000'\"\\ " + "".join(template.encoder.control_texts)
+    content = [{"type": "text", "text": forged}] if in_parts else forged
+    call = {"type": "function", "id": "x" * 9, "function": {"name": "add", "arguments": {forged: [forged]}}}
+    reply = {"role": "tool", "content": content, "name": "add", "tool_call_id": "x" * 9}
+    for text in (
+        "<think>\nhm\n</think>\n\nso",
+        "hm</think>so",
+        "<think>hm",
+        "a<|channel>x<channel|>b",
+        "so",
+        forged,
+    ):
+        for more in ([], [reply]):
+            said = {"role": "assistant", "content": text, **({"tool_calls": [call]} if more else {})}
+            asked = {"role": "user", "content": content}
+            messages = [template.replies.written(message) for message in (asked, said, *more, USER)]
+            try:
+                written = template.encoder.unmask(template.renderer.text(messages))
+            except ChatTemplateError:
+                continue
+            assert written == template.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
 
 
 @every_template

@@ -10,7 +10,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from agent_loop.chat.grids import GridProcessor, grid_positions, video_patches, video_settings
 from agent_loop.chat.multimodal import Encoded, MediaProcessor
-from agent_loop.chat.sources import load_video
+from agent_loop.chat.sources import Medium, load_video
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, DataError
 from tests.tiny_vision import (
@@ -133,8 +133,16 @@ def test_a_placeholder_of_videos_in_foreign_text_stays_text(template: ChatTempla
     assert np.count_nonzero(encoded.token_ids == pad_id) == 12
 
 
+@pytest.mark.parametrize("said", [PAD, "<|image_pad|>"])
+def test_a_placeholder_in_what_an_assistant_said_stays_text(template: ChatTemplate, said: str) -> None:
+    messages = [*asks("a", picture()), {"role": "assistant", "content": said}, *asks("b", picture())]
+    encoded = template.open_encoded(messages)
+    assert [attachment.kind for attachment in encoded.attachments] == ["image", "image"]
+    assert said in template.decode(encoded.token_ids)
+
+
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("written", "complaint"),
     [
         (
             PAD,
@@ -144,15 +152,12 @@ def test_a_placeholder_of_videos_in_foreign_text_stays_text(template: ChatTempla
     ],
 )
 def test_placeholders_that_nothing_was_given_for_are_refused(
-    template: ChatTemplate, said: str, complaint: str
+    template: ChatTemplate, written: str, complaint: str
 ) -> None:
-    messages = [
-        *asks("a", picture()),
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": "b"},
-    ]
+    assert not isinstance(template.media, str)
+    ids = template.encoder.encode(f"<|image_pad|>{written}")
     with pytest.raises(ChatTemplateError, match=complaint):
-        template.open(messages)
+        template.media.encode(ids, template.media.read([Medium("image", picture())]))
 
 
 def test_every_form_of_a_video_is_read_alike(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class Bridge:
         joint = self.joint(replies)
         turns = joint.stand_in.turns(answered)
         filled = joint.stand_in.filled(replies, answered)
-        return joint.after(self._renderer.text([*turns, *filled], tools=joint.stand_in.tools))
+        return joint.after(self._renderer.text(filled, after=turns, tools=joint.stand_in.tools))
 
     def joint(self, replies: Sequence[Message]) -> Joint:
         """The joint for replies like these.
@@ -232,7 +232,7 @@ class Bridge:
         )
 
     def _continued(self, turns: list[Message], stand_in: StandIn, replies: list[Message]) -> str:
-        continued = self._tail([*turns, *replies], stand_in, add_generation_prompt=True)
+        continued = self._tail(turns, stand_in, replies=replies, add_generation_prompt=True)
         texts = [re.escape(str(reply["content"])) for reply in replies]
         if not re.search(".*".join(texts), continued, re.DOTALL):
             role = replies[0]["role"]
@@ -256,15 +256,24 @@ class Bridge:
             return False
         first, second = (re.escape(str(reply["content"])) for reply in _TOOL_REPLIES)
         try:
-            rendered = self._renderer.text([*stand_in.turns(_ANSWERED), *_TOOL_REPLIES], tools=stand_in.tools)
+            rendered = self._renderer.text(
+                _TOOL_REPLIES, after=stand_in.turns(_ANSWERED), tools=stand_in.tools
+            )
         except ChatTemplateError:
             return False
         between = re.search(f"{first}(.*){second}", rendered, re.DOTALL)
         return between is not None and close.strip() in between[1]
 
-    def _tail(self, messages: list[Message], stand_in: StandIn, *, add_generation_prompt: bool) -> str:
+    def _tail(
+        self,
+        turns: list[Message],
+        stand_in: StandIn,
+        *,
+        replies: Sequence[Message] = (),
+        add_generation_prompt: bool,
+    ) -> str:
         rendered = self._renderer.text(
-            messages, tools=stand_in.tools, add_generation_prompt=add_generation_prompt
+            replies, after=turns, tools=stand_in.tools, add_generation_prompt=add_generation_prompt
         )
         _, found, tail = rendered.rpartition(SENTINEL)
         if not found:
@@ -287,7 +296,7 @@ class Bridge:
         """Whether the template ends each call with it, not only the turn."""
         calls = stand_in.turns(_ANSWERED)
         try:
-            rendered = self._renderer.text(calls, tools=stand_in.tools, add_generation_prompt=False)
+            rendered = self._renderer.text([], after=calls, tools=stand_in.tools, add_generation_prompt=False)
         except ChatTemplateError:
             # One call a turn shows no difference: believe that turns have a close if answers have one.
             return not self._plain_close

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -19,18 +19,19 @@ from agent_loop.errors import ConfigError
 EncoderChoice: TypeAlias = Literal["auto", "tokenizers", "tiktoken"]
 """Which library encodes; `auto` is `tiktoken` where it was proved to give the same ids."""
 
-MASK_OPEN, MASK_CLOSE = "\ue000", "\ue001"
-_MASK = re.compile(f"{MASK_OPEN}([0-9a-f]{{1,6}}){MASK_CLOSE}")
+MASK_OPEN = "@mask"
+"""How every mask begins. Plain ASCII, which templates leave alone where they quote, escape or print what they write."""
+_MASK = re.compile(f"{MASK_OPEN}[.:]([0-9a-f]{{1,6}});")
 
 _log = logging.getLogger(__name__)
 
 
 class ControlledEncoder:
-    """Encodes rendered templates in which foreign text (of users, tools, environments) may not speak control tokens.
+    """Encodes rendered templates in which the text of messages cannot become a control token.
 
-    Before rendering, `mask` replaces the first character of every control token in foreign text by a stand-in;
-    `encode` writes the template's own control tokens as ids and puts the masked characters back as plain text. Text
-    without masks is encoded in one piece, exactly as the tokenizer would.
+    Before rendering, `mask` replaces the first character of every control token in a text by a placeholder; `encode`
+    writes the template's own control tokens as ids and puts the masked characters back as plain text. Text without
+    masks is encoded in one piece, exactly as the tokenizer would.
 
     Args:
         tokenizer: The `tokenizers` tokenizer. Not changed.
@@ -60,18 +61,12 @@ class ControlledEncoder:
         self._finds_normalised = any(token.normalized for token in added.values())
 
     def mask(self, text: str) -> str:
-        """Foreign text in which no control token stands, for rendering."""
-        text = text if text.isascii() else _encodable(text)
-        # (nearly always nothing is to be done)
-        masked = self._masked(text) if any(map(text.__contains__, self._word_starts)) else text
-        normalise = self._normalise
-        if normalise is not None and self._word_start.search(normalise(text)):
-            masked = "".join(char if normalise(char) == char else _mask_of(char) for char in masked)
-        return masked
+        """Return the text for rendering, without control tokens in it."""
+        return self._masked(text, _opaque_mask)
 
-    def escape(self, text: str) -> str:
-        """Text that may speak control tokens, for rendering: nothing in it is taken for a mask."""
-        return _encodable(text).replace(MASK_OPEN, _mask_of(MASK_OPEN))
+    def mask_searchable(self, text: str) -> str:
+        """Return the text for rendering, with other masks than `mask`, which a rewritten template searches for."""
+        return self._masked(text, _searchable_mask)
 
     def unmask(self, text: str) -> str:
         """The text as it was before `mask`."""
@@ -136,10 +131,19 @@ class ControlledEncoder:
                 length = start
         return rendered[:length]
 
-    def _masked(self, text: str) -> str:
+    def _masked(self, text: str, mask_of: Callable[[str], str]) -> str:
+        text = text if text.isascii() else _encodable(text)
+        normalise = self._normalise
+        if normalise is not None and self._word_start.search(normalise(text)):
+            starts = self._word_starts
+            return "".join(
+                mask_of(char) if char in starts or normalise(char) != char else char for char in text
+            )
+        if not any(map(text.__contains__, self._word_starts)):  # (as nearly always)
+            return text
         # One pattern for each first character is searched many times faster than one for all.
         has_words = any(starts.search(text) for starts in self._word_starts.values())
-        return self._word_start.sub(_masked_start, text) if has_words else text
+        return self._word_start.sub(lambda found: mask_of(found[0]), text) if has_words else text
 
     def _spans(self, rendered: str, token_ids: Set[int]) -> list[tuple[int, int]]:
         encoding = self._tokenizer.encode(rendered, add_special_tokens=False)
@@ -226,9 +230,9 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _masked_start(found: re.Match[str]) -> str:
-    return _mask_of(found[0])
+def _opaque_mask(char: str) -> str:
+    return f"{MASK_OPEN}.{ord(char):x};"
 
 
-def _mask_of(char: str) -> str:
-    return f"{MASK_OPEN}{ord(char):x}{MASK_CLOSE}"
+def _searchable_mask(char: str) -> str:
+    return f"{MASK_OPEN}:{ord(char):x};"

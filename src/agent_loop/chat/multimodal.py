@@ -161,8 +161,7 @@ class MediaProcessor:
             )
             raise ChatTemplateError(
                 f"the chat template wrote {counts}; send images and videos in messages whose role the template "
-                "writes them for, in the order in which it writes them, and no placeholders in the text of "
-                "assistant messages"
+                "writes them for, in the order in which it writes them"
             )
         return places
 

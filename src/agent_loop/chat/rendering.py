@@ -6,18 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from agent_loop.chat.encoding import ControlledEncoder
+from agent_loop.chat.marker_search import searching_masked_text
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message
 
 SENTINEL = "@stand.in.for.the.assistant@"
 """Stands for what the assistant said; never encoded. Plain ASCII: templates trim, quote and escape what they write."""
 
-TRUSTED_ROLES = frozenset({"assistant"})
-"""Whose text may hold control tokens: the model's own earlier turns."""
+TEXTS_WITH_MARKERS = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
+"""Fields of an assistant's message in which templates look for their own markers, such as `</think>`."""
 
 
 class Renderer:
-    """Renders messages in which foreign text is masked, so that it cannot be taken for the template's own.
+    """Renders messages whose texts are masked, so that no text can be taken for the template's own.
+
+    The masks in what an assistant said can be searched for: a template that splits content at `</think>` still does,
+    and writes its own `</think>` where it puts the reasoning.
 
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
@@ -27,6 +31,8 @@ class Renderer:
     def __init__(self, tokenizer: Any, *, encoder: ControlledEncoder) -> None:
         self._tokenizer = tokenizer
         self._encoder = encoder
+        self._rewritten: dict[str, str | None] = {}
+        """The templates that were used, rewritten; None where that changes nothing."""
         self.takes_parts = False
         """Content is a list of parts in this template; a string would be refused or left out."""
         self.takes_parts = not self._writes_said()
@@ -36,52 +42,81 @@ class Renderer:
         self,
         messages: Sequence[Message],
         *,
+        after: Sequence[Message] = (),
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """The rendered messages, masks still in them.
+        """Return the rendered messages, masks still in them.
+
+        Args:
+            messages: Their texts are masked.
+            after: Messages of our own before them. Only names and ids of calls in these are masked.
+            tools: OpenAI function schemas.
+            add_generation_prompt: End with the opening of the assistant's next turn.
 
         Raises:
             ChatTemplateError: The template does not accept these messages.
         """
+        mask = self._encoder.mask
         try:
+            shown = [_each_text(dict(tool), mask) for tool in tools] or None
             rendered = self._tokenizer.apply_chat_template(
-                [self._prepared(message) for message in messages],
-                tools=[_each_text(dict(tool), self._encoder.mask) for tool in tools] or None,
+                [*map(self._own, after), *map(self._masked, messages)],
+                tools=shown,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
+                **self._options(shown),
             )
         except Exception as error:  # (a template may raise anything: Jinja runs the author's code)
             roles = [message.get("role") for message in messages]
             raise ChatTemplateError(
-                f"the chat template refuses messages with roles {roles}: {type(error).__name__}: {error}"
+                f"the chat template refuses messages with roles {roles}: {type(error).__name__}: "
+                f"{self._encoder.unmask(str(error))}"
             ) from error
         return cast(str, rendered)
 
-    def _prepared(self, message: Message) -> Message:
-        if message.get("role") not in TRUSTED_ROLES:
-            foreign = {key: value for key, value in message.items() if key != "role"}
-            message = {**message, **_each_text(foreign, self._encoder.mask)}
-        else:
-            trusted = {key: value for key, value in message.items() if key != "tool_calls"}
-            message = {**message, **_each_text(trusted, self._encoder.escape)}
-            if message.get("tool_calls"):
-                message["tool_calls"] = [self._named_safely(call) for call in message["tool_calls"]]
+    def _options(self, tools: Any) -> dict[str, str]:
+        """The rewritten template, where it differs from the tokenizer's own."""
+        source = cast(str, self._tokenizer.get_chat_template(None, tools))
+        if source not in self._rewritten:
+            rewritten = searching_masked_text(source, mask=self._encoder.mask_searchable)
+            self._rewritten[source] = None if rewritten == source else rewritten
+        rewritten = self._rewritten[source]
+        return {} if rewritten is None else {"chat_template": rewritten}
+
+    def _masked(self, message: Message) -> Message:
+        mask, mask_searchable = self._encoder.mask, self._encoder.mask_searchable
+        is_assistant = message.get("role") == "assistant"
+        return self._in_parts(
+            {
+                key: _each_text(
+                    value, mask_searchable if is_assistant and key in TEXTS_WITH_MARKERS else mask
+                )
+                for key, value in message.items()
+            }
+        )
+
+    def _own(self, message: Message) -> Message:
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": [self._named_safely(call) for call in message["tool_calls"]]}
+        return self._in_parts(message)
+
+    def _in_parts(self, message: Message) -> Message:
+        """The message, with its text as a part where the template takes parts only."""
         if self.takes_parts and isinstance(message.get("content"), str):
-            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+            return {**message, "content": [{"type": "text", "text": message["content"]}]}
         return message
 
     def _named_safely(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A call whose name and id hold no control tokens; a reply may repeat both."""
-        mask = self._encoder.mask
-        safe = cast(dict[str, Any], _each_text(call, self._encoder.escape))
-        safe["function"]["name"] = mask(call["function"]["name"])
+        mask, function = self._encoder.mask, call["function"]
+        safe = {**call, "function": {**function, "name": mask(function["name"])}}
         return {**safe, "id": mask(call["id"])} if "id" in call else safe
 
     def _writes_said(self) -> bool:
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
         try:
-            return SENTINEL in self.text(said, add_generation_prompt=False)
+            return SENTINEL in self.text([], after=said, add_generation_prompt=False)
         except ChatTemplateError:
             return False
 
