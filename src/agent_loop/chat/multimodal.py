@@ -96,7 +96,7 @@ class MediaProcessor:
             )
         self.kinds: frozenset[AttachmentKind] = frozenset({"image"})
         """What can be attached. Videos can where frames become one grid of patches."""
-        self._processor = processor
+        self.processor = processor
         self._token = token
         written_id = int(processor.tokenizer.convert_tokens_to_ids(token))
         placeholder_id = getattr(processor, "image_token_id", None)
@@ -153,7 +153,7 @@ class MediaProcessor:
         written = [self._kind_of[int(ids[place])] for place in places]
         given = [medium.attachment.kind for medium in media]
         if written != given:
-            tokens = {"image": self._token, "video": getattr(self._processor, "video_token", "")}
+            tokens = {"image": self._token, "video": getattr(self.processor, "video_token", "")}
             counts = ", ".join(
                 f"{written.count(kind)} placeholders {tokens[kind]!r} for {given.count(kind)} {kind}s"
                 for kind in ("image", "video")
@@ -168,7 +168,7 @@ class MediaProcessor:
     def _read(self, medium: Medium) -> ReadMedium:
         if medium.kind not in self.kinds:
             raise ChatTemplateError(
-                f"a message holds a {medium.kind}, which {type(self._processor).__name__} is not asked to read; "
+                f"a message holds a {medium.kind}, which {type(self.processor).__name__} is not asked to read; "
                 "give its frames as images"
             )
         key = medium_key(medium)
@@ -189,12 +189,12 @@ class MediaProcessor:
     def _read_image(self, source: Any) -> ReadMedium:
         image = load_image(source)
         try:
-            made: Mapping[str, Any] = self._processor(
+            made: Mapping[str, Any] = self.processor(
                 images=[image], text=[self._token], add_special_tokens=False, return_tensors="pt"
             )
         except (ArithmeticError, TypeError, ValueError) as error:
             raise DataError(
-                f"{type(self._processor).__name__} cannot read {describe_source(source)}: {error}"
+                f"{type(self.processor).__name__} cannot read {describe_source(source)}: {error}"
             ) from error
         run = as_token_ids(np.asarray(made["input_ids"])[0])
         features = {name: np.asarray(value) for name, value in made.items() if name not in TEXT_FEATURES}
@@ -203,19 +203,19 @@ class MediaProcessor:
         if positions is not None and positions.shape[1] != len(run):
             raise ChatTemplateError(
                 f"the features of {describe_source(source)} need {positions.shape[1]} tokens (image_grid_thw "
-                f"{grid_thw}), but {type(self._processor).__name__} wrote {len(run)}; the processor and its image "
+                f"{grid_thw}), but {type(self.processor).__name__} wrote {len(run)}; the processor and its image "
                 "processor must have the same merge_size"
             )
         return self._attached("image", run, features, positions)
 
     def _read_video(self, source: Any) -> ReadMedium:
         video = load_video(source)
-        own_part = getattr(self._processor, "video_processor", None)
+        own_part = getattr(self.processor, "video_processor", None)
         try:
             if own_part is None:
                 features = video_patches(
                     video.frames,
-                    image_processor=self._processor.image_processor,
+                    image_processor=self.processor.image_processor,
                     settings=self._video_settings,
                 )
             else:
@@ -225,11 +225,11 @@ class MediaProcessor:
                 features = {name: np.asarray(made[name]) for name in names}
         except (ArithmeticError, TypeError, ValueError) as error:
             raise DataError(
-                f"{type(self._processor).__name__} cannot read a video of {describe_source(source)}: {error}"
+                f"{type(self.processor).__name__} cannot read a video of {describe_source(source)}: {error}"
             ) from error
         interval = 1.0
         if self._tokens_per_second is not None:
-            seconds = np.float32(self._processor.image_processor.temporal_patch_size / video.fps)
+            seconds = np.float32(self.processor.image_processor.temporal_patch_size / video.fps)
             features["second_per_grid_ts"] = np.array([seconds], np.float32)
             interval = float(np.float32(self._tokens_per_second) * seconds)
         grid_thw = features["video_grid_thw"][0]
@@ -259,7 +259,7 @@ class MediaProcessor:
 
     @property
     def _merge_size(self) -> int:
-        return int(self._processor.image_processor.merge_size)
+        return int(self.processor.image_processor.merge_size)
 
 
 def _digest(features: Mapping[str, NDArray[Any]]) -> bytes:

@@ -57,6 +57,7 @@ class ClusterManager(AgentLoopManager):
             servers=self.remote_servers,
             template=template,
             workers=self.remote_workers,
+            settings=config,
         )
 
     @classmethod

@@ -116,7 +116,12 @@ class WorkerActor:
         self._servers = self._remote_servers(setup)
         self._manager = make_server_manager(rollout, self._servers)
         self._pool = self._manager.pool
-        context = load_context(rollout, server_manager=self._manager, template=load_template(setup.config))
+        context = load_context(
+            rollout,
+            server_manager=self._manager,
+            template=load_template(setup.config),
+            settings=setup.config,
+        )
         reward = load_reward_function(setup.config)
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
         freeze_objects()

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, field, structs
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.config import MultiTurnConfig
+from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.episode import Episode
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.selection import read_interaction_name
@@ -37,6 +37,8 @@ class LoopContext(Struct, frozen=True):
     tools: Mapping[str, BaseTool] = field(default_factory=dict[str, BaseTool])
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict[str, BaseInteraction])
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict[str, EnvironmentFactory])
+    settings: Config | None = None
+    """All settings of the run, for loops that read them by other names; None if they are not known."""
     new_log: Callable[[], TurnLog] | None = None
     """Gives the record of the next episode; None where no journal is kept."""
     completions: CompletionMemory | None = None

@@ -61,6 +61,7 @@ class AgentLoopManager:
         template: The model's chat template.
         reward: Scores trajectories that have no reward of their own.
         workers: Who runs the loops; None makes `rollout.agent.num_workers` in this process. Closed with the manager.
+        settings: The settings of the run outside `config`, for loops that read them, as verl's do.
 
     Raises:
         ConfigError: A loop, tool or interaction that the config names does not exist or cannot be loaded.
@@ -74,11 +75,14 @@ class AgentLoopManager:
         template: ChatTemplate,
         reward: RewardFunction | None = None,
         workers: Workers | None = None,
+        settings: Config | None = None,
     ) -> None:
         self.config = config
         self.template = template
         self.server_manager = make_server_manager(config, servers)
-        self._context = load_context(config, server_manager=self.server_manager, template=template)
+        self._context = load_context(
+            config, server_manager=self.server_manager, template=template, settings=settings
+        )
         self._loops = load_loops(config)
         self._workers = workers or LocalWorkers(self._make_local_workers(reward))
         self.reports = Reports(
@@ -99,7 +103,8 @@ class AgentLoopManager:
         multi_turn = config.rollout.multi_turn
         require_template(template, tools=multi_turn.has_tools)
         servers = create_servers(config.model, rollout=config.rollout)
-        return cls(with_trace_names(config), servers=servers, template=template, reward=reward)
+        rollout = with_trace_names(config)
+        return cls(rollout, servers=servers, template=template, reward=reward, settings=config)
 
     async def generate_sequences(
         self, rows: Sequence[Row], *, n: int | None = None, validate: bool = False

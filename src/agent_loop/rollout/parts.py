@@ -61,9 +61,16 @@ def load_loops(config: RolloutConfig) -> LoopRegistry:
 
 
 def load_context(
-    config: RolloutConfig, *, server_manager: AsyncLLMServerManager, template: ChatTemplate
+    config: RolloutConfig,
+    *,
+    server_manager: AsyncLLMServerManager,
+    template: ChatTemplate,
+    settings: Config | None = None,
 ) -> LoopContext:
-    """What each loop gets, tools and interactions loaded.
+    """Return what each loop gets, with tools and interactions loaded.
+
+    Args:
+        settings: The settings of the run outside `config`, which loops may read; None if there are no others.
 
     Raises:
         ConfigError: A tool or an interaction does not exist or cannot be made.
@@ -77,6 +84,7 @@ def load_context(
         tools=load_tools(multi_turn.tools, config_path=multi_turn.tool_config_path),
         interactions=load_interactions(multi_turn.interaction_config_path),
         environments=load_environments(multi_turn.environments),
+        settings=(settings or Config()).model_copy(update={"rollout": config}),
     )
 
 

@@ -60,7 +60,7 @@ async def rehearse(
     manager = make_server_manager(config.rollout, servers)
     worker = make_worker(
         config.rollout,
-        context=load_context(config.rollout, server_manager=manager, template=template),
+        context=load_context(config.rollout, server_manager=manager, template=template, settings=config),
         loops=load_loops(config.rollout),
         reward=load_reward_function(config) if goes_on else None,
     )

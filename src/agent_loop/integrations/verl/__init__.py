@@ -12,6 +12,7 @@ from agent_loop.integrations.verl.interactions import (
 )
 from agent_loop.integrations.verl.loops import AgentLoopBase as AgentLoopBase
 from agent_loop.integrations.verl.loops import AgentLoopOutput as AgentLoopOutput
+from agent_loop.integrations.verl.loops import LLMServerClient as LLMServerClient
 from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
 from agent_loop.integrations.verl.timing import simple_timer as simple_timer
@@ -29,3 +30,6 @@ from agent_loop.tools.base import ToolResponse as ToolResponse
 from agent_loop.tracing import rollout_trace_attr as rollout_trace_attr
 from agent_loop.tracing import rollout_trace_op as rollout_trace_op
 from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics
+
+AsyncLLMServerManager = LLMServerClient
+"""The name of `LLMServerClient` in earlier versions of verl."""

@@ -9,11 +9,13 @@ from abc import ABCMeta
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
+
+from omegaconf import DictConfig
 
 from agent_loop import trajectory
 from agent_loop.errors import EpisodeError, did_you_mean
+from agent_loop.integrations.verl.configuration import verl_config
 from agent_loop.integrations.verl.parsing import EarlyToolParser, ToolParser
 from agent_loop.loops import base
 from agent_loop.servers.completion_memory import RememberingServerManager
@@ -22,22 +24,22 @@ from agent_loop.trajectory import AgentLoopMetrics
 from agent_loop.types import TokenIds, TokenOutput
 
 
-class TrainerConfig(SimpleNamespace):
-    """A part of the configuration by verl's names, with `get` as OmegaConf's mappings have it."""
+@dataclass(frozen=True, slots=True)
+class DataConfigOf:
+    """What verl's loops get as `data_config`."""
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self, name, default)
+    config: DictConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfigOf:
     """What verl's loops get as `trainer_config`."""
 
-    config: TrainerConfig
+    config: DictConfig
     context: base.LoopContext
 
     @property
-    def actor_rollout_ref(self) -> TrainerConfig:
+    def actor_rollout_ref(self) -> DictConfig:
         """For loops that take it for the configuration itself."""
         return self.config.actor_rollout_ref
 
@@ -46,13 +48,16 @@ class _MadeAsInVerl(ABCMeta):
     """Makes a loop of what a worker has with the arguments that verl gives."""
 
     def __call__(cls: Any, context: base.LoopContext, **kwargs: Any) -> Any:
-        config, tokenizer = _config_of(context), _tokenizer_of(context)
-        cls.init_class(config=config, tokenizer=tokenizer)
+        config, tokenizer = verl_config(context), _tokenizer_of(context)
+        processor = getattr(context.template.media, "processor", None)
+        more = {"processor": processor, "dataset_cls": None, "data_config": DataConfigOf(config.data)}
+        cls.init_class(config=config, tokenizer=tokenizer, **_taken(cls.init_class, more))
         manager = context.server_manager
         if context.completions is not None:
             manager = RememberingServerManager(manager, context.completions)
         client = LLMServerClient(manager)
-        loop = super().__call__(TrainerConfigOf(config, context), client, tokenizer, **kwargs)
+        arguments = {**_taken(cls.__init__, more), **kwargs}
+        loop = super().__call__(TrainerConfigOf(config, context), client, tokenizer, **arguments)
         if "messages" in inspect.signature(loop.run).parameters:
             loop.run = partial(_run_with_messages, loop.run)
         return loop
@@ -61,7 +66,7 @@ class _MadeAsInVerl(ABCMeta):
 class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
     """`agent_loop.AgentLoopBase` with verl's constructor and attributes.
 
-    `config.actor_rollout_ref.rollout` has `prompt_length`, `response_length` and `multi_turn`, no more.
+    `config` is an OmegaConf `DictConfig` with the settings of the run by verl's names.
     """
 
     _class_initialized = False
@@ -71,17 +76,21 @@ class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
         trainer_config: TrainerConfigOf,
         server_manager: LLMServerClient,
         tokenizer: Any,
+        processor: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(trainer_config.context)
         self.tokenizer = tokenizer
         self.config = trainer_config.config
         self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.processor = processor
+        self.data_config = self.config.data
+        self.apply_chat_template_kwargs = self.data_config.apply_chat_template_kwargs
         self.server_manager = cast(Any, server_manager)
         self.loop = asyncio.get_running_loop()
 
     @classmethod
-    def init_class(cls, config: TrainerConfig, tokenizer: Any, **kwargs: Any) -> None:
+    def init_class(cls, config: DictConfig, tokenizer: Any, **kwargs: Any) -> None:
         """Called before each loop is made; those that override it look at `_class_initialized`."""
 
     @classmethod
@@ -103,7 +112,7 @@ class SampledTokens(list[int]):
 
 
 class LLMServerClient:
-    """`server_manager` of a loop."""
+    """`server_manager` of a loop. Also named `AsyncLLMServerManager`, as verl named it first."""
 
     def __init__(self, manager: AsyncLLMServerManager) -> None:
         self._manager = manager
@@ -146,13 +155,11 @@ class AgentLoopOutput(trajectory.AgentLoopOutput):
         super().__init__(metrics=metrics, **fields)
 
 
-def _config_of(context: base.LoopContext) -> TrainerConfig:
-    rollout = TrainerConfig(
-        prompt_length=context.limits.prompt_length,
-        response_length=context.limits.response_length,
-        multi_turn=TrainerConfig(**dict(context.multi_turn)),
-    )
-    return TrainerConfig(actor_rollout_ref=TrainerConfig(rollout=rollout))
+def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that a function takes."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _tokenizer_of(context: base.LoopContext) -> Any:
