@@ -7,18 +7,40 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails
-from yaml import YAMLError
 
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.plain_values import parse_override, read_yaml, resolve_interpolation, shown
 from agent_loop.types import StopReason
 
-Positive = Annotated[int, Field(ge=1)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+MOST = 2**31 - 1
+"""The largest integer of any setting that has no limit of its own."""
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NotNegative = Annotated[int, Field(ge=0, le=MOST)]
+Seed = NotNegative
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+"""A length of sequences. Memory is reserved in proportion to it."""
+Replicas = Annotated[int, Field(ge=1, le=10_000)]
+"""So many things are made at once: servers, workers, processes, threads."""
+MAX_SAMPLES = 65_536
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+"""Trajectories per row."""
+PositiveSeconds = Annotated[float, Field(gt=0, le=366 * 86_400)]
+"""At most a year: clocks and timers overflow somewhere beyond."""
 Share = Annotated[float, Field(ge=0, le=1)]
+Coefficient = Annotated[float, Field(ge=0, le=1e6)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+LearningRate = Annotated[float, Field(gt=0, le=10)]
 WeightTransfer: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
 OnWeightUpdate: TypeAlias = Literal["auto", "keep", "abort"]
 AdvantageEstimator: TypeAlias = Literal[
@@ -29,13 +51,33 @@ KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 Level: TypeAlias = Literal["token", "sequence"]
 TraceBackend: TypeAlias = Literal["file", "mlflow", "otel", "weave"]
 Logger: TypeAlias = Literal["console", "mlflow", "tensorboard", "wandb"]
+OptionsT = TypeVar("OptionsT")
 SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
-class Section(BaseModel):
-    """A group of keys. Unknown keys are refused."""
+def _samples_something(temperature: float) -> float:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"give 0 (greedy) or at least {LOWEST_TEMPERATURE}")
+    return temperature
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+def _keeps_a_candidate(top_k: int) -> int:
+    if top_k == 0:
+        raise ValueError("give -1 (no limit) or at least 1")
+    return top_k
+
+
+LOWEST_TEMPERATURE = 1e-4
+"""Dividing logits by less loses them in float32."""
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_samples_something)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(_keeps_a_candidate)]
+
+
+class Section(BaseModel):
+    """A group of keys. Unknown keys are refused, and numbers that are not finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
@@ -52,7 +94,7 @@ class DataConfig(Section):
     val_max_rows: Positive | None = None
     """Evaluate on the first so many rows only."""
     shuffle: bool = True
-    seed: int = 0
+    seed: Seed = 0
 
 
 class ModelConfig(Section):
@@ -72,9 +114,9 @@ class ModelConfig(Section):
     in float32 whatever this is."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     trust_remote_code: bool = False
-    lora_rank: Annotated[int, Field(ge=0)] = 0
+    lora_rank: NotNegative = 0
     """Train low-rank adapters of this rank (LoRA) and leave the weights as they are; 0 trains the weights."""
-    lora_alpha: Annotated[float, Field(gt=0)] = 16.0
+    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = 16.0
     """What adapters add is multiplied by this and divided by their rank."""
     target_modules: str | list[str] = "all-linear"
     """Which modules get adapters: names, a regular expression, or `all-linear` for all but the head."""
@@ -83,12 +125,12 @@ class ModelConfig(Section):
 class ValSamplingConfig(Section):
     """How completions are sampled in evaluation, by `agent-loop eval` and in training (`trainer.val_every`)."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    n: Positive = 1
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    n: Samples = 1
     """Trajectories per row; more than one gives pass@k."""
-    max_turn_tokens: Positive | None = None
+    max_turn_tokens: Tokens | None = None
     """Tokens of one assistant turn, where that is less than `rollout.multi_turn.max_turn_tokens`."""
 
 
@@ -104,7 +146,7 @@ class CustomServerConfig(Section):
 class AgentConfig(Section):
     """Which loops there are and where they run."""
 
-    num_workers: Positive = 1
+    num_workers: Replicas = 1
     default_agent_loop: str = "single_turn_agent"
     """For rows without `agent_name`."""
     agent_loop_config_path: str | None = None
@@ -122,13 +164,13 @@ class MultiTurnConfig(Section):
     """Replies of tools and interactions, each counted once."""
     max_parallel_calls: Positive = 1
     """Calls of one turn that run at once; the rest queue behind them."""
-    max_tool_response_length: Positive = 256
+    max_tool_response_length: Tokens = 256
     """Tokens of one tool reply, the truncation marker included."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """Where the reply is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
-    max_turn_tokens: Positive | None = None
+    max_turn_tokens: Tokens | None = None
     """Tokens of one assistant turn; None is what `response_length` leaves."""
-    max_invalid_turns: Annotated[int, Field(ge=0)] = 3
+    max_invalid_turns: NotNegative = 3
     """So many turns in a row with nothing but malformed calls are answered; one more ends the trajectory."""
     tools: list[str] = []
     """Short names of the kit, functions decorated with `@function_tool`, or `BaseTool` classes, as `file.py:name` or
@@ -198,7 +240,7 @@ class RolloutConfig(Section):
     with `server_urls`, `vllm`, `sglang` or `openai`."""
     engine_kwargs: dict[str, Any] = {}
     """Options of the engine itself, by its own names."""
-    num_servers: Positive = 1
+    num_servers: Replicas = 1
     server_urls: list[str] = []
     """Servers of this engine that run already, as in `http://host:8000`; none are started then."""
     start_timeout_s: PositiveSeconds = 600.0
@@ -216,14 +258,14 @@ class RolloutConfig(Section):
     on_weight_update: OnWeightUpdate = "auto"
     """What becomes of completions that run when new weights come: `keep` has the engine go on with them, `abort` breaks
     them off and has it go on from their tokens. `auto` keeps them where the engine can."""
-    n: Positive = 1
+    n: Samples = 1
     """Trajectories per prompt: the size of a group."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
-    prompt_length: Positive = 512
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    prompt_length: Tokens = 512
     """Tokens of the first prompt at most."""
-    response_length: Positive = 512
+    response_length: Tokens = 512
     """Tokens after the first prompt at most: the model's, tools' and interactions' together."""
     truncate_prompt: Literal["no", "left", "right"] = "no"
     """What to do with a longer prompt: end the trajectory, or cut its beginning or its end."""
@@ -234,7 +276,7 @@ class RolloutConfig(Section):
     """Put the servers to sleep between rollouts."""
     trajectory_timeout_s: PositiveSeconds | None = 600.0
     """A trajectory that takes longer ends with `deadline`, its tokens kept."""
-    over_sample: Annotated[float, Field(ge=1)] = 1.0
+    over_sample: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """In training, start this many times `data.train_batch_size` prompts, keep the groups that end first and cancel the
     rest. Saves waiting for stragglers; favours prompts that are answered quickly."""
     max_concurrent: Positive | Literal["auto"] | None = "auto"
@@ -254,7 +296,7 @@ class RolloutConfig(Section):
     """Where Prometheus finds `/metrics` while the rollout's manager is open; 0 is any free port, None is none."""
     metrics_host: str = "127.0.0.1"
     """The address of that port; `0.0.0.0` lets other machines read it."""
-    seed: int = 0
+    seed: Seed = 0
     val: ValSamplingConfig = ValSamplingConfig()
     trace: TraceConfig = TraceConfig()
     """Tells tracing systems of trajectories."""
@@ -285,10 +327,10 @@ class AlgorithmConfig(Section):
     drop_zero_variance_groups: bool = True
     """Groups in which every trajectory got the same reward carry no signal and are left out, where trajectories are
     compared with their group."""
-    max_refills: Annotated[int, Field(ge=0)] = 0
+    max_refills: NotNegative = 0
     """Dynamic sampling (DAPO, arXiv 2503.14476): so often, groups in which every trajectory got the same reward are
     replaced by groups of other rows before a step is trained."""
-    turn_reward_weight: Annotated[float, Field(ge=0)] = 0.0
+    turn_reward_weight: Coefficient = 0.0
     """How much the rewards of turns (a tool's `execute`, an interaction's score) count beside that of the trajectory; 0
     leaves them out. `grpo`: this times their process advantage (DeepSeekMath, section 4.1.3) is added at each token.
     `rloo`, `remax`: this times their sum is added to the trajectory's reward. Others: they are rewards of their
@@ -299,14 +341,14 @@ class AlgorithmConfig(Section):
     """`gae`: 1 trusts rewards alone, 0 the critic's next value."""
     whiten_advantages: bool = True
     """`gae`: give the advantages of all trained tokens mean 0 and variance 1, as `reinforce_plus_plus` always does."""
-    kl_reward_coef: Annotated[float, Field(ge=0)] = 0.0
+    kl_reward_coef: Coefficient = 0.0
     """Weight of the KL penalty to the policy at the start of the run that is taken off each token's reward."""
     kl_reward_type: KLEstimator = "k1"
     """How it is estimated."""
-    overlong_buffer: Positive | None = None
+    overlong_buffer: Tokens | None = None
     """Responses that end in the last so many tokens of `rollout.response_length` lose reward, the more the longer they
     are (DAPO's soft punishment)."""
-    overlong_penalty: Annotated[float, Field(ge=0)] = 1.0
+    overlong_penalty: Coefficient = 1.0
     """What a response of full length loses."""
     untrained_stop_reasons: list[StopReason] = []
     """Trajectories that ended so are not trained, though their rewards count in their groups; `[response_length]` is
@@ -316,20 +358,20 @@ class AlgorithmConfig(Section):
 class OptimConfig(Section):
     """How a model is trained."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    lr: LearningRate = 1e-6
+    weight_decay: Coefficient = 0.0
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    warmup_steps: NotNegative = 0
     """Steps in which the learning rate rises to `lr`."""
     decay_steps: Positive | None = None
     """Steps, from the first one on, in which it falls in a straight line to `min_lr_share` of `lr`; None keeps it."""
-    min_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    min_lr_share: Share = 0.1
     """Used with `decay_steps`."""
     ppo_epochs: Positive = 1
     """Passes over the batch per step."""
     ppo_mini_batches: Positive = 1
     """Optimiser steps per pass."""
-    max_tokens_per_micro_batch: Positive = 16384
+    max_tokens_per_micro_batch: Tokens = 16384
     """Tokens in one forward and backward pass, padding included."""
     use_packing: bool = False
     """Put several short rows into one line of the input instead of padding each; needs a model whose attention keeps
@@ -337,11 +379,12 @@ class OptimConfig(Section):
     share_prefixes: bool = False
     """Compute what rows of a micro-batch begin with alike, such as the prompt of a group, once for all of them; packs
     rows too. Needs a model with full attention that takes a mask of any form, which is tried at the start."""
-    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    grad_clip: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """The norm to which gradients are cut."""
     loss_agg_mode: AggregationMode = "token-mean"
     """`token-mean`: every token counts the same. `seq-mean-token-mean`: every trajectory does.
     `seq-mean-token-sum-norm`: a trajectory's sum is divided by `loss_length`, whatever its length (Dr. GRPO)."""
-    loss_length: Positive | None = None
+    loss_length: Tokens | None = None
     """None is `rollout.response_length`."""
     gradient_checkpointing: bool = False
 
@@ -356,7 +399,7 @@ class CorrectionConfig(Section):
     """Whose ratio: the token's own, or the product over its trajectory."""
     min_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Of `mask`."""
-    max_ratio: Annotated[float, Field(gt=1)] = 2.0
+    max_ratio: Annotated[float, Field(gt=1, le=1e6)] = 2.0
 
 
 class ActorConfig(OptimConfig):
@@ -366,19 +409,19 @@ class ActorConfig(OptimConfig):
     """Whose ratio is clipped: `ppo` each token's, `gspo` the geometric mean over the trajectory; the latter wants
     bounds around 0.0003 and `loss_agg_mode=seq-mean-token-mean`."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_ratio_high: Annotated[float, Field(gt=0)] = 0.28
-    clip_ratio_c: Annotated[float, Field(gt=1)] | None = None
+    clip_ratio_high: Annotated[float, Field(gt=0, le=1e6)] = 0.28
+    clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] | None = None
     """Dual clip: where the advantage is negative, a ratio above this teaches nothing; None is no such bound."""
     old_log_probs: Literal["rollout", "recompute"] = "rollout"
     """What the ratio is measured against: what the servers gave, or what the trainer finds before its first step.
     Servers that give none are not asked."""
     correction: CorrectionConfig = CorrectionConfig()
     """Needs `old_log_probs=recompute`."""
-    kl_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    kl_loss_coef: Coefficient = 0.0
     """Weight of the KL penalty to the policy at the start of the run; 0 keeps no reference."""
     kl_loss_type: KLEstimator = "k3"
     """How it is estimated; the gradient of `k1` is 0 in the mean, so it only serves to compare."""
-    entropy_coeff: Annotated[float, Field(ge=0)] = 0.0
+    entropy_coeff: Coefficient = 0.0
 
     @field_validator("correction")
     @classmethod
@@ -393,10 +436,10 @@ class CriticConfig(OptimConfig):
 
     path: str = ""
     """A folder or hub name that `transformers` loads with a head of one number per token; empty is `model.path`."""
-    lr: Annotated[float, Field(gt=0)] = 1e-5
-    clip_range_value: Annotated[float, Field(gt=0)] | None = 0.5
+    lr: LearningRate = 1e-5
+    clip_range_value: Annotated[float, Field(gt=0, le=1e6)] | None = 0.5
     """How far an update may move a value before the loss stops pulling; None is no bound."""
-    head_start: Annotated[int, Field(ge=0)] = 0
+    head_start: NotNegative = 0
     """Steps in which the critic learns alone."""
 
 
@@ -409,14 +452,14 @@ class RayConfig(Section):
     host: str | None = None
     """Address of this machine at which other machines can reach a cluster that is started here; Ray then listens on all
     interfaces. None keeps the cluster to this machine, on loopback."""
-    num_cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
+    num_cpus_per_worker: Coefficient = 1.0
     """CPUs that Ray sets aside for each of `rollout.agent.num_workers`, which are spread over the nodes."""
-    num_cpus_per_server: Annotated[float, Field(ge=0)] = 1.0
-    num_gpus_per_server: Annotated[float, Field(ge=0)] = 0.0
+    num_cpus_per_server: Coefficient = 1.0
+    num_gpus_per_server: Coefficient = 0.0
     """A server runs on a node that has them, and comes back to it if it can."""
-    num_cpus_per_learner: Annotated[float, Field(ge=0)] = 1.0
+    num_cpus_per_learner: Coefficient = 1.0
     """For each of `trainer.num_processes` but the first, which is the driver."""
-    num_gpus_per_learner: Annotated[float, Field(ge=0)] = 0.0
+    num_gpus_per_learner: Coefficient = 0.0
     """The same; 1 for training on GPUs."""
     runtime_env: dict[str, Any] = {}
     """Ray's own: working directory, environment variables, packages. Needed where nodes do not share this folder."""
@@ -430,7 +473,7 @@ class TrainerConfig(Section):
     """How long, where to, and how often."""
 
     total_steps: Positive = 100
-    run_dir: str = "runs/train"
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/train"
     """Metrics, checkpoints and trajectories go here."""
     project_name: str = "agent_loop"
     """Under which loggers and traces keep the run."""
@@ -445,20 +488,20 @@ class TrainerConfig(Section):
     save_every: Positive | None = 20
     """Write a checkpoint every so many steps, and at the end."""
     keep_checkpoints: Positive = 2
-    keep_trajectories: Annotated[int, Field(ge=0)] | None = None
+    keep_trajectories: NotNegative | None = None
     """The trajectories of the newest so many steps stay in `run_dir/trajectories`, one Parquet file each; 0 keeps none,
     None all."""
-    num_threads: Positive = 1
+    num_threads: Replicas = 1
     """Threads for training on a CPU. A process that trains alone cuts a mini-batch into at least as many micro-batches,
     which it computes at once; of several processes, each gives torch so many threads."""
-    num_processes: Positive = 1
+    num_processes: Replicas = 1
     """So many processes train together, each with a shard of the models: on GPUs of their own, or on the CPU. They are
     processes of this machine, or with `runtime: ray` of the cluster. Leave it at 1 where `torchrun` starts them."""
-    seed: int = 0
+    seed: Seed = 0
     mode: Literal["sync", "async"] = "sync"
     """`sync`: roll out, train, roll out. `async`: the next steps' rollouts run while a step is trained, and take new
     weights as these come; needs devices of their own for servers and trainer, or a CPU."""
-    max_staleness: Annotated[int, Field(ge=0)] = 1
+    max_staleness: NotNegative = 1
     """With `mode: async`: the weights that sampled a token are at most so many versions older than those that are
     trained on it. So many steps are rolled out ahead; 0 is the same as `sync`, 1 is one step off."""
     runtime: Literal["local", "ray"] = "local"
@@ -518,31 +561,40 @@ FIXED_LONG_NAMES: Mapping[str, Any] = {
 
 
 def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file and `key=value` overrides.
+    """Read a YAML file and `key=value` overrides.
 
-    Relative paths in the file are relative to where the command runs. `${...}` interpolation is OmegaConf's.
+    Relative paths in the file are relative to where the command runs. `${...}` interpolation is OmegaConf's; it sees
+    the defaults of keys that are not set.
 
     Raises:
         ConfigError: The file is missing or not YAML, a key is unknown, or a value is out of range.
     """
-    merged = OmegaConf.create() if path is None else _read_yaml(Path(path))
-    merged = _with_short_names(cast(dict[str, Any], OmegaConf.to_container(merged)))
+    where = str(path or "overrides")
+    given: Any = {} if path is None else read_yaml(path, what="config file")
+    if not isinstance(given, dict):
+        raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
+    merged = _with_short_names(cast(dict[str, Any], given))
     for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"override {override!r} is not of the form key=value, as in actor.lr=1e-4")
-        try:
-            value = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist([override])))
-        except (YAMLError, OmegaConfBaseException) as error:
-            raise ConfigError(f"override {override!r} cannot be read: {error}") from error
-        merged = cast(
-            dict[str, Any], OmegaConf.to_container(OmegaConf.merge(merged, _with_short_names(value)))
-        )
-    try:
-        resolved = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(merged), resolve=True))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path or 'overrides'}: {error}") from error
-    return parse_section(Config, resolved, where=str(path or "overrides"))
+        merged = _merged(merged, _with_short_names(parse_override(override)))
+    return parse_section(Config, _resolved(merged, where=where), where=where)
+
+
+def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Resolve interpolation, where there is any."""
+    if "${" not in repr(values):
+        return values
+    defaults = Config().model_dump(mode="json")
+    return resolve_interpolation(_merged(defaults, values), where=where)
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two trees of keys; where both have a value, that of `above` counts."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(cast(Mapping[str, Any], old), cast(Mapping[str, Any], value)) if both else value
+    return merged
 
 
 def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: str) -> SectionT:
@@ -554,24 +606,28 @@ def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: 
     try:
         return section.model_validate(dict(values))
     except ValidationError as error:
-        faults: dict[str, list[str]] = {}
-        for fault in error.errors():
-            what, do = _explain(fault, section)
-            faults.setdefault(what, []).append(do)  # a value that may be of several kinds has one for each
-        lines = [what + ", or ".join(filter(None, dos)) for what, dos in faults.items()]
-        raise ConfigError(f"{where}: " + "\n".join(lines)) from None
+        raise _refusal(error, section, where=where) from None
 
 
-def _read_yaml(path: Path) -> Any:
-    if not path.is_file():
-        raise ConfigError(f"config file {str(path)!r} does not exist; give the path of a YAML file")
+def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: str) -> OptionsT:
+    """Check a mapping against the fields of a dataclass.
+
+    Raises:
+        ConfigError: One line per fault: what, got, do.
+    """
     try:
-        loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} is not valid YAML: {error}") from error
-    if not OmegaConf.is_dict(loaded):
-        raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
-    return loaded
+        return TypeAdapter(options).validate_python(dict(values))
+    except ValidationError as error:
+        raise _refusal(error, None, where=where) from None
+
+
+def _refusal(error: ValidationError, section: type[BaseModel] | None, *, where: str) -> ConfigError:
+    faults: dict[str, list[str]] = {}
+    for fault in error.errors():
+        what, do = _explain(fault, section or BaseModel)
+        faults.setdefault(what, []).append(do)  # a value that may be of several kinds has one for each
+    lines = [what + ", or ".join(filter(None, dos)) for what, dos in faults.items()]
+    return ConfigError(f"{where}: " + "\n".join(lines))
 
 
 def _with_short_names(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -630,8 +686,15 @@ def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
         return f"unknown key {key!r}{near}", ""
     if fault["type"] == "missing":
         return f"key {key!r} is missing", ""
-    message = fault["msg"][0].lower() + fault["msg"][1:]
-    return f"{key} is {fault['input']!r}: ", message
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        owner = _section_at(section, location) or section
+        return (
+            f"{key} is {shown(fault['input'])}: ",
+            f"give it keys, such as {key}.{next(iter(owner.model_fields))}",
+        )
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    return f"{key} is {shown(fault['input'])}: ", message
 
 
 def _without_kind(location: list[str], section: type[BaseModel]) -> list[str]:

@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from agent_loop.boundary import describe_error
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.loading import load_object
+from agent_loop.plain_values import read_yaml, shown
 
 EntryT = TypeVar("EntryT", bound=Section)
 BaseT = TypeVar("BaseT")
@@ -31,12 +28,7 @@ def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, k
     Raises:
         ConfigError: The file is missing, is not YAML, or holds something else.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}: file {str(path)!r} does not exist; give the path of a YAML file")
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: file {str(path)!r} is not valid YAML: {error}") from error
+    content = read_yaml(path, what=f"{key}: file", resolve=True)
     entries: Any = cast(dict[str, Any], content).get(list_key) if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise ConfigError(f"{path}: there is no list under {list_key!r}; begin the file with `{list_key}:`")
@@ -85,5 +77,5 @@ def construct(make: Callable[..., BaseT], *args: Any, where: str) -> BaseT:
 
 def _parse_entry(entry: Any, *, entry_type: type[EntryT], where: str) -> EntryT:
     if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} is {entry!r}; give keys: {', '.join(entry_type.model_fields)}")
+        raise ConfigError(f"{where} is {shown(entry)}; give keys: {', '.join(entry_type.model_fields)}")
     return parse_section(entry_type, cast(Mapping[str, Any], entry), where=where)

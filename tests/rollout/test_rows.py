@@ -68,7 +68,7 @@ def test_text_becomes_one_user_message_and_raw_prompt_is_taken_as_it_is(tmp_path
     ("name", "text", "message"),
     [
         ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', r"rows.jsonl line 2 is not JSON"),
-        ("rows.json", '[\n{"prompt": }]', r"rows.json line 2 is not JSON"),
+        ("rows.json", '[\n{"prompt": }]', r"rows.json is not JSON: Expecting value at line 2 column 12"),
         ("rows.json", '{"prompt": "a"}', r"holds a dict; a .json data file holds a list"),
         ("rows.jsonl", "[1]\n", r"line 1 is a list; a row is a mapping"),
         (
@@ -108,7 +108,7 @@ def test_a_source_that_is_no_file_and_no_function_is_refused(tmp_path: Path) -> 
         load_rows(["rows.csv"], prompt_key="prompt")
     with pytest.raises(ConfigError, match="is a list; name a function"):
         load_rows([str(tmp_path / "task.py:rows")], prompt_key="prompt")
-    with pytest.raises(DataError, match="returned a int"):
+    with pytest.raises(DataError, match=r"returned 3 \(int\)"):
         load_rows([str(tmp_path / "task.py:number")], prompt_key="prompt")
     with pytest.raises(DataError, match="no rows in an empty list of sources"):
         load_rows([], prompt_key="prompt")

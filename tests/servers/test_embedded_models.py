@@ -85,7 +85,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_found_out_by_its_log_pro
 
 def test_lengths_too_short_to_verify_with_are_named() -> None:
     with pytest.raises(
-        ConfigError, match="max_model_len is 14, too short to verify the model with; give at least 15"
+        ConfigError, match="is 14 tokens, too short to verify the model with; give at least 15"
     ):
         EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=14))
 

@@ -53,14 +53,27 @@ app.command("view")(view_command)
 
 
 def main() -> None:
-    """Runs the command line. An error that was raised on purpose is shown without a traceback; exit code 2."""
+    """Run the command line. An error that was raised on purpose, and one of the operating system about a file, is shown
+    without a traceback; exit code 2."""
     try:
         app()
     except AgentLoopError as error:
-        console = Console(stderr=True)
-        console.print(f"[bold red]{type(error).__name__}[/]", end=": ")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        _show(error, str(error))
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _show(
+            error,
+            f"{str(error.filename)!r} cannot be used ({error.strerror}); give another path, or fix this one",
+        )
+        sys.exit(2)
+
+
+def _show(error: Exception, message: str) -> None:
+    console = Console(stderr=True)
+    console.print(f"[bold red]{type(error).__name__}[/]", end=": ")
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show_version(value: bool) -> None:

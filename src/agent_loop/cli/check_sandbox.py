@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
-from yaml import YAMLError
 
 from agent_loop.cli.checking import EXIT_FAILED
 from agent_loop.config import parse_section
-from agent_loop.errors import ConfigError, SandboxError
+from agent_loop.errors import SandboxError
+from agent_loop.plain_values import parse_override
 
 if TYPE_CHECKING:
     from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
@@ -69,7 +67,7 @@ def _try(mechanism: Mechanism, *, settings: SandboxSettings) -> tuple[str, str]:
 
 
 def _read(settings: Sequence[str]) -> dict[str, Any]:
-    try:
-        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(settings))))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the settings given cannot be read; write KEY=VALUE: {error}") from error
+    values: dict[str, Any] = {}
+    for setting in settings:
+        values |= parse_override(setting)
+    return values

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
-from yaml import YAMLError
 
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import parse_section
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.plain_values import parse_json, read_yaml, shown
 
 if TYPE_CHECKING:
     from agent_loop.tools.base import BaseTool
@@ -104,19 +102,16 @@ def _only(names: Sequence[str], *, reference: str) -> str:
 
 def _read_json(text: str, *, option: str) -> Mapping[str, Any]:
     try:
-        value: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{option} is {text!r}, which is not JSON: {error}") from error
+        value = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{option} is {shown(text)}, which is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {text!r}; give a JSON object")
+        raise ConfigError(f"{option} is {shown(text)}; give a JSON object")
     return cast(Mapping[str, Any], value)
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
+    content = read_yaml(path, what="--config", resolve=True)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a list; give the keys of one tool's entry")
     return cast(Mapping[str, Any], content)

@@ -24,7 +24,7 @@ from agent_loop.cli.arguments import (
 )
 from agent_loop.cli.running import by_id, run_rows
 from agent_loop.config import Config
-from agent_loop.errors import JournalError, RolloutError
+from agent_loop.errors import ConfigError, JournalError, RolloutError
 from agent_loop.rollout.records import write_records
 from agent_loop.trajectory import Trajectory
 
@@ -61,6 +61,8 @@ def rollout_command(
 
         agent-loop rollout config.yaml --model runs/train/checkpoints/step-000040/model rollout.temperature=0.7
     """
+    if out.is_dir():
+        raise ConfigError(f"--out is {str(out)!r}, which is a folder; give a file, such as {out / 'sampled.jsonl'}")
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
     console = Console()

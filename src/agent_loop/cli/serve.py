@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,9 +14,12 @@ from rich.console import Console
 from agent_loop.cli.arguments import OverridesArgument
 from agent_loop.config import Config, load_config
 from agent_loop.errors import ConfigError
+from agent_loop.plain_values import parse_json
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 DEFAULT_MAX_MODEL_LEN = 2048
+LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
+"""Where a model's `config.json` says how long its contexts may be."""
 EXIT_BY_SIGNAL = 128
 
 
@@ -39,8 +42,9 @@ def serve_command(
         typer.Option(
             "--max-model-len",
             min=2,
+            max=2**24,
             help="Tokens of prompt and completion together.",
-            show_default=f"{DEFAULT_MAX_MODEL_LEN}, or what the config says",
+            show_default=f"what the config says, else what the model takes, at most {DEFAULT_MAX_MODEL_LEN}",
         ),
     ] = None,
     tool_format: Annotated[
@@ -120,13 +124,29 @@ def _settings(
     max_model_len: int | None,
 ) -> Config:
     options = [f"{key}={value}" for key, value in given.items() if value is not None]
+    longest = _context_length(Path(str(given["model.path"])))
+    if max_model_len is not None and longest is not None and max_model_len > longest:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}, but the model ends at {longest} positions; give at most {longest}"
+        )
     if path is None:
         options = ["rollout.multi_turn.format=auto", *options]
-        max_model_len = max_model_len or DEFAULT_MAX_MODEL_LEN
+        max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest or DEFAULT_MAX_MODEL_LEN)
     if max_model_len is not None:
         # A server's context holds both; a prompt may take all but one token of it.
         options += [f"rollout.prompt_length={max_model_len - 1}", "rollout.response_length=1"]
     return load_config(path, overrides=[*options, *overrides])
+
+
+def _context_length(model: Path) -> int | None:
+    """Return the number of positions that the model in a folder takes; None if the folder does not say."""
+    try:
+        config: Any = parse_json((model / "config.json").read_bytes())
+        parts: list[Mapping[str, Any]] = [config.get("text_config") or {}, config]
+        lengths = [part.get(name) for part in parts for name in LENGTH_FIELDS]
+    except (OSError, ValueError, AttributeError):
+        return None  # (whoever loads the model says what is wrong with it)
+    return next((length for length in lengths if isinstance(length, int) and length > 1), None)
 
 
 def _name_of(model: str) -> str:

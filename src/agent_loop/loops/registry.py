@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import yaml
-
 from agent_loop.errors import ConfigError, DataError, did_you_mean
 from agent_loop.loading import load_module
 from agent_loop.loops.base import AgentLoopBase
+from agent_loop.plain_values import read_yaml, shown
 from agent_loop.registries import load_class
 
 LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
@@ -82,18 +81,13 @@ class LoopRegistry:
 
 def _read_config(path: Path) -> dict[str, LoopEntry]:
     key = "rollout.agent.agent_loop_config_path"
-    if not path.is_file():
-        raise ConfigError(f"{key} is {str(path)!r}: no such file")
-    try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {str(path)!r} is not valid YAML: {error}") from error
+    entries = read_yaml(path, what=f"{key}: file")
     if not isinstance(entries, list):
         raise ConfigError(f"{key}: {str(path)!r} must hold a list of {{name, _target_}}")
     loops: dict[str, LoopEntry] = {}
     for entry in cast(list[Any], entries):
         if not isinstance(entry, dict) or not {"name", "_target_"} <= set(cast(dict[str, Any], entry)):
-            raise ConfigError(f"{key}: entry {entry!r} needs the keys name and _target_")
+            raise ConfigError(f"{key}: entry {shown(entry)} needs the keys name and _target_")
         kwargs = dict(cast(dict[str, Any], entry))
         name, target = str(kwargs.pop("name")), str(kwargs.pop("_target_"))
         loops[name] = LoopEntry(load_class(target, base=AgentLoopBase, key=key), kwargs)

@@ -31,6 +31,7 @@ from agent_loop.rollout.parts import (
     make_worker,
 )
 from agent_loop.rollout.reports import Reports
+from agent_loop.rollout.rows import refuse_bad_columns
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.servers.base import AsyncServerBase
@@ -393,6 +394,7 @@ class AgentLoopManager:
         """Args: known: The names of all tools, those of environments included."""
         if "raw_prompt" not in row:
             raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
+        refuse_bad_columns(row, where=f"row {number}")
         agent_name = str(row.get("agent_name") or self.config.agent.default_agent_loop)
         loop_class = self._loops.get(agent_name, where=f"row {number}: agent_name").loop_class
         if kwargs := row.get("tools_kwargs"):

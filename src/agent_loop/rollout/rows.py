@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,10 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from agent_loop.boundary import describe_error, describe_value
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loading import load_object
+from agent_loop.plain_values import depth_fault, parse_json
 from agent_loop.types import Message, Row
 
+RESERVED_COLUMNS = frozenset({"self", "sampling_params"})
+"""Arguments of `AgentLoopBase.run`, which takes the columns of a row by their names."""
 _OTHERS = 1
 """Keeps the random order of replacements apart from that of an epoch."""
 
@@ -123,20 +128,16 @@ def _read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
         if line.strip():
             where = f"{source} line {number}"
             try:
-                yield where, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{where} is not JSON ({error.msg} at column {error.colno}): {line[:80]!r}"
-                ) from error
+                yield where, parse_json(line)
+            except ValueError as error:
+                raise DataError(f"{where} is not JSON ({error}): {line[:80]!r}") from error
 
 
 def _read_json(source: str) -> Iterator[tuple[str, Any]]:
     try:
-        rows = json.loads(_read_text(source))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{source} line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
-        ) from error
+        rows = parse_json(_read_text(source))
+    except ValueError as error:
+        raise DataError(f"{source} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(f"{source} holds a {type(rows).__name__}; a .json data file holds a list of rows")
     return _numbered(source, cast(list[Any], rows))
@@ -160,10 +161,31 @@ def _read_function(source: str) -> Iterator[tuple[str, Any]]:
             f"data source {source!r} is a {type(function).__name__}; name a function that takes nothing "
             "and returns rows"
         )
-    rows = function()
-    if not isinstance(rows, Iterable):
-        raise DataError(f"{source} returned a {type(rows).__name__}; it must return an iterable of rows")
-    return _numbered(source, cast(Iterable[Any], rows))
+    return _numbered(source, _rows_of(function, source=source))
+
+
+def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
+    """Yield what a user's function returns. Whatever it raises, also while it is iterated, becomes a DataError."""
+    try:
+        rows = function()
+        if inspect.iscoroutine(rows):
+            rows.close()
+            raise DataError(f"{source} is an async function; define it with def, not with async def")
+        if not isinstance(rows, Iterable):
+            raise DataError(f"{source} returned {describe_value(rows)}; it must return an iterable of rows")
+        yield from cast(Iterable[Any], rows)
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(
+            f"{source} raised {describe_error(error)}{_place_of(error)}; fix the function"
+        ) from error
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where an error was raised, as in ` (data.py line 7)`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
 
 
 _READERS: Mapping[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
@@ -198,11 +220,47 @@ def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
             f"{where} has no {prompt_key!r} (columns: {names}); set data.prompt_key to the column with the "
             f"prompt{hint}"
         )
-    return (
+    prepared = (
         columns
         | _nested_columns(columns)
         | {"raw_prompt": _messages(columns[key], where=f"{where}, column {key!r}")}
     )
+    refuse_bad_columns(prepared, where=where)
+    for name in RESERVED_COLUMNS & prepared.keys():
+        raise DataError(f"{where} has a column {name!r}, which is an argument of every agent loop; rename it")
+    if fault := depth_fault(prepared):
+        raise DataError(f"{where}: {fault}; flatten it, or store it as text")
+    return prepared
+
+
+def refuse_bad_columns(row: Row, *, where: str) -> None:
+    """Refuse columns that agent loops read and that have another form than these read.
+
+    Args:
+        row: A row with `raw_prompt` or without.
+        where: Where the row is, for errors.
+
+    Raises:
+        DataError: The form of a column is wrong.
+    """
+    agent_name = row.get("agent_name")
+    if not isinstance(agent_name, str | None):
+        raise DataError(
+            f"{where}: agent_name is {describe_value(agent_name)}; give the name of an agent loop"
+        )
+    for column, shape in (("tools_kwargs", _TOOLS_SHAPE), ("interaction_kwargs", _INTERACTION_SHAPE)):
+        value: Any = row.get(column)
+        if not isinstance(value, Mapping | None):
+            raise DataError(f"{where}: {column} is {describe_value(value)}; give {shape}")
+    tools_kwargs: Mapping[Any, Any] = row.get("tools_kwargs") or {}
+    for tool, groups in tools_kwargs.items():
+        of_tool: Mapping[Any, Any] = (
+            cast(Mapping[Any, Any], groups) if isinstance(groups, Mapping) else {"": groups}
+        )
+        for name, value in of_tool.items():
+            if not isinstance(value, Mapping | None):
+                key = ".".join(filter(None, ("tools_kwargs", str(tool), str(name))))
+                raise DataError(f"{where}: {key} is {describe_value(value)}; give {_TOOLS_SHAPE}")
 
 
 def _nested_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,9 +292,23 @@ def _message(message: Any, *, where: str) -> Message:
     given = cast(Mapping[str, Any], message)
     if not isinstance(given.get("role"), str) or "content" not in given:
         raise DataError(f"{where} holds a message with the keys {sorted(given)}; {_PROMPT_SHAPE}")
+    content: Any = given["content"]
+    parts: list[Any] = cast(list[Any], content) if isinstance(content, list) else []
+    if not isinstance(content, str | list | None) or not all(isinstance(p, str | Mapping) for p in parts):
+        raise DataError(
+            f"{where} holds a message whose content is {describe_value(cast(Any, content))}; give text, or a list of "
+            'parts like {"type": "text", "text": "..."}'
+        )
+    calls: Any = given.get("tool_calls")
+    if not isinstance(calls, list | None) or not all(
+        isinstance(c, Mapping) for c in cast(list[Any], calls or [])
+    ):
+        raise DataError(
+            f"{where} holds a message whose tool_calls are {describe_value(calls)}; give a list of calls"
+        )
     cleaned = {key: value for key, value in given.items() if value is not None or key == "content"}
-    if isinstance(given["content"], list):
-        cleaned["content"] = [_content_part(part) for part in cast(list[Any], given["content"])]
+    if isinstance(content, list):
+        cleaned["content"] = [_content_part(part) for part in parts]
     return cleaned
 
 
@@ -246,4 +318,6 @@ def _content_part(part: Any) -> Any:
     return {key: value for key, value in cast(Mapping[str, Any], part).items() if value is not None}
 
 
+_TOOLS_SHAPE = 'a mapping like {"tool": {"create_kwargs": {...}}}'
+_INTERACTION_SHAPE = 'a mapping like {"name": "...", ...}'
 _PROMPT_SHAPE = 'give text, or messages like [{"role": "user", "content": "..."}]'

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.attachments import Attachment
+from agent_loop.config import Positive, parse_options
 from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
@@ -48,6 +49,16 @@ class ScriptedReply:
 
 Script: TypeAlias = Callable[[ScriptedRequest], ScriptedReply] | Sequence[ScriptedReply]
 """What to answer each request with; a sequence is read by the turn of the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedOptions:
+    """`rollout.engine_kwargs` of this engine, beside `script`. See `ScriptedServer`."""
+
+    vocab_size: Positive | None = None
+    max_model_len: Positive | None = None
+    max_concurrent: Positive | None = None
+    streams: bool = False
 
 
 class ScriptedServer(AsyncServerBase):
@@ -94,13 +105,13 @@ class ScriptedServer(AsyncServerBase):
         """Follows the function that `engine_kwargs["script"]` names as `file.py:name`; the others are those of the
         constructor."""
         kwargs = dict(spec.engine_kwargs)
-        refuse_unknown_options(
-            kwargs, known=["script", "vocab_size", "max_model_len", "max_concurrent", "streams"]
-        )
+        options = [field.name for field in fields(ScriptedOptions)]
+        refuse_unknown_options(kwargs, known=["script", *options])
         if "script" not in kwargs:
             raise ConfigError("a scripted server needs rollout.engine_kwargs.script: file.py:function")
         script = load_object(str(kwargs.pop("script")), key="rollout.engine_kwargs.script")
-        return cls(script, name=spec.name, **kwargs)
+        read = parse_options(ScriptedOptions, kwargs, where="rollout.engine_kwargs")
+        return cls(script, name=spec.name, **asdict(read))
 
     @property
     def num_sessions(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.errors import DataError
+from agent_loop.plain_values import parse_json
 from agent_loop.simulation.workload import Plan, Turn
 from agent_loop.types import Origin
 
@@ -59,9 +59,9 @@ def _records(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                 except ValueError as error:
-                    raise DataError(f"{str(file)!r}, line {number}, is no JSON: {error}") from error
+                    raise DataError(f"{str(file)!r} line {number} is not JSON: {error}") from error
                 if isinstance(record, dict) and "segments" in record:
                     yield cast(Mapping[str, Any], record)
 

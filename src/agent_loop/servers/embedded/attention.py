@@ -16,6 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
+from agent_loop.servers.embedded.config import CONTEXT
 
 ATTENTION_NAME = "agent_loop_slots"
 UNSUPPORTED_OPTIONS = {
@@ -215,8 +216,8 @@ def _check_options(
     if sliding_window is not None and sliding_window < context.max_model_len:
         raise ConfigError(
             f"{type(module).__name__} has a sliding window of {sliding_window} tokens, which the embedded server does "
-            f"not compute; set EmbeddedConfig.max_model_len ({context.max_model_len}) to at most {sliding_window}, "
-            "or use another server"
+            f"not compute; {CONTEXT} is {context.max_model_len} tokens, so give at most {sliding_window}, or use "
+            "another server"
         )
     for option, meaning in UNSUPPORTED_OPTIONS.items():
         if options.get(option) is not None:

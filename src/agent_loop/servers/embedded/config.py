@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from agent_loop.config import NotNegative, Replicas, Tokens
 from agent_loop.errors import ConfigError
+
+CONTEXT = "the context (rollout.prompt_length + rollout.response_length, or max_model_len)"
+"""What `max_model_len` is, in the words of those who set it."""
+ContextLength = Annotated[int, Field(ge=1, le=2**25)]
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedConfig:
     """How one embedded server runs its model."""
 
-    max_slots: int = 64
+    max_slots: Replicas = 64
     """Requests in the batch at once; more wait in line. Each slot holds the KV cache of one sequence."""
-    max_model_len: int = 2048
+    max_model_len: ContextLength = 2048
     """Tokens of prompt and completion together. The cache is allocated for `max_slots * max_model_len` tokens."""
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: Tokens = 512
     """Prompt tokens computed in one step, beside the decoding rows; bounds how long a step holds these up."""
-    num_threads: int = 1
+    num_threads: Replicas = 1
     """CPU threads of one forward. More than the machine's free cores is slower, not faster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` is the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` keeps the type that the model comes in."""
-    seed: int = 0
+    seed: NotNegative = 0
     """For requests that bring no seed. Give each replica another one, or all of them sample alike."""
     recompute_kv_on_update: bool = False
     """After a weight update, compute the cache of requests in flight again under the new weights. Counts as a

@@ -160,7 +160,7 @@ def build_request(
     if num_tokens > longest:
         raise bad_prompt(
             f"the prompt has {num_tokens} tokens, but max_model_len {limits.max_model_len} leaves room for {longest} "
-            "and one to sample; raise EmbeddedConfig.max_model_len or shorten the prompt"
+            "and one to sample; raise rollout.prompt_length or rollout.response_length, or shorten the prompt"
         )
     lowest, highest = int(prompt_ids.min()), int(prompt_ids.max())
     if lowest < 0 or highest >= limits.vocab_size:

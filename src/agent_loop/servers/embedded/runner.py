@@ -12,7 +12,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.attention import ATTENTION_NAME, AttentionContext, ShapeProbe
 from agent_loop.servers.embedded.batch import StepBatch
 from agent_loop.servers.embedded.cache import KVCache, LayerShape
-from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
 from agent_loop.servers.embedded.vision import VISION_MODELS, PromptImages, media_features
 
 PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
@@ -189,15 +189,14 @@ def check_model_config(model_config: Any, *, config: EmbeddedConfig) -> None:
     own_limit = getattr(model_config, "max_position_embeddings", None)
     if own_limit is not None and longest > own_limit:
         raise ConfigError(
-            f"EmbeddedConfig.max_model_len is {longest}, but the model ends at {own_limit} positions; "
-            f"set it to at most {own_limit}"
+            f"{CONTEXT} is {longest} tokens, but the model ends at {own_limit} positions; give at most {own_limit}"
         )
     for rope in _rope_parameters(model_config):
         switch = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and switch is not None and longest > switch:
             raise ConfigError(
                 f"{kind} changes its position frequencies for sequences over {switch} tokens (longrope), which "
-                f"cannot be batched with shorter ones; set EmbeddedConfig.max_model_len ({longest}) to at most {switch}"
+                f"cannot be batched with shorter ones; {CONTEXT} is {longest} tokens, so give at most {switch}"
             )
 
 
@@ -214,9 +213,7 @@ def _rope_parameters(model_config: Any) -> list[Mapping[str, Any]]:
 
 def _choose_device(config: EmbeddedConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "EmbeddedConfig.device is 'cuda', but torch finds no GPU; set it to 'auto' or 'cpu'"
-        )
+        raise ConfigError("model.device is 'cuda', but torch finds no GPU; set it to 'auto' or 'cpu'")
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from agent_loop.attachments import Attachment
+from agent_loop.config import parse_options
 from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.embedded.config import EmbeddedConfig
@@ -234,7 +235,7 @@ def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
         **spec.engine_kwargs,
     }
     refuse_unknown_options(options, known=[field.name for field in fields(EmbeddedConfig)])
-    return EmbeddedConfig(**options)
+    return parse_options(EmbeddedConfig, options, where="rollout.engine_kwargs")
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

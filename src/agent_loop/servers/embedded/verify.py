@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from agent_loop.errors import ConfigError, ServerError
+from agent_loop.servers.embedded.config import CONTEXT
 from agent_loop.servers.embedded.engine import Engine
 from agent_loop.servers.embedded.request import RequestLimits, build_request
 from agent_loop.servers.embedded.runner import ModelRunner
@@ -32,8 +33,8 @@ def verify_engine(engine: Engine, *, runner: ModelRunner, limits: RequestLimits)
     needed = max(PROMPT_LENGTHS) + 2 * NEW_TOKENS + TOKENS_BETWEEN_TURNS
     if limits.max_model_len < needed:
         raise ConfigError(
-            f"EmbeddedConfig.max_model_len is {limits.max_model_len}, too short to verify the model with; "
-            f"give at least {needed}, or set verify to False"
+            f"{CONTEXT} is {limits.max_model_len} tokens, too short to verify the model with; give at least {needed}, "
+            "or set rollout.engine_kwargs.verify=false"
         )
     for turn in range(2):
         worst = _largest_difference(engine, runner=runner, contexts=contexts, limits=limits, seed=turn)

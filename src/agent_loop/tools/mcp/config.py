@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,6 +10,7 @@ from pydantic import Field
 
 from agent_loop.config import Positive, PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError
+from agent_loop.plain_values import parse_json, shown
 
 
 class McpServer(Section):
@@ -74,7 +74,7 @@ def read_servers(config: Mapping[str, Any]) -> tuple[McpConfig, dict[str, McpSer
 
 def _read_file(path: Path) -> dict[str, McpServer]:
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"mcp_servers_config_path: {str(path)!r} cannot be read: {error}") from error
     named: Any = cast(dict[str, Any], content).get("mcpServers") if isinstance(content, dict) else None
@@ -82,6 +82,11 @@ def _read_file(path: Path) -> dict[str, McpServer]:
         raise ConfigError(
             f'{path}: there are no servers; write {{"mcpServers": {{"name": {{"url": "..."}}}}}}'
         )
+    for name, server in cast(dict[str, Any], named).items():
+        if not isinstance(server, dict):
+            raise ConfigError(
+                f"{path}: mcpServers.{name} is {shown(server)}; give keys, such as url or command"
+            )
     return {
         name: parse_section(McpServer, server, where=f"{path}: mcpServers.{name}")
         for name, server in cast(dict[str, Any], named).items()

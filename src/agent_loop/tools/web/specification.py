@@ -13,8 +13,8 @@ from urllib.request import urlopen
 
 import yaml
 
-from agent_loop.boundary import describe_error
 from agent_loop.errors import ConfigError
+from agent_loop.plain_values import reason
 
 FETCH_TIMEOUT_S = 30.0
 
@@ -39,8 +39,8 @@ def read_specification(source: str) -> Mapping[str, Any]:
         else:
             text = Path(source).read_text(encoding="utf-8")
         spec: Any = _parse_spec(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the specification {source!r} cannot be read: {describe_error(error)}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"the specification {source!r} cannot be read: {reason(error)}") from error
     if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
         "3."
     ):
