@@ -607,6 +607,8 @@ def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: 
         return section.model_validate(dict(values))
     except ValidationError as error:
         raise _refusal(error, section, where=where) from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: str) -> OptionsT:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
+from math import inf
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -79,14 +80,20 @@ class SamplingParams(Struct, frozen=True):
     """Only 1.0 (none) is exact to train on; servers refuse what they do not offer."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise SamplingParamsError(f"temperature is {self.temperature}; give 0 (greedy) or more")
+        if not 0 <= self.temperature < inf:
+            raise SamplingParamsError(
+                f"temperature is {self.temperature}; give 0 (greedy) or a finite number above"
+            )
         if not 0 < self.top_p <= 1:
             raise SamplingParamsError(f"top_p is {self.top_p}; give more than 0 and at most 1")
         if self.top_k == 0 or self.top_k < -1:
             raise SamplingParamsError(f"top_k is {self.top_k}; give -1 (no limit) or at least 1")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise SamplingParamsError(f"max_tokens is {self.max_tokens}; give at least 1, or None")
+        if not 0 < self.repetition_penalty < inf:
+            raise SamplingParamsError(
+                f"repetition_penalty is {self.repetition_penalty}; give 1.0 (none) or another finite number above 0"
+            )
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | SamplingParams) -> SamplingParams:
@@ -102,8 +109,11 @@ class SamplingParams(Struct, frozen=True):
             if key not in known:
                 raise SamplingParamsError(f"unknown sampling parameter {key!r}{did_you_mean(key, known)}")
         values = dict(params)
-        values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
-        return cls(**values)
+        try:
+            values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+            return cls(**values)
+        except TypeError as error:
+            raise SamplingParamsError(f"sampling parameters are {values!r}: {error}; give numbers") from error
 
     def limited(self, max_tokens: int, *, more_stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         """The same with another `max_tokens` and more stop tokens.

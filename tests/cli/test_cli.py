@@ -111,6 +111,20 @@ def test_help_has_examples(command: Command, name: str) -> None:
         (["config.yaml", "reward.function=task.py:rewrad"], "did you mean 'reward'"),
         (["config.yaml", "rollout.engine=vlm"], "rollout.engine is 'vlm'"),
         (["config.yaml", "rollout.engine_kwargs.max_slot=3"], "max_slot"),
+        (
+            ["config.yaml", "rollout.engine_kwargs.max_slots=x"],
+            "max_slots is 'x': input should be a valid integer",
+        ),
+        (["config.yaml", "rollout.top_k=0"], "rollout.top_k is 0: give -1 (no limit) or at least 1"),
+        (["config.yaml", "rollout.n=100000000000000000000"], "less than or equal to 65536"),
+        (
+            ["config.yaml", "rollout.prompt_length=40000"],
+            "the model ends at 32768 positions; give at most 32768",
+        ),
+        (["config.yaml", "trainer.run_dir=task.py"], "'task.py'"),
+        (["config.yaml", "trainer.run_dir=/proc/nowhere/run"], "/proc/nowhere"),
+        (["config.yaml", "data.train_files=[task.py:crawls]"], "task.py:crawls raised TypeError"),
+        (["rows.jsonl"], "config file 'rows.jsonl' is not valid YAML"),
         (["config.yaml", "rollout.multi_turn.format=hermis"], "did you mean 'hermes'"),
         (["config.yaml", "rollout.agent.default_agent_loop=tool_agnet"], "did you mean 'tool_agent'"),
         (["config.yaml", "reward.function=task.py:breaks"], "ZeroDivisionError"),
@@ -138,3 +152,17 @@ def test_a_row_without_the_prompt_names_the_row(command: Command) -> None:
     assert result.exit_code == 2
     assert "rows.jsonl" in result.err
     assert "prompt" in result.err
+
+
+def test_a_folder_is_refused_as_the_file_of_a_rollout(command: Command) -> None:
+    result = command("rollout", "config.yaml", "--out", ".")
+    assert result.exit_code == 2
+    assert "ConfigError: --out is '.', which is a folder; give a file, such as sampled.jsonl" in result.err
+
+
+def test_sampling_parameters_are_checked_before_any_row_runs(command: Command) -> None:
+    for override in ("rollout.top_k=0", "rollout.val.top_k=-3", "rollout.temperature=inf", "rollout.top_p=2"):
+        result = command("rollout", "config.yaml", override, "--out", "sampled.jsonl")
+        assert result.exit_code == 2
+        assert override.partition("=")[0] in result.err
+        assert not Path("sampled.jsonl").exists()

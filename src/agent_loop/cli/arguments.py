@@ -41,7 +41,9 @@ SplitOption = Annotated[
     str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
 ]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Only the first so many rows.")]
-SamplesOption = Annotated[int | None, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Trajectories per row.")]
+SamplesOption = Annotated[
+    int | None, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Trajectories per row.")
+]
 
 
 def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | None = None) -> Config:

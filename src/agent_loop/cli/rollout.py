@@ -62,7 +62,9 @@ def rollout_command(
         agent-loop rollout config.yaml --model runs/train/checkpoints/step-000040/model rollout.temperature=0.7
     """
     if out.is_dir():
-        raise ConfigError(f"--out is {str(out)!r}, which is a folder; give a file, such as {out / 'sampled.jsonl'}")
+        raise ConfigError(
+            f"--out is {str(out)!r}, which is a folder; give a file, such as {out / 'sampled.jsonl'}"
+        )
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
     console = Console()

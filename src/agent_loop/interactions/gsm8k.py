@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
-
 from agent_loop.answers import read_answer, with_mark
 from agent_loop.boundary import OnReplay
-from agent_loop.config import Section
+from agent_loop.config import Positive, Section
 from agent_loop.errors import DataError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import text_of
@@ -22,7 +20,7 @@ class Gsm8kSettings(Section):
 
     right_reply: str = "Your response is correct!"
     wrong_reply: str = "Your response is incorrect! You need to reflect on your answer and try again."
-    max_attempts: int | None = Field(default=None, ge=1)
+    max_attempts: Positive | None = None
     """So many answers at most; None leaves it to the limits of the rollout."""
     judges: bool = True
     """The last answer's score is the verdict on the trajectory; off where a tool or a reward function judges it."""

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from agent_loop.boundary import OnReplay, as_reward, describe_value
-from agent_loop.config import Section
+from agent_loop.config import NotNegative, Section
 from agent_loop.errors import InteractionBug
 from agent_loop.interactions.actions import ActionReader, NoAction
 from agent_loop.interactions.base import BaseInteraction
@@ -42,7 +42,7 @@ class GymnasiumSettings(Section):
     invalid_reply: str = "That is no valid action: {reason}."
     invalid_score: float = 0.0
     """Of a turn without a valid action; the environment does not notice it."""
-    max_invalid_in_a_row: int = Field(default=3, ge=0)
+    max_invalid_in_a_row: NotNegative = 3
     """One more such turn ends the trajectory, neither terminated nor truncated."""
     on_replay: OnReplay = OnReplay.RESTART
     """`rerun` where the rows' seeds make the environment's every step reproducible."""

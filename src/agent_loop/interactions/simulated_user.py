@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
 from agent_loop.boundary import OnReplay, describe_error, describe_value
-from agent_loop.config import Section
+from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import flipped, num_replies
@@ -44,15 +44,15 @@ class SimulatedUserSettings(Section):
     """What the user is told that the assistant said, where the user spoke first."""
     stop_phrases: list[str] = Field(default=["###STOP###"])
     """The trajectory is over when the user says one of these; what comes before it is recorded."""
-    max_turns: Annotated[int, Field(ge=1)] | None = None
+    max_turns: Positive | None = None
     """So many replies of the user at most; None leaves it to the limits of the rollout."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Temperature | None = None
     """None leaves it to the endpoint."""
-    max_tokens: Annotated[int, Field(ge=1)] = 512
+    max_tokens: Tokens = 512
     """Of one reply."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    timeout_s: PositiveSeconds = 60.0
     """One attempt at a reply."""
-    max_retries: Annotated[int, Field(ge=0)] = 3
+    max_retries: NotNegative = 3
     """After a broken connection, a timeout, or an answer that says busy or broken; each waits longer than the last."""
     extra_body: dict[str, Any] = Field(default={})
     """Further fields of each request."""

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast
 from pydantic import Field
 
 from agent_loop.boundary import OnReplay, describe_value
-from agent_loop.config import Positive, PositiveSeconds, Section
+from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.loading import load_object
 from agent_loop.registries import construct, load_class, read_entries
@@ -59,7 +59,7 @@ class ToolEntry(Section):
     """In place of what the tool declares, as are the next three."""
     timeout_s: PositiveSeconds | None = None
     max_concurrent: Positive | None = None
-    retries: int | None = Field(default=None, ge=0)
+    retries: NotNegative | None = None
 
 
 def load_tools(references: Iterable[str], *, config_path: str | Path | None = None) -> dict[str, BaseTool]:

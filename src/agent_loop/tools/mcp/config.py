@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field
 
-from agent_loop.config import Positive, PositiveSeconds, Section, parse_section
+from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError
 from agent_loop.plain_values import parse_json, shown
 
@@ -41,7 +41,7 @@ class McpConfig(McpServer):
     """Of the names under which models call the tools."""
     session: Literal["trajectory", "shared"] = "trajectory"
     """A session for each trajectory, so that none sees what another does; or one for all of a process."""
-    reconnects: int | None = Field(default=None, ge=0)
+    reconnects: NotNegative | None = None
     """How often a session that broke is opened anew; what the server kept of it is lost. None is 0 for the session of a
     trajectory and 3 for a shared one."""
     start_timeout_s: PositiveSeconds = 60.0

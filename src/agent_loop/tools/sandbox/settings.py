@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field
 
-from agent_loop.config import Positive, PositiveSeconds, Section
+from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError
 from agent_loop.tools.sandbox.inside import landlock
 from agent_loop.tools.sandbox.inside.plan import Plan
@@ -27,19 +27,19 @@ class SandboxSettings(Section):
     """One call."""
     interrupt_grace_s: PositiveSeconds = 1.0
     """Code over its time limit is interrupted; if it runs on for so long, it is killed."""
-    memory_mb: Annotated[int, Field(ge=64)] = 1024
+    memory_mb: Annotated[int, Field(ge=64, le=2**24)] = 1024
     """Address space of one process, and resident memory of a sandbox's processes together."""
     cpu_seconds: Positive = 300
     """CPU time of one process, over all calls of a trajectory."""
-    max_processes: Annotated[int, Field(ge=2)] = 32
+    max_processes: Annotated[int, Field(ge=2, le=100_000)] = 32
     """Processes and threads of one sandbox."""
-    max_open_files: Annotated[int, Field(ge=16)] = 256
+    max_open_files: Annotated[int, Field(ge=16, le=2**20)] = 256
     max_file_mb: Positive = 64
     temp_dir_mb: Positive = 128
     """All files that a sandbox writes."""
     output_limit_bytes: Annotated[int, Field(ge=1000, le=2_000_000)] = 16_384
     """Output of one call; of more, the first and the last half are kept."""
-    seed: int | None = 0
+    seed: NotNegative | None = 0
     """What `random` begins from, so that calls run again give the same; None for something else each time."""
     python: str = sys.executable
     """The interpreter, of Python 3.11 or newer; code may import what is installed in its environment."""

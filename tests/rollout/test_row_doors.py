@@ -1,0 +1,219 @@
+"""Whatever the columns of a row hold, the row is refused by name before the run, or runs and ends with a reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.config import RolloutConfig
+from agent_loop.errors import DataError
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.rows import load_rows, prepare_rows
+from agent_loop.servers.scripted import ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason
+from tests.helpers import hermes_template, says
+
+COLUMNS = [
+    "agent_name",
+    "tools_kwargs",
+    "tool_selection",
+    "interaction_kwargs",
+    "extra_info",
+    "raw_prompt",
+    "partial_output",
+    "self",
+    "sampling_params",
+    "row",
+    "",
+    "a column",
+]
+ODD = [
+    None,
+    False,
+    0,
+    5,
+    -1.5,
+    10**300,
+    math.nan,
+    "",
+    "x",
+    "\ud800",
+    b"x",
+    [],
+    [1],
+    [None],
+    ["x"],
+    [[]],
+    {},
+    {"x": 1},
+    {"add": 5},
+    {"add": {"create_kwargs": 5}},
+    {"name": ["x"]},
+    {"tools_kwargs": 5},
+    {1: {2: 3}},
+    (1, 2),
+    date(2024, 1, 1),
+    object(),
+]
+MESSAGES = [
+    {},
+    {"role": "user"},
+    {"role": None, "content": "x"},
+    {"role": "user", "content": 5},
+    {"role": "user", "content": {"a": 1}},
+    {"role": "user", "content": [5]},
+    {"role": "user", "content": None},
+    {"role": "user", "content": "x", "tool_calls": 5},
+    {"role": "assistant", "content": "", "tool_calls": ["x"]},
+    {"role": "wizard", "content": "x"},
+    {"role": "user", "content": [{"type": "image", "image": 5}]},
+    5,
+    None,
+    "x",
+]
+
+
+def run(row: dict[str, Any]) -> Trajectory | None:
+    """The trajectory of a row, in a batch with a harmless one; None if the row was refused."""
+    try:
+        rows = prepare_rows([row, {"prompt": "What is 1 + 2?"}], prompt_key="prompt")
+        manager = AgentLoopManager(
+            RolloutConfig(max_failed_share=1),
+            servers=[ScriptedServer(lambda _: says("It is 3."))],
+            template=hermes_template(),
+        )
+        odd, harmless = run_virtual(manager.run(rows))
+    except DataError:
+        return None
+    assert harmless.output.stop_reason is StopReason.ANSWERED
+    assert odd.output.stop_reason in StopReason
+    return odd
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_an_odd_value_in_any_column_is_refused_or_ends_with_a_reason(column: str) -> None:
+    for value in ODD:
+        run({"prompt": "What is 1 + 2?", column: value})
+
+
+def test_an_odd_message_is_refused_or_ends_with_a_reason() -> None:
+    for message in MESSAGES:
+        run({"prompt": [message]})
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+NAMES = st.sampled_from(["name", "add", "role", "content", "create_kwargs"]) | st.text(max_size=3)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(columns=st.dictionaries(st.sampled_from(COLUMNS) | st.text(max_size=5), VALUES, max_size=4))
+def test_any_row_is_refused_or_ends_with_a_reason(columns: dict[str, Any]) -> None:
+    run({"prompt": "What is 1 + 2?", **columns})
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"tools_kwargs": 5}, r"line 1: tools_kwargs is 5 \(int\); give a mapping"),
+        ({"tools_kwargs": ["add"]}, "tools_kwargs is"),
+        ({"tools_kwargs": {"add": 5}}, r"tools_kwargs.add is 5 \(int\)"),
+        (
+            {"tools_kwargs": {"add": {"create_kwargs": [1]}}},
+            r"tools_kwargs.add.create_kwargs is \[1\] \(list\)",
+        ),
+        ({"extra_info": {"tools_kwargs": 5}}, "tools_kwargs is 5"),
+        ({"interaction_kwargs": [1]}, r"interaction_kwargs is \[1\] \(list\)"),
+        ({"agent_name": 5}, r"agent_name is 5 \(int\)"),
+        ({"self": 1}, "a column 'self', which is an argument of every agent loop; rename it"),
+        ({"sampling_params": 1}, "a column 'sampling_params'"),
+        ({"prompt": [{"role": "user", "content": 5}]}, r"a message whose content is 5 \(int\)"),
+        ({"prompt": [{"role": "user", "content": [5]}]}, r"a message whose content is \[5\]"),
+        ({"prompt": [{"role": "user", "content": "", "tool_calls": 5}]}, r"tool_calls are 5 \(int\)"),
+    ],
+)
+def test_a_column_of_the_wrong_form_is_refused_with_its_place(
+    tmp_path: Path, columns: dict[str, Any], complaint: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "What is 1 + 2?", **columns}), encoding="utf-8")
+    with pytest.raises(DataError, match=complaint) as refused:
+        load_rows([str(path)], prompt_key="prompt")
+    assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [("9" * 5000, "an integer of thousands of digits"), ("[" * 300 + "]" * 300, "nested more than 200 deep")],
+    ids=["digits", "deep"],
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_json_that_nobody_can_hold_is_refused_with_its_place(
+    tmp_path: Path, name: str, value: str, complaint: str
+) -> None:
+    row = f'{{"prompt": "x", "extra": {value}}}'
+    path = tmp_path / name
+    path.write_text(f"[{row}]" if name.endswith(".json") else row, encoding="utf-8")
+    with pytest.raises(DataError, match=complaint) as refused:
+        load_rows([str(path)], prompt_key="prompt")
+    assert str(path) in str(refused.value)
+
+
+DATA = """
+def raises():
+    raise KeyError("x")
+
+def raises_later():
+    yield {"prompt": "x"}
+    raise RuntimeError("no more")
+
+def ends_the_process():
+    raise SystemExit(3)
+
+def needs_arguments(count):
+    return []
+
+def calls_itself():
+    return calls_itself()
+
+async def is_async():
+    return []
+
+def returns_nothing():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        ("raises", r"raised KeyError: 'x' \(data.py line 3\); fix the function"),
+        ("raises_later", r"raised RuntimeError: no more \(data.py line 7\)"),
+        ("ends_the_process", "raised SystemExit: 3"),
+        ("needs_arguments", "missing 1 required positional argument: 'count'"),
+        ("calls_itself", "raised RecursionError"),
+        ("is_async", "define it with def, not with async def"),
+        ("returns_nothing", "returned None"),
+    ],
+)
+def test_a_data_function_that_fails_is_named_with_its_line(
+    tmp_path: Path, function: str, complaint: str
+) -> None:
+    path = tmp_path / "data.py"
+    path.write_text(DATA, encoding="utf-8")
+    with pytest.raises(DataError, match=complaint) as refused:
+        load_rows([f"{path}:{function}"], prompt_key="prompt")
+    assert f"data.py:{function}" in str(refused.value)

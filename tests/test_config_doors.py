@@ -1,0 +1,210 @@
+"""Whatever a value of a setting is, the loader accepts it or refuses it with a ConfigError."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import date
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from agent_loop.config import MOST, Config, ModelConfig, Section, all_keys, load_config, parse_section
+from agent_loop.errors import ConfigError
+from agent_loop.interactions.gsm8k import Gsm8kSettings
+from agent_loop.interactions.gymnasium import GymnasiumSettings
+from agent_loop.interactions.registry import InteractionEntry
+from agent_loop.interactions.simulated_user import SimulatedUserSettings
+from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.server import embedded_config
+from agent_loop.tools.mcp.config import McpServer
+from agent_loop.tools.registry import ToolEntry
+from agent_loop.tools.sandbox.settings import SandboxSettings
+from agent_loop.tools.search.tool import SearchConfig
+from agent_loop.tools.web.http import HttpConfig
+from agent_loop.tools.web.openapi import OpenApiConfig
+
+HUGE = 10**4200
+ODD = [
+    None,
+    True,
+    "",
+    "x",
+    "inf",
+    "nan",
+    "1e999",
+    "\n",
+    "9" * 5000,
+    "${",
+    "???",
+    0,
+    -1,
+    10**20,
+    -(10**20),
+    HUGE,
+    1 << 20_000,
+    0.5,
+    1e308,
+    5e-324,
+    math.inf,
+    -math.inf,
+    math.nan,
+    [],
+    [1],
+    [None],
+    ["x", ["x"]],
+    {},
+    {"a": 1},
+    {1: {"b": []}},
+    (1, 2, 3),
+    {"x"},
+    b"x",
+    date(2024, 1, 1),
+    object(),
+]
+SECTIONS = [
+    Gsm8kSettings,
+    GymnasiumSettings,
+    HttpConfig,
+    InteractionEntry,
+    McpServer,
+    OpenApiConfig,
+    SandboxSettings,
+    SearchConfig,
+    SimulatedUserSettings,
+    ToolEntry,
+]
+
+
+def tree(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def numbers(values: Any) -> Iterator[float]:
+    """The numbers of all settings that have a type; what is handed on to engines is left out."""
+    if isinstance(values, BaseModel):
+        for name, info in type(values).model_fields.items():
+            if "Any" not in str(info.annotation):
+                yield from numbers(getattr(values, name))
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from numbers(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from numbers(value)
+    elif isinstance(values, int | float) and not isinstance(values, bool):
+        yield values
+
+
+def check(section: type[Section], values: dict[str, Any]) -> None:
+    """Raises whatever else than a ConfigError the door lets through."""
+    try:
+        read = parse_section(section, values, where="settings")
+    except ConfigError:
+        return
+    assert all(abs(number) <= (1e308 if isinstance(number, float) else MOST) for number in numbers(read))
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_an_odd_value_of_any_setting_is_accepted_or_refused(section: str) -> None:
+    keys = [section, *(key for key in all_keys(Config) if key.startswith(f"{section}."))]
+    for key in keys:
+        for value in ODD:
+            check(Config, tree(key, value))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_odd_value_of_any_key_of_an_entry_is_accepted_or_refused(section: type[Section]) -> None:
+    for key in all_keys(section):
+        for value in ODD:
+            check(section, tree(key, value))
+
+
+def test_an_odd_option_of_the_embedded_engine_is_accepted_or_refused() -> None:
+    for name in EmbeddedConfig.__dataclass_fields__:
+        for value in ODD:
+            spec = ServerSpec("embedded", model=ModelConfig(), max_model_len=64, engine_kwargs={name: value})
+            with suppress(ConfigError):
+                assert isinstance(getattr(embedded_config(spec), name), int | str)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(key=st.sampled_from(all_keys(Config)) | st.text(), value=VALUES)
+def test_any_tree_of_values_is_accepted_or_refused(key: str, value: Any) -> None:
+    check(Config, tree(key, value))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    key=st.sampled_from(all_keys(Config)) | st.text("abn.[]=${}\\ ", max_size=12),
+    text=st.text("[]{}:,&*!?|>'\"${}#-\n\\0 ainrolut.59e", max_size=30) | st.text(max_size=12),
+)
+def test_any_override_is_accepted_or_refused(key: str, text: str) -> None:
+    with suppress(ConfigError):
+        load_config(overrides=[f"{key}={text}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("rollout.temperature=inf", "rollout.temperature is 'inf': input should be a finite number"),
+        ("rollout.temperature=.nan", "rollout.temperature is nan: input should be a finite number"),
+        ("rollout.temperature=1e-5", r"give 0 \(greedy\) or at least 0.0001"),
+        ("rollout.val.temperature=101", "less than or equal to 100"),
+        ("rollout.top_k=0", r"rollout.top_k is 0: give -1 \(no limit\) or at least 1"),
+        ("rollout.val.top_k=-2", "rollout.val.top_k is -2"),
+        ("rollout.n=100000000000000000000", "less than or equal to 65536"),
+        ("rollout.val.n=70000", "less than or equal to 65536"),
+        ("rollout.num_servers=20000", "less than or equal to 10000"),
+        ("rollout.response_length=2000000000", "less than or equal to 16777216"),
+        ("rollout.start_timeout_s=1e300", "less than or equal to 31622400"),
+        ("rollout.seed=-1", "greater than or equal to 0"),
+        ("actor.lr=inf", "actor.lr is 'inf': input should be a finite number"),
+        ("actor.lr=1e30", "less than or equal to 10"),
+        ("actor.betas=[0.9, 1]", "actor.betas.1 is 1: input should be less than 1"),
+        ("critic.kl_loss_coef=1", "unknown key"),
+        ("reward.success_threshold=inf", "finite"),
+        ("trainer.run_dir=''", "trainer.run_dir is ''"),
+        ("rollout=3", "rollout is 3: give it keys, such as rollout.engine"),
+        ("trainer.ray=none", "trainer.ray is 'none': give it keys, such as trainer.ray.address"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_its_range(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(overrides=[override])
+
+
+def test_interpolation_sees_the_defaults() -> None:
+    config = load_config(overrides=["rollout.trace.path=${trainer.run_dir}/traces.jsonl"])
+    assert config.rollout.trace.path == "runs/train/traces.jsonl"
+    config = load_config(overrides=["rollout.trace.path=${trainer.run_dir}/x", "trainer.run_dir=other"])
+    assert config.rollout.trace.path == "other/x"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.seed=${rollout.seed}",
+        "rollout.agent=${rollout}",
+        "rollout.engine_kwargs.a=${rollout.engine_kwargs}",
+        "rollout.seed=${oc.env:NO_SUCH_VARIABLE_IS_SET}",
+        "rollout.seed=${nothing.there}",
+    ],
+)
+def test_interpolation_in_a_circle_or_to_nothing_is_refused_on_one_line(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]) as refused:
+        load_config(overrides=[override])
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.errors import ConfigError
+from agent_loop.plain_values import (
+    MAX_DATA_DEPTH,
+    MAX_DEPTH,
+    depth_fault,
+    parse_json,
+    parse_override,
+    read_yaml,
+    shown,
+)
+
+MANY_DIGITS = "9" * 5000
+ALIASES = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 2000))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("7\n", "it holds the single value '7'"),
+        ("a: " + "[" * 20_000 + "]" * 20_000, f"nested more than {MAX_DEPTH} deep"),
+        ("a: " + "{a: " * 500 + "1" + "}" * 500, f"nested more than {MAX_DEPTH} deep"),
+        ("".join(f"{'  ' * depth}a:\n" for depth in range(1500)), f"nested more than {MAX_DEPTH} deep"),
+        (CHAIN, f"nested more than {MAX_DEPTH} deep"),
+        (ALIASES, "more than 100000 values once its aliases are expanded"),
+        ("a: &a {b: *a}", r"the alias \*a stands inside of what it stands for"),
+        (f"a: {MANY_DIGITS}", "an integer of thousands of digits"),
+        (f"a: 0x{'f' * 5000}", "an integer of thousands of digits"),
+        ('a: "\\0"', "a zero character"),
+        ("? [1, 2]\n: 3", "found unhashable key at line 1 column 3"),
+        ("a: [", "at line 2 column 1|at line 1 column"),
+        ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+    ids=range(13),
+)
+def test_yaml_that_a_parser_fails_on_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=complaint) as refused:
+        read_yaml(path, what="tool file")
+    assert str(refused.value).startswith(f"tool file {str(path)!r} ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="give the path of a YAML file"):
+        read_yaml(tmp_path / name, what="tool file")
+
+
+def test_yaml_as_deep_as_allowed_is_read_and_its_aliases_are_expanded(tmp_path: Path) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_text(
+        f"a: &a {'[' * (MAX_DEPTH - 2)}1{']' * (MAX_DEPTH - 2)}\nb: *a\nc: 1e-4", encoding="utf-8"
+    )
+    values = read_yaml(path, what="tool file")
+    assert values["a"] == values["b"]
+    assert values["c"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a",
+        "=1",
+        "a=[",
+        "a=" + "[" * 20_000,
+        "a" + ".a" * 10_000 + "=1",
+        f"a={MANY_DIGITS}",
+        'a="\\0"',
+        "a=\udc80",
+        "a=!!set {1}",
+        "a={null: 1}",
+    ],
+    ids=range(10),
+)
+def test_an_override_that_cannot_be_read_is_refused_on_one_line(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_override(override)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        (MANY_DIGITS, "an integer of thousands of digits"),
+        ('{"a": }', "Expecting value at column 7"),
+        ('{"a":\n}', "Expecting value at line 2 column 1"),
+    ],
+    ids=range(4),
+)
+def test_json_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse_json(text)
+
+
+def test_values_that_hold_themselves_are_too_deep() -> None:
+    circle: list[Any] = []
+    circle.append({"again": circle})
+    assert depth_fault({"extra": circle}) is not None
+    flat: list[Any] = []
+    for _ in range(MAX_DATA_DEPTH - 1):
+        flat = [flat]
+    assert depth_fault(flat) is None
+    assert depth_fault([flat, [flat]]) is not None
+
+
+def test_a_value_whose_repr_fails_can_still_be_named() -> None:
+    class Evil:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    assert shown(Evil()) == "<a Evil that cannot be shown: RuntimeError>"
+    assert shown(1 << 20_000).startswith("<a int that cannot be shown")
+    assert len(shown("x" * 10_000)) <= 200
