@@ -82,7 +82,7 @@ class SamplingParams(Struct, frozen=True):
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < inf:
             raise SamplingParamsError(
-                f"temperature is {self.temperature}; give 0 (greedy) or a finite number above"
+                f"temperature is {self.temperature}; give 0 (greedy) or more, and finite"
             )
         if not 0 < self.top_p <= 1:
             raise SamplingParamsError(f"top_p is {self.top_p}; give more than 0 and at most 1")

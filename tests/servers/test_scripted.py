@@ -127,6 +127,11 @@ def test_closing_fails_what_runs() -> None:
     [
         ({"temprature": 1}, "did you mean 'temperature'"),
         ({"temperature": -1}, "0 \\(greedy\\) or more"),
+        ({"temperature": float("inf")}, "0 \\(greedy\\) or more, and finite"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": "hot"}, "give numbers"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"stop_token_ids": 5}, "give numbers"),
         ({"top_p": 0}, "more than 0"),
         ({"top_k": 0}, "-1 \\(no limit\\)"),
         ({"max_tokens": 0}, "at least 1"),
