@@ -14,7 +14,7 @@ from agent_loop.distributed.contexts import SentContexts, token_bytes
 from agent_loop.distributed.mailbox import Mailbox
 from agent_loop.distributed.serving import Serving
 from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Refusal, Resend, Response
-from agent_loop.errors import ServerDied, ServerError
+from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
@@ -209,7 +209,13 @@ def test_what_goes_wrong_in_an_engine_is_told_to_who_asked_and_to_nobody_else() 
     async def scenario(serving: Serving) -> None:
         client = Client(serving)
         errors = [refused(response) for response in await run_together(map(client.ask, names))]
-        assert [type(error) for error in errors] == [ServerError, ServerDied, *[ServerError] * 3]
+        assert [type(error) for error in errors] == [
+            ServerError,
+            ServerDied,
+            BadServerReply,
+            ServerError,
+            BadServerReply,
+        ]
         for error, part in zip(
             errors,
             ("too hot", "out of memory", "cancelled", "holds a function", "ValueError: a bug"),

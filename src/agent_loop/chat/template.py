@@ -40,6 +40,8 @@ class ChatTemplate:
             or the tokenizer's own response template.
         media: Reads the images in messages; a string says why there is nothing that does.
         encoder: Which library encodes; the ids are the same.
+        vocab_size: Number of rows of the model's embedding, which is often larger than the tokenizer; None takes the
+            tokenizer's size. Completions with other ids are refused.
 
     Raises:
         ChatTemplateError: The tokenizer is not a fast one, has no chat template, or has one that cannot be bridged.
@@ -53,6 +55,7 @@ class ChatTemplate:
         tool_parser: ToolParser | str = "hermes",
         media: MediaProcessor | str = "the model has no processor for them",
         encoder: EncoderChoice = "auto",
+        vocab_size: int | None = None,
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -64,6 +67,8 @@ class ChatTemplate:
                 "the tokenizer has no chat template; give one with model.chat_template_path"
             )
         self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        """Ids of completions are below this."""
         self.media = media
         self.media_kinds = NO_KINDS if isinstance(media, str) else media.kinds
         """What messages may hold beside text."""
@@ -291,8 +296,16 @@ def load_chat_template(
     chat_template_path: str | None = None,
     trust_remote_code: bool = False,
     encoder: EncoderChoice = "auto",
+    model_path: str | None = None,
 ) -> ChatTemplate:
     """Loads a tokenizer with its chat template from a folder or the hub.
+
+    Args:
+        path: Of the tokenizer.
+        tool_parser, encoder: See `ChatTemplate`.
+        chat_template_path: A Jinja file that replaces the tokenizer's own template.
+        trust_remote_code: Run code that comes with the tokenizer.
+        model_path: Of the model, if it is not with its tokenizer. Its config tells the size of the vocabulary.
 
     Raises:
         ConfigError: There is no tokenizer at that place, or no template file.
@@ -319,7 +332,22 @@ def load_chat_template(
             raise ConfigError(f"model.chat_template_path is {chat_template_path!r}: no such file")
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     media = load_media_processor(path, tokenizer=tokenizer, trust_remote_code=trust_remote_code)
-    return ChatTemplate(tokenizer, tool_parser=tool_parser, media=media, encoder=encoder)
+    vocab_size = _vocab_size_at(model_path or path, trust_remote_code=trust_remote_code)
+    return ChatTemplate(
+        tokenizer, tool_parser=tool_parser, media=media, encoder=encoder, vocab_size=vocab_size
+    )
+
+
+def _vocab_size_at(path: str, *, trust_remote_code: bool) -> int | None:
+    """Return the number of rows of a model's embedding, or None if there is no config that tells."""
+    from transformers import AutoConfig  # late: importing transformers takes seconds
+
+    try:
+        config = cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code)
+        vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    except (OSError, ValueError, KeyError):
+        return None
+    return vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None
 
 
 def _last_characters(thoughts: Sequence[Thought]) -> frozenset[str]:

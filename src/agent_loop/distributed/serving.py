@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 from uuid import uuid4
 
 from agent_loop.attachments import Attachment
-from agent_loop.boundary import describe_error
+from agent_loop.boundary import describe_error, run_bounded
 from agent_loop.distributed.contexts import HeldContexts, UnknownContext
 from agent_loop.distributed.line import Line
 from agent_loop.distributed.progress import Parts, pack_unfinished
 from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Refusal, Reply, Resend, Response
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase
-from agent_loop.types import IntArray, TokenChunk, TokenOutput
+from agent_loop.servers.reply_check import bad_reply
+from agent_loop.servers.work import Work
+from agent_loop.types import IntArray, TokenChunk
 
 
 @dataclass(slots=True, eq=False)
@@ -134,20 +135,17 @@ class Serving:
         chunks: list[TokenChunk],
     ) -> Response:
         """A completion, or why there is none. Args: chunks: Gets its parts as they come."""
-        more: dict[str, Any] = {"attachments": attachments} if attachments else {}
-        asked = (prompt_ids, ask.sampling_params, ask.session)
+        work = Work(ask.sampling_params, prompt_ids, ask.session, attachments, on_chunk=chunks.append)
+        take = work.take_parts if Ability.STREAMING in self.server.abilities else work.take_whole
         try:
-            if Ability.STREAMING in self.server.abilities:
-                output = await _gathered(self.server.stream(*asked, **more), into=chunks)
-            else:
-                output = await self.server.generate(*asked, **more)
-            answer = Answer.pack(output)
+            answer = Answer.pack(await run_bounded(partial(take, self.server), timeout_s=None))
         except AgentLoopError as error:
             if isinstance(error, ServerDied):
                 error.chunks = chunks
             return Refusal.pack(error)
         except Exception as error:  # noqa: BLE001  (an engine's bug fails this completion, at the client)
-            return self._refusal(describe_error(error), ask.session)
+            why = f"it raised {describe_error(error)}"
+            return Refusal.pack(bad_reply(why, server=self.server.name, request_id=ask.session))
         self._contexts.append(ask.session, answer.token_ids)
         return answer
 
@@ -184,10 +182,3 @@ class Serving:
         for session in sessions:
             with suppress(ServerError):
                 self.server.end_session(session)
-
-
-async def _gathered(chunks: AsyncGenerator[TokenChunk], *, into: list[TokenChunk]) -> TokenOutput:
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            into.append(chunk)  # noqa: PERF401  (others read it meanwhile)
-    return TokenOutput.from_chunks(into)

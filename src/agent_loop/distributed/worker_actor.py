@@ -114,12 +114,13 @@ class WorkerActor:
         rollout = setup.config.rollout
         self._client = f"worker-{setup.index}/{uuid4().hex}"
         self._servers = self._remote_servers(setup)
-        self._manager = make_server_manager(rollout, self._servers)
+        template = load_template(setup.config)
+        self._manager = make_server_manager(rollout, self._servers, vocab_size=template.vocab_size)
         self._pool = self._manager.pool
         context = load_context(
             rollout,
             server_manager=self._manager,
-            template=load_template(setup.config),
+            template=template,
             settings=setup.config,
         )
         reward = load_reward_function(setup.config)

@@ -80,7 +80,7 @@ class AgentLoopManager:
     ) -> None:
         self.config = config
         self.template = template
-        self.server_manager = make_server_manager(config, servers)
+        self.server_manager = make_server_manager(config, servers, vocab_size=template.vocab_size)
         self._context = load_context(
             config, server_manager=self.server_manager, template=template, settings=settings
         )

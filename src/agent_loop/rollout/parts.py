@@ -35,6 +35,7 @@ def load_template(config: Config) -> ChatTemplate:
         chat_template_path=config.model.chat_template_path,
         trust_remote_code=config.model.trust_remote_code,
         encoder=config.model.encoder,
+        model_path=config.model.path,
     )
 
 
@@ -88,14 +89,20 @@ def load_context(
     )
 
 
-def make_server_manager(config: RolloutConfig, servers: Sequence[AsyncServerBase]) -> AsyncLLMServerManager:
-    """The client of these servers, balanced as the configuration says."""
+def make_server_manager(
+    config: RolloutConfig, servers: Sequence[AsyncServerBase], *, vocab_size: int | None
+) -> AsyncLLMServerManager:
+    """Make the client of these servers, balanced as the configuration says.
+
+    Args:
+        vocab_size: Of the model; see `AsyncLLMServerManager`.
+    """
     pool = ServerPool(
         servers,
         config=BalancerConfig(longest_first=config.longest_first),
         restart_timeout_s=config.start_timeout_s,
     )
-    return AsyncLLMServerManager(pool, request_timeout_s=config.request_timeout_s)
+    return AsyncLLMServerManager(pool, request_timeout_s=config.request_timeout_s, vocab_size=vocab_size)
 
 
 def make_worker(

@@ -57,7 +57,7 @@ async def rehearse(
     servers: Sequence[AsyncServerBase] = (
         create_servers(config.model, rollout=config.rollout) if goes_on else [ScriptedServer([])]
     )
-    manager = make_server_manager(config.rollout, servers)
+    manager = make_server_manager(config.rollout, servers, vocab_size=template.vocab_size)
     worker = make_worker(
         config.rollout,
         context=load_context(config.rollout, server_manager=manager, template=template, settings=config),

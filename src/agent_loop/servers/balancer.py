@@ -161,9 +161,11 @@ class LoadBalancer:
                 self._leave_line(request_id)
             return []
         server = self._servers[lease.server]
-        self.policy.ended(lease.request, on=server, num_new_tokens=num_new_tokens, seconds=seconds)
-        server.num_in_flight -= 1
-        server.work = max(0.0, server.work - lease.work) if server.num_in_flight else 0.0
+        try:
+            self.policy.ended(lease.request, on=server, num_new_tokens=num_new_tokens, seconds=seconds)
+        finally:  # (a policy that raises does not keep the lease)
+            server.num_in_flight -= 1
+            server.work = max(0.0, server.work - lease.work) if server.num_in_flight else 0.0
         session = self._sessions.get(lease.request.session)
         if session is not None and session.server is server and num_new_tokens is not None:
             session.num_cached = lease.request.num_prompt_tokens + num_new_tokens
@@ -331,9 +333,9 @@ class LoadBalancer:
         server.work += work
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
-        self.policy.begun(request, on=server)
         self._changed[server.name] = server
         lease = self._leases[request.id] = Lease(request, server.name, work, moved_from, session.num_cached)
+        self.policy.begun(request, on=server)  # (last, so that a policy that raises leaves books that agree)
         return lease
 
     def _rank_changed(self) -> None:

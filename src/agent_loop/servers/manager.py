@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -14,10 +15,11 @@ from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
 from agent_loop.concurrency import running_beside
-from agent_loop.errors import ServerDied
+from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.pool import RequestAborted, ServerPool
+from agent_loop.servers.reply_check import ReplyCheck
 from agent_loop.servers.work import Work
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
@@ -41,10 +43,16 @@ class AsyncLLMServerManager:
         servers: Sequence[AsyncServerBase] | ServerPool,
         *,
         request_timeout_s: float | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """Args: request_timeout_s: A completion that takes longer, its time in line included, is aborted and fails;
-        None waits for ever."""
+        """Args:
+        request_timeout_s: A completion that takes longer, its time in line included, is aborted and fails; None waits
+            for ever.
+        vocab_size: Number of rows of the model's embedding. A completion with other token ids fails; None accepts any.
+        """
         self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
+        self._vocab_size = vocab_size
+        self._check = ReplyCheck(vocab_size)
         self._request_timeout_s = request_timeout_s
         self._sessions: set[str] = set()
 
@@ -77,32 +85,11 @@ class AsyncLLMServerManager:
             SamplingParamsError: A parameter is unknown or out of range.
             ServerError: The server failed, or took longer than the time limit.
             ServerDied: The server died and no other is left, or the request has lost `MAX_SERVERS_LOST` servers.
+            BadServerReply: The server's reply is not a completion of the prompt, or it raised something else than
+                `ServerError` or `SamplingParamsError`.
         """
-        work = Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
-        self._sessions.add(request_id)
-        # With another server at hand, tokens are taken as they come, so that none are lost with this one.
-        keeps_parts = self._pool.num_servers > 1
-        while True:
-            place = self._pool.place(work, timeout_s=self._request_timeout_s)
-            try:
-                try:
-                    await self._pool.occupy(place)
-                    streams = keeps_parts and Ability.STREAMING in place.server.abilities
-                    take = work.take_parts if streams else work.take_whole
-                    place.fill(await place.run(partial(take, place.server)))
-                finally:
-                    self._pool.leave(place)
-                return work.output
-            except RequestAborted:
-                return TokenOutput.from_chunks([*work.chunks, self._nothing()])
-            except ServerDied as error:
-                is_last = self._give_up_on(error)
-                work.chunks += error.chunks
-                work.set_aside()
-                if work.is_over:
-                    return TokenOutput.from_chunks(work.chunks)
-                if is_last or work.num_servers_lost == MAX_SERVERS_LOST:
-                    raise
+        work = self._work(request_id, prompt_ids, sampling_params, attachments)
+        return await self._complete(work)
 
     async def stream(
         self,
@@ -116,37 +103,18 @@ class AsyncLLMServerManager:
 
         Arguments and errors are those of `generate`. Leaving the iteration aborts the request.
         """
-        work = Work(SamplingParams.parse(sampling_params), as_token_ids(prompt_ids), request_id, attachments)
-        self._sessions.add(request_id)
-        while True:
-            num_before = len(work.chunks)
-            place = self._pool.place(work, timeout_s=self._request_timeout_s)
+        chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
+        work = self._work(request_id, prompt_ids, sampling_params, attachments, on_chunk=chunks.put_nowait)
+
+        async def complete() -> None:
             try:
-                try:
-                    await self._pool.occupy(place)
-                    async with aclosing(work.stream_on(place.server)) as chunks:
-                        while (chunk := await place.run(partial(anext, chunks, None))) is not None:
-                            work.chunks.append(chunk)
-                            yield chunk
-                        place.fill(TokenOutput.from_chunks(work.chunks[num_before:]))
-                finally:
-                    self._pool.leave(place)
-                return
-            except RequestAborted:
-                yield self._nothing()
-                return
-            except ServerDied as error:
-                is_last, was_over = self._give_up_on(error), work.is_over
-                work.chunks += error.chunks
-                for chunk in error.chunks:
-                    yield chunk
-                work.set_aside()
-                if work.is_over and not was_over:
-                    yield work.chunks[-1]
-                if work.is_over:
-                    return
-                if is_last or work.num_servers_lost == MAX_SERVERS_LOST:
-                    raise
+                await self._complete(work, in_parts=True)
+            finally:
+                chunks.put_nowait(None)
+
+        async with running_beside(complete()):
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
 
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
@@ -209,7 +177,9 @@ class AsyncLLMServerManager:
 
     def scope(self) -> ScopedServerManager:
         """A manager on the same servers, for `with`: its sessions end when the scope does."""
-        return ScopedServerManager(self._pool, request_timeout_s=self._request_timeout_s)
+        return ScopedServerManager(
+            self._pool, request_timeout_s=self._request_timeout_s, vocab_size=self._vocab_size
+        )
 
     async def wake_up(self) -> None:
         """Makes all servers ready to generate."""
@@ -233,15 +203,59 @@ class AsyncLLMServerManager:
         """Ends all servers."""
         await self._pool.close()
 
-    def _give_up_on(self, error: ServerDied) -> bool:
-        """Leave a dead server out; return whether the request has nowhere left to go."""
-        if error.server:
-            self._pool.lose(error.server, reason=str(error))
-            return not (self._pool.balancer.servers or self._pool.expects_restarts)
-        return not self._pool.balancer.servers
+    def _work(
+        self,
+        request_id: str,
+        prompt_ids: TokenIds,
+        sampling_params: Mapping[str, Any] | SamplingParams,
+        attachments: Sequence[Attachment],
+        *,
+        on_chunk: Callable[[TokenChunk], None] | None = None,
+    ) -> Work:
+        params = SamplingParams.parse(sampling_params)
+        self._sessions.add(request_id)
+        return Work(
+            params, as_token_ids(prompt_ids), request_id, attachments, check=self._check, on_chunk=on_chunk
+        )
 
-    def _nothing(self) -> TokenChunk:
-        return TokenChunk([], [], weight_version=self._pool.weight_version, stop_reason="aborted")
+    async def _complete(self, work: Work, *, in_parts: bool = False) -> TokenOutput:
+        """Have servers complete it: one, or several if servers die.
+
+        Args:
+            in_parts: Take tokens as they come. That is done anyway where another server could go on from them.
+        """
+        in_parts_if_able = self._pool.num_servers > 1
+        while True:
+            place = self._pool.place(work, timeout_s=self._request_timeout_s)
+            try:
+                try:
+                    await self._pool.occupy(place)
+                    able = in_parts_if_able and Ability.STREAMING in place.server.abilities
+                    take = work.take_parts if in_parts or able else work.take_whole
+                    place.fill(await place.run(partial(take, place.server)))
+                finally:
+                    self._pool.leave(place)
+                return work.output
+            except RequestAborted:
+                version = self._pool.weight_version
+                work.add(TokenChunk([], [], weight_version=version, stop_reason="aborted"))
+                return TokenOutput.from_chunks(work.chunks)
+            except BadServerReply as error:
+                self._pool.note_bad_reply(place, error)
+                raise
+            except ServerDied as error:
+                if place.granted_at is not None:
+                    self._pool.lose(place.server.name, reason=str(error))
+                    work.add_left_behind(error.chunks, server=place.server.name)
+                work.set_aside()
+                if work.is_over:
+                    return TokenOutput.from_chunks(work.chunks)
+                may_return = bool(error.server) and self._pool.expects_restarts
+                if (
+                    not (self._pool.balancer.servers or may_return)
+                    or work.num_servers_lost == MAX_SERVERS_LOST
+                ):
+                    raise
 
 
 class ScopedServerManager(AsyncLLMServerManager):

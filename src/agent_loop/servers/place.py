@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.boundary import describe_error, run_bounded
+from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.policy import Request
+from agent_loop.servers.reply_check import bad_reply
 from agent_loop.time_scope import TimeScope, clock_of
 from agent_loop.types import TokenOutput
 from agent_loop.waits import WaitKind, waiting_for
@@ -48,29 +50,41 @@ class Place:
         self.granted_at = self.clock()
 
     async def run(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
-        """Awaits a call to the server until the request's time is over or the server is lost.
+        """Await a call to the server until it ends, the request's time is over, or the server is lost.
+
+        The call runs in a task of its own: whatever the server does with its task changes nothing here.
 
         Raises:
-            ServerTimeout: The time is over.
+            ServerTimeout: The request's time is over.
             ServerDied: The server was given up.
+            BadServerReply: The server raised something that is neither a `ServerError` nor a `SamplingParamsError`.
         """
         if self._loss is not None:
             raise self._loss
         scope = self._scope = TimeScope(self.ends_at)
         try:
             with waiting_for(WaitKind.GENERATE, self.server.name, details=self._details), scope:
-                return await call()
-        except TimeoutError:
-            if not scope.has_expired:
-                raise
-            raise self._loss or ServerTimeout(
-                f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or see what "
-                "holds the server up",
+                return await run_bounded(call, timeout_s=None)
+        except (ServerError, SamplingParamsError):
+            raise
+        except Exception as error:
+            if scope.has_expired:
+                raise self._loss or self._timeout() from None
+            raise bad_reply(
+                f"it raised {describe_error(error)}",
                 server=self.server.name,
                 request_id=self.request.session,
-            ) from None
+            ) from error
         finally:
             self._scope = None
+
+    def _timeout(self) -> ServerTimeout:
+        return ServerTimeout(
+            f"the completion took longer than {self._timeout_s:g} s; raise rollout.request_timeout_s, or see what "
+            "holds the server up",
+            server=self.server.name,
+            request_id=self.request.session,
+        )
 
     def fill(self, output: TokenOutput) -> None:
         """This is what the server made."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
 from agent_loop.concurrency import run_shielded, run_together
-from agent_loop.errors import ServerDied, ServerError, ServerTimeout
+from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
 from agent_loop.servers.base import AsyncServerBase, ServerHealth
 from agent_loop.servers.forecast import Forecast, TurnsLeft
 from agent_loop.servers.place import Place
 from agent_loop.servers.policy import Policy
+from agent_loop.servers.reply_check import checked_health
 from agent_loop.servers.use import ServerUse
 from agent_loop.servers.work import Work
 from agent_loop.time_scope import TimeScope
@@ -34,6 +37,9 @@ HEALTH_TIMEOUT_S = 10.0
 HEALTH_EVERY_S = 5.0
 RESTART_CHECK_EVERY_S = 0.5
 """How often lost servers are checked while a call to all servers waits for one of them."""
+ABORT_TIMEOUT_S = 10.0
+MAX_BAD_REPLIES = 8
+"""A server that sends so many in a row is left out, until its next health check."""
 
 
 class RequestAborted(Exception):
@@ -75,6 +81,8 @@ class ServerPool:
         self._waiting: dict[str, asyncio.Future[Lease]] = {}
         self._places: dict[str, Place] = {}
         """By the ids of their requests."""
+        self._num_bad_replies: Counter[str] = Counter()
+        """By server: those since its last good one."""
         self._weight_senders: SenderPool = {}
         self._numbers = count()
         self._restart_timeout_s = restart_timeout_s
@@ -157,6 +165,8 @@ class ServerPool:
                 raise self._none_left(request.session)
             self._start_restart_timer()
         lease = self.balancer.acquire(request) or await self._wait_for_place(request, ends_at=place.ends_at)
+        if lease.server in self._lost:  # (since the lease was granted; it fell with the server)
+            raise ServerDied(self._lost[lease.server], server=lease.server, request_id=request.session)
         place.give(self._servers[lease.server], num_known_tokens=lease.num_known_tokens)
         self._places[request.id] = place
         if lease.moved_from is not None:
@@ -164,19 +174,30 @@ class ServerPool:
 
     def leave(self, place: Place) -> None:
         """Takes a place back, or out of the line."""
-        request = place.request
+        request, output = place.request, place.output
         self._places.pop(request.id, None)
-        num_new_tokens = seconds = None
-        if place.granted_at is not None:
-            seconds = place.clock() - place.granted_at
-        if place.output is not None:
-            num_new_tokens = len(place.output.token_ids)
+        seconds = None if place.granted_at is None else place.clock() - place.granted_at
+        num_new_tokens = None if output is None else len(output.token_ids)
+        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
+        if output is not None:
+            self._num_bad_replies.pop(place.server.name, None)
             self.use = self.use.with_completion(
-                place.output,
+                output,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_known_tokens=place.num_known_tokens,
             )
-        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
+
+    def note_bad_reply(self, place: Place, error: BadServerReply) -> None:
+        """Leave a server out whose last `MAX_BAD_REPLIES` replies were all bad, if it is not the last one.
+
+        Such a server fails its requests at once, so that it always has a place, and would be given nearly all of them.
+        """
+        name = place.server.name
+        self._num_bad_replies[name] += 1
+        if self._num_bad_replies[name] >= MAX_BAD_REPLIES and len(self.balancer.servers) > 1:
+            self.lose(
+                name, reason=f"its last {MAX_BAD_REPLIES} replies could not be used; the last one: {error}"
+            )
 
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""
@@ -186,7 +207,7 @@ class ServerPool:
                 return
         server = self._home_of(session)
         if server is not None:
-            await server.abort(session)
+            await run_bounded(partial(server.abort, session), timeout_s=ABORT_TIMEOUT_S)
 
     def end_session(self, session: str) -> None:
         """Tells that no turn of this session will follow."""
@@ -195,7 +216,7 @@ class ServerPool:
         if self._forecast is not None:
             self._forecast.end(session)
         if server is not None:
-            server.end_session(session)
+            self._forget(session, on=server.name)
 
     # -- who is alive ----------------------------------------------------------------------------------------------
 
@@ -204,6 +225,7 @@ class ServerPool:
         if name in self._lost:
             return
         logger.warning("server %s is lost: %s", name, reason)
+        self._num_bad_replies.pop(name, None)
         self._lost[name] = reason
         self.balancer.remove_server(name)
         for request_id, place in list(self._places.items()):
@@ -353,6 +375,14 @@ class ServerPool:
             server.end_session(session)
         except ServerError as error:
             logger.debug("server %s did not forget session %s: %s", on, session, error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  (whatever a server raises, the session is over)
+            logger.warning(
+                "server %s: end_session raised %s; it may raise a ServerError only",
+                on,
+                describe_error(error),
+            )
 
     async def _each(
         self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]], *, at_version: bool = True
@@ -409,7 +439,7 @@ class ServerPool:
 
     async def _health_of(self, server: AsyncServerBase) -> ServerHealth:
         try:
-            health = await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S)
+            health = checked_health(await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S))
         except DeadlineExpired as error:
             return _not_alive(f"asking how it is {error}")
         except Exception as error:  # noqa: BLE001  (whatever it raises, it is not well)

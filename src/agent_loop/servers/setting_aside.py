@@ -12,6 +12,7 @@ from agent_loop.attachments import Attachment
 from agent_loop.concurrency import run_together
 from agent_loop.errors import ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.reply_check import bad_reply
 from agent_loop.servers.work import Work
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -81,7 +82,7 @@ class SetsRequestsAside(AsyncServerBase):
             while not work.is_over:
                 await self._is_open.wait()
                 if request.is_aborted:
-                    work.chunks.append(replace(_last(work), stop_reason="aborted"))
+                    work.add(replace(_last(work), stop_reason="aborted"))
                     yield work.chunks[-1]
                     return
                 request.is_set_aside = False
@@ -89,8 +90,12 @@ class SetsRequestsAside(AsyncServerBase):
                     async for chunk in chunks:
                         if request.is_set_aside and chunk.stop_reason == "aborted":
                             chunk = replace(chunk, stop_reason=None)
-                        work.chunks.append(chunk)
+                        work.add(chunk)
                         yield chunk
+                if not work.is_over and not request.is_set_aside:
+                    raise bad_reply(
+                        "its stream ended without a stop reason", server=self.name, request_id=request_id
+                    )
                 if not work.is_over:
                     work.set_aside()
                     yield work.chunks[-1]

@@ -35,7 +35,9 @@ async def serve(
     ) as listener:  # first, so that a taken port is not told after minutes of loading
         template, why_no_tools = _template_of(config)
         servers = create_servers(config.model, rollout=rollout)
-        pool = AsyncLLMServerManager(servers, request_timeout_s=rollout.request_timeout_s)
+        pool = AsyncLLMServerManager(
+            servers, request_timeout_s=rollout.request_timeout_s, vocab_size=template.vocab_size
+        )
         await pool.start()
         try:
             await pool.wake_up()
@@ -68,12 +70,18 @@ def _template_of(config: Config) -> tuple[ChatTemplate, str]:
         chat_template_path=config.model.chat_template_path,
         trust_remote_code=config.model.trust_remote_code,
         encoder=config.model.encoder,
+        model_path=config.model.path,
     )
     if tool_format != "auto":
         return template, ""
     try:
-        media, encoder = template.media, config.model.encoder
-        return ChatTemplate(template.tokenizer, tool_parser="auto", media=media, encoder=encoder), ""
+        return ChatTemplate(
+            template.tokenizer,
+            tool_parser="auto",
+            media=template.media,
+            encoder=config.model.encoder,
+            vocab_size=template.vocab_size,
+        ), ""
     except ConfigError as error:
         return template, f"this server knows no format of tool calls ({error})"
 

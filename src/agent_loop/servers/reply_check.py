@@ -1,0 +1,239 @@
+"""Checks the replies of servers where they enter the pool. Behind this module, completions are trusted."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+from msgspec import Meta, Struct, ValidationError, convert, defstruct
+
+from agent_loop.boundary import describe_error, one_line
+from agent_loop.errors import BadServerReply
+from agent_loop.servers.base import ServerHealth
+from agent_loop.types import ServerStopReason, TokenChunk, TokenOutput, VersionSpan
+
+StructT = TypeVar("StructT", bound=Struct)
+
+MAX_TOKEN_ID = 2**31 - 1
+MAX_WEIGHT_VERSION = 2**31 - 1
+"""The largest integer in the batch's column of weight versions."""
+MIN_LOG_PROB = -10_000.0
+"""Engines that cannot write minus infinity write -9999."""
+LOG_PROB_ROUNDING = 1e-3
+"""Log-probs may exceed 0 by this much from rounding; they are set to 0."""
+MAX_COUNT = 2**53
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Version = Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Load = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class ReplyCheck:
+    """Checks that replies of servers keep the contract of `TokenOutput` and `TokenChunk`.
+
+    What passes is a copy: a server that changes its own lists later changes nothing here. Lists and scalars of numpy
+    are accepted and become plain ones.
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        """Args: vocab_size: Number of rows of the model's embedding; None accepts any id that fits into int32."""
+        self._contracts = _contracts_of(vocab_size)
+
+    def output(
+        self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None
+    ) -> TokenOutput:
+        """Return a checked copy of a whole completion.
+
+        Args:
+            max_tokens: Number of tokens that the server was asked for at most.
+
+        Raises:
+            BadServerReply: The reply is not a completion of what was asked.
+        """
+        source = _Source(server, request_id)
+        if not isinstance(reply, TokenOutput):
+            raise source.bad(f"generate returned {_type_of(reply)}, not a TokenOutput")
+        fields = _read(reply, self._contracts.output, self._contracts.rounded_output, source)
+        spans = tuple(VersionSpan(*span) for span in fields.version_spans)
+        if spans and sum(span.num_tokens for span in spans) != len(fields.token_ids):
+            raise source.bad(f"its version_spans {spans} do not cover {len(fields.token_ids)} tokens")
+        _check_lengths(fields, source, max_tokens)
+        return TokenOutput(
+            token_ids=fields.token_ids,
+            log_probs=fields.log_probs,
+            stop_reason=fields.stop_reason,
+            weight_version=fields.weight_version,
+            num_preempted=fields.num_preempted,
+            num_cached_tokens=fields.num_cached_tokens,
+            prefill_s=fields.prefill_s,
+            version_spans=spans,
+        )
+
+    def chunk(self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None) -> TokenChunk:
+        """Return a checked copy of a part of a completion. See `output`."""
+        source = _Source(server, request_id)
+        if not isinstance(reply, TokenChunk):
+            raise source.bad(f"stream yielded {_type_of(reply)}, not a TokenChunk")
+        fields = _read(reply, self._contracts.chunk, self._contracts.rounded_chunk, source)
+        _check_lengths(fields, source, max_tokens)
+        return TokenChunk(
+            token_ids=fields.token_ids,
+            log_probs=fields.log_probs,
+            weight_version=fields.weight_version,
+            stop_reason=fields.stop_reason,
+            num_preempted=fields.num_preempted,
+            num_cached_tokens=fields.num_cached_tokens,
+            prefill_s=fields.prefill_s,
+        )
+
+
+def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
+    """Return the error for a reply that cannot be used. Args: what: Continues "the server's reply cannot be used"."""
+    return BadServerReply(
+        f"its reply cannot be used: {what}; fix the server, whose contract is in docs/engines.md, section "
+        "'What a reply must hold'",
+        server=server,
+        request_id=request_id,
+    )
+
+
+def checked_health(reply: Any) -> ServerHealth:
+    """Return a checked copy of what a server says about itself.
+
+    Raises:
+        BadServerReply: The reply is not a `ServerHealth`, or a field of it is of the wrong type.
+    """
+    if not isinstance(reply, ServerHealth):
+        raise BadServerReply(f"health returned {_type_of(reply)}, not a ServerHealth")
+    try:
+        fields = convert(reply, _Health, from_attributes=True)
+    except ValidationError as error:
+        raise BadServerReply(f"health returned a wrong field: {error}") from error
+    return ServerHealth(
+        is_alive=fields.is_alive,
+        num_running=fields.num_running,
+        num_waiting=fields.num_waiting,
+        weight_version=fields.weight_version,
+        detail=fields.detail,
+        kv_cache_share=fields.kv_cache_share,
+    )
+
+
+class _Health(Struct):
+    is_alive: bool
+    num_running: Count
+    num_waiting: Count
+    weight_version: int
+    detail: str
+    kv_cache_share: Load | None
+
+
+class _Contracts(NamedTuple):
+    """What replies must hold; `rounded` ones accept log-probs that exceed 0 by rounding."""
+
+    output: type[Any]
+    rounded_output: type[Any]
+    chunk: type[Any]
+    rounded_chunk: type[Any]
+
+
+class _Source(NamedTuple):
+    server: str
+    request_id: str
+
+    def bad(self, what: str) -> BadServerReply:
+        return bad_reply(what, server=self.server, request_id=self.request_id)
+
+
+@lru_cache(maxsize=16)
+def _contracts_of(vocab_size: int | None) -> _Contracts:
+    largest_id = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+    token_ids = list[Annotated[int, Meta(ge=0, le=largest_id)]]
+
+    def contract(name: str, *, largest_log_prob: float, **others: Any) -> type[Any]:
+        log_probs = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_log_prob)]] | None
+        fields = {
+            "token_ids": token_ids,
+            "log_probs": log_probs,
+            "weight_version": Version,
+            "num_preempted": Count,
+            "num_cached_tokens": Count | None,
+            "prefill_s": Seconds | None,
+            **others,
+        }
+        return cast(type[Any], defstruct(name, list(fields.items())))
+
+    output: dict[str, Any] = {
+        "stop_reason": ServerStopReason,
+        "version_spans": list[tuple[Version, Count]],
+    }
+    chunk: dict[str, Any] = {"stop_reason": ServerStopReason | None}
+    return _Contracts(
+        output=contract("Output", largest_log_prob=0.0, **output),
+        rounded_output=contract("Output", largest_log_prob=LOG_PROB_ROUNDING, **output),
+        chunk=contract("Chunk", largest_log_prob=0.0, **chunk),
+        rounded_chunk=contract("Chunk", largest_log_prob=LOG_PROB_ROUNDING, **chunk),
+    )
+
+
+def _read(reply: TokenOutput | TokenChunk, contract: type[Any], rounded: type[Any], source: _Source) -> Any:
+    """Return the fields of a reply. Nearly all replies pass the first attempt, which costs microseconds."""
+    try:
+        return convert(reply, contract, from_attributes=True)
+    except ValidationError:
+        pass
+    plain = {name: _plain(getattr(reply, name, None)) for name in rounded.__struct_fields__}
+    try:
+        fields = convert(plain, rounded)
+    except ValidationError as error:
+        raise source.bad(_described(error, plain)) from error
+    if fields.log_probs is not None:
+        fields.log_probs = [min(log_prob, 0.0) for log_prob in fields.log_probs]
+    return fields
+
+
+def _check_lengths(fields: Any, source: _Source, max_tokens: int | None) -> None:
+    num_tokens = len(fields.token_ids)
+    if fields.log_probs is not None and len(fields.log_probs) != num_tokens:
+        raise source.bad(f"it has {num_tokens} token ids but {len(fields.log_probs)} log-probs")
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise source.bad(f"it has {num_tokens} tokens where max_tokens was {max_tokens}")
+
+
+def _plain(value: Any, *, depth: int = 2) -> Any:
+    """Return numpy's arrays and scalars as Python's."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return cast(Any, value).tolist()
+    if depth and isinstance(value, (list, tuple)):
+        return [_plain(element, depth=depth - 1) for element in cast("list[Any]", value)]
+    return value
+
+
+def _described(error: ValidationError, fields: dict[str, Any]) -> str:
+    """Say which field is wrong, what it holds and what is expected."""
+    expected, _, path = str(error).partition(" - at ")
+    found = re.search(r"\$\.(\w+)(?:\[(\d+)\])?", path)
+    if found is None:
+        return str(error)
+    value = fields.get(found[1])
+    if found[2] is not None and isinstance(value, list):
+        value = cast("list[Any]", value)[int(found[2])]
+    expected = expected.replace("`", "").replace("Expected", "expected", 1)
+    return f"{path.strip('`').removeprefix('$.')} is {_shown(value)}, {expected}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 200:  # (Python refuses to write thousands of digits)
+        return "a huge integer"
+    return one_line(repr(value), max_length=60) if isinstance(value, (int, float, str)) else _type_of(value)
+
+
+def _type_of(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, BaseException):
+        return describe_error(value)
+    return f"an object of type {type(value).__name__}"
