@@ -136,8 +136,11 @@ def as_reward(value: Any) -> float | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message on one line."""
-    message = one_line(str(error), max_length=500)
+    """Type and message on one line; the type alone if the message cannot be read."""
+    try:
+        message = one_line(str(error), max_length=500)
+    except Exception:  # noqa: BLE001  (an exception is foreign code, too)
+        message = ""
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

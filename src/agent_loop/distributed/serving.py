@@ -137,8 +137,9 @@ class Serving:
         """A completion, or why there is none. Args: chunks: Gets its parts as they come."""
         work = Work(ask.sampling_params, prompt_ids, ask.session, attachments, on_chunk=chunks.append)
         take = work.take_parts if Ability.STREAMING in self.server.abilities else work.take_whole
+        name = f"server {self.server.name!r}"
         try:
-            answer = Answer.pack(await run_bounded(partial(take, self.server), timeout_s=None))
+            answer = Answer.pack(await run_bounded(partial(take, self.server), timeout_s=None, name=name))
         except AgentLoopError as error:
             if isinstance(error, ServerDied):
                 error.chunks = chunks

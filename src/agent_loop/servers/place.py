@@ -64,7 +64,7 @@ class Place:
         scope = self._scope = TimeScope(self.ends_at)
         try:
             with waiting_for(WaitKind.GENERATE, self.server.name, details=self._details), scope:
-                return await run_bounded(call, timeout_s=None)
+                return await run_bounded(call, timeout_s=None, name=f"server {self.server.name!r}")
         except (ServerError, SamplingParamsError):
             raise
         except Exception as error:

@@ -93,7 +93,7 @@ class ReplyCheck:
 def bad_reply(what: str, *, server: str, request_id: str) -> BadServerReply:
     """Return the error for a reply that cannot be used. Args: what: Continues "the server's reply cannot be used"."""
     return BadServerReply(
-        f"its reply cannot be used: {what}; fix the server, whose contract is in docs/engines.md, section "
+        f"its reply cannot be used: {what}; fix the server, whose contract is in docs/how-to.md, section "
         "'What a reply must hold'",
         server=server,
         request_id=request_id,

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import structs
 
 from agent_loop.attachments import Attachment
-from agent_loop.errors import BadServerReply
+from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.reply_check import ReplyCheck, bad_reply
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
@@ -55,6 +55,8 @@ class Work:
         """Servers that died while they had this completion."""
         self.num_tokens = 0
         """Tokens in `chunks`."""
+        self._attempt = 0
+        """Counts the servers that were asked: what one says that was given up since is not heard."""
         self._check = check or ReplyCheck()
         self._on_chunk = on_chunk
         # A server that knows of no attachments need not take the argument.
@@ -92,11 +94,13 @@ class Work:
         Raises:
             BadServerReply: The server returned something that is not a completion of the prompt.
         """
+        attempt = self._begin_attempt()
         prompt_ids, params = self._rest()
         reply = await server.generate(prompt_ids, params, self.request_id, **self._more)
         output = self._check.output(
             reply, server=server.name, request_id=self.request_id, max_tokens=params.max_tokens
         )
+        self._refuse_if_given_up(attempt, server)
         self.output = output
         if self.chunks:
             self.output = TokenOutput.from_chunks([*self.chunks, *TokenChunk.whole(output)])
@@ -111,10 +115,11 @@ class Work:
             BadServerReply: The server yielded something that is not a part of a completion of the prompt, or stopped
                 before the completion ended.
         """
-        clock = asyncio.get_running_loop().time
+        attempt, clock = self._begin_attempt(), asyncio.get_running_loop().time
         first, began, took_s, num_parts = len(self.chunks), clock(), 0.0, 0
         async with aclosing(self.stream_on(server)) as chunks:
             async for chunk in chunks:
+                self._refuse_if_given_up(attempt, server)
                 self.add(chunk)
                 note_progress()
                 num_parts += bool(chunk.token_ids)
@@ -122,6 +127,7 @@ class Work:
                     took_s = clock() - began
                 if num_parts == 2 and self.chunks[first].prefill_s is None:
                     self.chunks[first] = replace(self.chunks[first], prefill_s=took_s)
+        self._refuse_if_given_up(attempt, server)
         if not self.is_over:
             raise self._bad("its stream ended without a stop reason", server.name)
         self.output = TokenOutput.from_chunks(self.chunks)
@@ -151,6 +157,7 @@ class Work:
     def set_aside(self) -> None:
         """Whoever goes on with it computes the prefix again, unless all that is wanted came before."""
         self.num_servers_lost += 1
+        self._begin_attempt()
         if self.is_over:
             return
         version = self.chunks[-1].weight_version if self.chunks else 0
@@ -158,6 +165,17 @@ class Work:
             self.add(TokenChunk([], [], weight_version=version, stop_reason="length"))
         else:
             self.chunks.append(TokenChunk([], [], weight_version=version, num_preempted=1))
+
+    def _begin_attempt(self) -> int:
+        self._attempt += 1
+        return self._attempt
+
+    def _refuse_if_given_up(self, attempt: int, server: AsyncServerBase) -> None:
+        """Keep out what a server says that swallowed its cancellation: the completion goes on elsewhere."""
+        if attempt != self._attempt:
+            raise ServerDied(
+                "it was given up before it replied", server=server.name, request_id=self.request_id
+            )
 
     def _checked(self, chunk: Any, server: str, *, after: Sequence[TokenChunk] = ()) -> TokenChunk:
         num_before = self.num_tokens + sum(len(c.token_ids) for c in after)

@@ -1,0 +1,549 @@
+"""What servers reply is checked where it comes in, and a lease is given back whatever they reply."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.concurrency import run_together
+from agent_loop.errors import BadServerReply, JournalError, ServerDied, ServerError, ServerTimeout
+from agent_loop.own_task import ABANDON_GRACE_S, num_abandoned
+from agent_loop.servers.base import Ability, ServerHealth
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.pool import MAX_BAD_REPLIES
+from agent_loop.servers.reply_check import ReplyCheck
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.servers.setting_aside import SetsRequestsAside
+from agent_loop.testing import run_virtual
+from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+
+VOCAB_SIZE = 100
+GOOD = TokenOutput([7, 8], [-0.5, -0.25], "stop", weight_version=3)
+
+
+class Says(ScriptedServer):
+    """Replies with what it is given; calls it if it can be called. A list is streamed, chunk by chunk."""
+
+    abilities = ScriptedServer.abilities | {Ability.STREAMING}
+
+    def __init__(self, reply: Any, **options: Any) -> None:
+        super().__init__([ScriptedReply([7, 8])] * 9, **options)
+        self.reply = reply
+
+    async def generate(self, *_: Any, **__: Any) -> Any:
+        return self.reply() if callable(self.reply) else self.reply
+
+    async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
+        reply = self.reply() if callable(self.reply) else self.reply
+        for chunk in reply if isinstance(reply, list) else [reply]:
+            yield chunk
+
+
+def changed(**fields: Any) -> TokenOutput:
+    """A completion with fields that its constructor would refuse."""
+    output = replace(GOOD)
+    for name, value in fields.items():
+        object.__setattr__(output, name, value)
+    return output
+
+
+def chunk(**fields: Any) -> TokenChunk:
+    made = TokenChunk([7, 8], [-0.5, -0.25], weight_version=3, stop_reason="stop")
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+async def ask(manager: AsyncLLMServerManager, session: str = "s", *, streams: bool = False) -> TokenOutput:
+    request: dict[str, Any] = {"prompt_ids": [1], "sampling_params": {"max_tokens": 4}}
+    if not streams:
+        return await manager.generate(session, **request)
+    return TokenOutput.from_chunks([part async for part in manager.stream(session, **request)])
+
+
+def raised_by(server: ScriptedServer, *, streams: bool) -> BadServerReply:
+    """The error of a request, after which nothing is held."""
+    manager = AsyncLLMServerManager([server], vocab_size=VOCAB_SIZE)
+
+    async def main() -> BadServerReply:
+        with pytest.raises(BadServerReply) as caught:
+            await ask(manager, streams=streams)
+        assert (manager.balancer.num_leases, manager.balancer.num_waiting) == (0, 0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        assert str(caught.value).startswith("server gpu-1 request s: its reply cannot be used: ")
+        assert "docs/how-to.md" in str(caught.value)
+        return caught.value
+
+    return run_virtual(main())
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": [7, 100]}, r"token_ids\[1\] is 100, expected int <= 99"),
+    ({"token_ids": [-1, 7]}, r"token_ids\[0\] is -1, expected int >= 0"),
+    ({"token_ids": [True, 7]}, r"token_ids\[0\] is True, expected int, got bool"),
+    ({"token_ids": [7.0, 7]}, r"token_ids\[0\] is 7.0, expected int, got float"),
+    ({"token_ids": [2**80, 7]}, "expected int <= 99"),
+    ({"token_ids": [10**5000, 7]}, "a huge integer"),
+    ({"token_ids": [None, 7]}, r"token_ids\[0\] is None"),
+    ({"token_ids": ["7", 7]}, r"token_ids\[0\] is '7'"),
+    ({"token_ids": np.array([7.0, 8.0])}, "expected int, got float"),
+    ({"token_ids": np.array([[7, 8]])}, "token_ids"),
+    ({"token_ids": None}, "token_ids is None"),
+    ({"token_ids": 7}, "token_ids is 7"),
+    ({"token_ids": "78"}, "token_ids is '78'"),
+    ({"token_ids": {7: 8}}, "token_ids is an object of type dict"),
+    ({"token_ids": [7]}, "1 token ids but 2 log-probs"),
+    ({"token_ids": [7, 8, 9]}, "3 token ids but 2 log-probs"),
+    ({"token_ids": [7] * 5, "log_probs": None}, "5 tokens where max_tokens was 4"),
+    ({"log_probs": [math.nan, -1.0]}, r"log_probs\[0\] is nan"),
+    ({"log_probs": [-1.0, math.inf]}, r"log_probs\[1\] is inf"),
+    ({"log_probs": [-1.0, -math.inf]}, r"log_probs\[1\] is -inf"),
+    ({"log_probs": [0.5, -1.0]}, r"log_probs\[0\] is 0.5, expected float <= 0.001"),
+    ({"log_probs": [-1e38, -1.0]}, "expected float >= -10000.0"),
+    ({"log_probs": np.array([np.nan, -1.0])}, r"log_probs\[0\] is nan"),
+    ({"log_probs": ["-1", -1.0]}, r"log_probs\[0\] is '-1'"),
+    ({"log_probs": [-1.0]}, "2 token ids but 1 log-probs"),
+    ({"log_probs": -1.0}, "log_probs is -1.0"),
+    ({"weight_version": -1}, "weight_version is -1"),
+    ({"weight_version": 2**31}, "expected int <= 2147483647"),
+    ({"weight_version": 1.5}, "weight_version is 1.5"),
+    ({"weight_version": True}, "weight_version is True"),
+    ({"weight_version": None}, "weight_version is None"),
+    ({"weight_version": "3"}, "weight_version is '3'"),
+    ({"stop_reason": "because"}, "stop_reason is 'because'"),
+    ({"stop_reason": ["stop"]}, "stop_reason is an object of type list"),
+    ({"num_preempted": -1}, "num_preempted is -1"),
+    ({"num_preempted": None}, "num_preempted is None"),
+    ({"num_preempted": 10**30}, "num_preempted is 1000"),
+    ({"num_cached_tokens": "all"}, "num_cached_tokens is 'all'"),
+    ({"num_cached_tokens": -3}, "num_cached_tokens is -3"),
+    ({"prefill_s": math.nan}, "prefill_s is nan"),
+    ({"prefill_s": -1.0}, "prefill_s is -1.0"),
+    ({"prefill_s": "soon"}, "prefill_s is 'soon'"),
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("fields", "words"), BAD_FIELDS)
+def test_a_reply_with_a_wrong_field_fails_its_request(
+    fields: dict[str, Any], words: str, streams: bool
+) -> None:
+    reply = chunk(**fields) if streams else changed(**fields)
+    error = raised_by(Says(reply, name="gpu-1"), streams=streams)
+    assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ((VersionSpan(1, 1),), "do not cover 2 tokens"),
+        ((VersionSpan(1, 1), VersionSpan(2, 5)), "do not cover 2 tokens"),
+        ((VersionSpan(1, 3), VersionSpan(2, -1)), r"version_spans\[1\]"),
+        ((VersionSpan(-1, 2),), r"version_spans\[0\]"),
+        (((1,),), "version_spans"),
+        (None, "version_spans is None"),
+    ],
+)
+def test_version_spans_that_do_not_fit_fail_their_request(spans: Any, words: str) -> None:
+    error = raised_by(Says(changed(version_spans=spans), name="gpu-1"), streams=False)
+    assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        None,
+        7,
+        "hello",
+        (),
+        {"token_ids": [7]},
+        object(),
+        ValueError("x"),
+        SimpleNamespace(token_ids=[]),
+    ],
+    ids=lambda reply: type(reply).__name__,
+)
+def test_a_reply_of_another_type_fails_its_request(reply: Any, streams: bool) -> None:
+    word = "not a TokenChunk" if streams else "not a TokenOutput"
+    assert word in str(raised_by(Says(reply, name="gpu-1"), streams=streams))
+
+
+def test_a_chunk_is_not_a_completion_and_a_completion_is_not_a_chunk() -> None:
+    assert "not a TokenOutput" in str(raised_by(Says(chunk(), name="gpu-1"), streams=False))
+    assert "not a TokenChunk" in str(raised_by(Says(GOOD, name="gpu-1"), streams=True))
+
+
+class BadStop(BaseException):
+    """Not an Exception."""
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a bug"),
+        TimeoutError("its own"),
+        JournalError("not its business"),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        BadStop(),
+        StopIteration(),
+        StopAsyncIteration(),
+        RecursionError(),
+        ExceptionGroup("several", [ValueError("a bug")]),
+        Unspeakable(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_a_server_raises_fails_its_request(error: BaseException, streams: bool) -> None:
+    def raises() -> None:
+        raise error
+
+    assert "raised" in str(raised_by(Says(raises, name="gpu-1"), streams=streams))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "words"),
+    [
+        ([], "ended without a stop reason"),
+        ([chunk(stop_reason=None)], "ended without a stop reason"),
+        ([chunk(), chunk()], "went on after its stop reason"),
+        ([chunk(stop_reason=None), None, chunk()], "yielded None"),
+        ([chunk(stop_reason=None)] * 3, "2 tokens where max_tokens was 0"),
+        ([TokenChunk([], [])] * 10_002, "10000 chunks without a token"),
+    ],
+)
+def test_a_stream_that_does_not_end_as_it_should_fails_its_request(chunks: list[Any], words: str) -> None:
+    assert words in str(raised_by(Says(chunks, name="gpu-1"), streams=True))
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "list", "None"])
+def test_a_stream_that_is_not_an_async_generator_fails_its_request(kind: str) -> None:
+    async def coroutine() -> list[TokenChunk]:
+        return [chunk()]
+
+    class Plain(Says):
+        def stream(self, *_: Any, **__: Any) -> Any:
+            return coroutine() if kind == "coroutine" else [chunk()] if kind == "list" else None
+
+    assert "not an async generator" in str(raised_by(Plain(None, name="gpu-1"), streams=True))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_generate_that_cannot_be_awaited_fails_its_request(streams: bool) -> None:
+    class Plain(ScriptedServer):
+        def generate(self, *_: Any, **__: Any) -> Any:
+            return GOOD
+
+    assert "TypeError" in str(raised_by(Plain([], name="gpu-1"), streams=streams))
+
+
+# -- what passes -------------------------------------------------------------------------------------------------------
+
+
+def checked(output: TokenOutput) -> TokenOutput:
+    return ReplyCheck(VOCAB_SIZE).output(output, server="s", request_id="r")
+
+
+def test_a_good_reply_passes_as_it_is_and_is_a_copy() -> None:
+    mine, log_probs = [7, 8], [-0.5, 0.0]
+    output = TokenOutput(
+        mine,
+        log_probs,
+        "length",
+        weight_version=2,
+        num_preempted=1,
+        num_cached_tokens=5,
+        prefill_s=0.5,
+        version_spans=(VersionSpan(1, 1), VersionSpan(2, 1)),
+    )
+    passed = checked(output)
+    assert (passed, passed.prefill_s) == (output, 0.5)
+    assert isinstance(passed.version_spans[0], VersionSpan)
+    mine[0], log_probs[0] = 10**9, math.nan
+    assert (passed.token_ids, passed.log_probs) == ([7, 8], [-0.5, 0.0])
+
+
+def test_arrays_and_scalars_of_numpy_become_plain() -> None:
+    output = changed(
+        token_ids=np.array([7, 8]),
+        log_probs=[np.float32(-0.5), np.float64(-0.25)],
+        weight_version=np.int64(3),
+        version_spans=(VersionSpan(np.int64(3), np.int64(2)),),  # pyright: ignore[reportArgumentType]
+    )
+    passed = checked(output)
+    assert passed == replace(GOOD, version_spans=(VersionSpan(3, 2),))
+    assert {type(token) for token in passed.token_ids} == {int}
+    assert {type(log_prob) for log_prob in passed.log_probs or ()} == {float}
+
+
+def test_log_probs_above_zero_by_rounding_become_zero() -> None:
+    assert checked(changed(log_probs=[4.7e-7, -0.25])).log_probs == [0.0, -0.25]
+
+
+def test_a_vocabulary_that_nobody_knows_bounds_nothing_but_int32() -> None:
+    check = ReplyCheck()
+    assert (
+        check.output(changed(token_ids=[7, 2**31 - 1]), server="s", request_id="r").token_ids[1] == 2**31 - 1
+    )
+    with pytest.raises(BadServerReply, match="expected int <= 2147483647"):
+        check.output(changed(token_ids=[7, 2**31]), server="s", request_id="r")
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("reply", [None, "hello", changed(token_ids=None), 7])
+def test_replies_of_wrong_types_do_not_starve_those_that_follow(reply: Any, streams: bool) -> None:
+    server = Says(reply, max_concurrent=2)
+    manager = AsyncLLMServerManager([server])
+
+    async def main() -> None:
+        for number in range(4):
+            with pytest.raises(BadServerReply):
+                await ask(manager, f"bad{number}", streams=streams)
+        server.reply = [chunk()] if streams else GOOD
+        outputs = await run_together(ask(manager, f"good{n}", streams=streams) for n in range(5))
+        assert [output.token_ids for output in outputs] == [[7, 8]] * 5
+        assert manager.balancer.num_leases == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_server_that_swallows_cancellation_keeps_no_lease(streams: bool) -> None:
+    class Swallows(Says):
+        async def generate(self, *_: Any, **__: Any) -> Any:
+            return await swallow()
+
+        async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
+            yield chunk(token_ids=[7], log_probs=[-1.0], stop_reason=None)
+            await swallow()
+            yield chunk()
+
+    may_end = asyncio.Event()
+
+    async def swallow() -> TokenOutput:
+        while not may_end.is_set():
+            try:
+                await may_end.wait()
+            except asyncio.CancelledError:
+                continue
+        return GOOD
+
+    server = Swallows(None, max_concurrent=1)
+    manager = AsyncLLMServerManager([server], request_timeout_s=10)
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        with pytest.raises(ServerTimeout):
+            await ask(manager, streams=streams)
+        assert clock() == 10 + ABANDON_GRACE_S
+        assert manager.balancer.num_leases == 0
+        assert num_abandoned() == 1
+        may_end.set()
+        await asyncio.sleep(1)
+        assert num_abandoned() == 0
+
+    run_virtual(main())
+
+
+def test_what_a_server_says_after_it_was_given_up_is_not_heard() -> None:
+    class Late(Says):
+        """Does not let itself be cancelled, and goes on to speak."""
+
+        async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
+            yield chunk(token_ids=[1], log_probs=[-1.0], stop_reason=None)
+            while True:
+                try:
+                    await asyncio.sleep(20)
+                except asyncio.CancelledError:
+                    continue
+                yield chunk(token_ids=[66], log_probs=[-1.0], stop_reason=None)
+
+        async def health(self) -> ServerHealth:
+            return replace(await super().health(), is_alive=False)
+
+    class Slow(Says):
+        async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
+            await asyncio.sleep(100)
+            yield chunk()
+
+    manager = AsyncLLMServerManager([Late(None, name="a"), Slow(None, name="b")])
+
+    async def main() -> None:
+        async with manager.watching():
+            output = await ask(manager)
+        assert output.token_ids == [1, 7, 8]
+
+    run_virtual(main())
+
+
+def test_a_policy_that_raises_keeps_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = AsyncLLMServerManager([Says(GOOD, max_concurrent=1)])
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    async def main() -> None:
+        for name in ("begun", "ended"):
+            with monkeypatch.context() as patched:
+                patched.setattr(manager.balancer.policy, name, breaks)
+                with pytest.raises(ZeroDivisionError):
+                    await ask(manager)
+            assert manager.balancer.num_leases == 0
+            assert (await ask(manager)).token_ids == [7, 8]
+
+    run_virtual(main())
+
+
+# -- servers beside each other -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_a_dead_server_left_behind_is_checked(streams: bool) -> None:
+    left: list[Any] = [[chunk(token_ids=[-1, 7], stop_reason=None)], [None], None, [chunk(), chunk()]]
+
+    async def main(chunks: Any) -> None:
+        def dies() -> None:
+            raise ServerDied("killed", server="a", chunks=chunks)
+
+        manager = AsyncLLMServerManager([Says(dies, name="a")], vocab_size=VOCAB_SIZE)
+        with pytest.raises(BadServerReply):
+            await ask(manager, streams=streams)
+        assert (manager.balancer.num_leases, set(manager.pool.lost)) == (0, {"a"})
+
+    for chunks in left:
+        run_virtual(main(chunks))
+
+
+def test_a_server_that_says_that_another_one_died_takes_itself_out_alone() -> None:
+    def dies() -> None:
+        raise ServerDied("killed", server="b")
+
+    manager = AsyncLLMServerManager([Says(dies, name="a"), Says([chunk()], name="b")])
+
+    async def main() -> None:
+        for number in range(4):
+            assert (await ask(manager, f"s{number}")).token_ids == [7, 8]
+        assert set(manager.pool.lost) == {"a"}
+
+    run_virtual(main())
+
+
+def test_a_server_whose_replies_are_all_bad_is_left_out_until_its_next_health_check() -> None:
+    bad, good = Says(None, name="bad"), Says([chunk()], name="good")
+    manager = AsyncLLMServerManager([bad, good])
+
+    async def ask_for(number: int) -> list[bool]:
+        outcomes: list[bool] = []
+        for _ in range(number):
+            try:
+                await ask(manager, f"s{len(outcomes)}/{number}")
+                outcomes.append(True)
+            except BadServerReply:
+                outcomes.append(False)
+        return outcomes
+
+    async def main() -> None:
+        async with manager.watching():
+            assert (await ask_for(200)).count(False) == MAX_BAD_REPLIES
+            assert "replies could not be used" in manager.pool.lost["bad"]
+            bad.reply = [chunk()]
+            await asyncio.sleep(6)
+            assert manager.pool.lost == {}
+            assert all(await ask_for(20))
+
+    run_virtual(main())
+
+
+def test_the_last_server_is_not_left_out_for_bad_replies() -> None:
+    server = Says(None)
+    manager = AsyncLLMServerManager([server])
+
+    async def main() -> None:
+        for number in range(3 * MAX_BAD_REPLIES):
+            with pytest.raises(BadServerReply):
+                await ask(manager, f"s{number}")
+        server.reply = GOOD
+        assert (await ask(manager)).token_ids == [7, 8]
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), SystemExit(1), ServerError("busy")])
+def test_an_end_session_that_raises_hurts_nobody(error: BaseException) -> None:
+    class Breaks(Says):
+        def end_session(self, request_id: str) -> None:
+            raise error
+
+    manager = AsyncLLMServerManager([Breaks(GOOD)])
+
+    async def main() -> None:
+        with manager.scope() as scope:
+            for session in ("a", "b"):
+                await ask(scope, session)
+        assert manager.balancer.num_sessions == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "health",
+    [
+        None,
+        "fine",
+        ServerHealth("yes", 0, 0, 0),  # pyright: ignore[reportArgumentType]
+        ServerHealth(True, math.nan, 0, 0),  # pyright: ignore[reportArgumentType]
+        ServerHealth(True, 0, -1, 0),
+        ServerHealth(True, 0, 0, 0, kv_cache_share=math.nan),
+    ],
+)
+def test_a_server_with_a_wrong_health_is_left_out_and_ends_no_watch(health: Any) -> None:
+    class Ill(Says):
+        async def health(self) -> Any:
+            return health
+
+    manager = AsyncLLMServerManager([Ill([chunk()], name="ill"), Says([chunk()], name="well")])
+
+    async def main() -> None:
+        async with manager.watching():
+            await asyncio.sleep(12)
+            assert set(manager.pool.lost) == {"ill"}
+            assert "health returned" in manager.pool.lost["ill"]
+            assert (await ask(manager)).token_ids == [7, 8]
+        assert manager.pool.num_running == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "reply", [None, [None], [chunk(stop_reason=None)], [chunk(token_ids=[-1, 2])], [chunk(), chunk()]]
+)
+def test_bad_replies_behind_weight_updates_in_flight_are_named_too(reply: Any) -> None:
+    manager = AsyncLLMServerManager([SetsRequestsAside(Says(reply))])
+
+    async def main() -> None:
+        for streams in (False, True):
+            with pytest.raises(BadServerReply):
+                await ask(manager, streams=streams)
+        assert manager.balancer.num_leases == 0
+
+    run_virtual(main())
