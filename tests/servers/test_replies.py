@@ -8,7 +8,7 @@ import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -43,8 +43,11 @@ class Says(ScriptedServer):
 
     async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
         reply = self.reply() if callable(self.reply) else self.reply
-        for chunk in reply if isinstance(reply, list) else [reply]:
-            yield chunk
+        if isinstance(reply, list):
+            for part in cast("list[Any]", reply):
+                yield part
+        else:
+            yield reply
 
 
 def changed(**fields: Any) -> TokenOutput:

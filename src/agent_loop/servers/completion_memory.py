@@ -113,7 +113,9 @@ class RememberingServerManager(AsyncLLMServerManager):
     """
 
     def __init__(self, manager: AsyncLLMServerManager, memory: CompletionMemory) -> None:
-        super().__init__(manager.pool, request_timeout_s=manager._request_timeout_s)
+        super().__init__(
+            manager.pool, request_timeout_s=manager._request_timeout_s, vocab_size=manager._vocab_size
+        )
         self._sessions = manager._sessions
         self._memory = memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
@@ -13,8 +13,6 @@ from agent_loop.boundary import describe_error, one_line
 from agent_loop.errors import BadServerReply
 from agent_loop.servers.base import ServerHealth
 from agent_loop.types import ServerStopReason, TokenChunk, TokenOutput, VersionSpan
-
-StructT = TypeVar("StructT", bound=Struct)
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_WEIGHT_VERSION = 2**31 - 1
@@ -25,10 +23,11 @@ LOG_PROB_ROUNDING = 1e-3
 """Log-probs may exceed 0 by this much from rounding; they are set to 0."""
 MAX_COUNT = 2**53
 
-Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-Version = Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)]
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Load = Annotated[float, Meta(ge=0, le=1e9)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+CountOrNone: TypeAlias = Count | None
+SecondsOrNone: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)] | None
+ShareOrNone: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)] | None
+Version: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WEIGHT_VERSION)]
 
 
 class ReplyCheck:
@@ -128,7 +127,7 @@ class _Health(Struct):
     num_waiting: Count
     weight_version: int
     detail: str
-    kv_cache_share: Load | None
+    kv_cache_share: ShareOrNone
 
 
 class _Contracts(NamedTuple):
@@ -154,17 +153,17 @@ def _contracts_of(vocab_size: int | None) -> _Contracts:
     token_ids = list[Annotated[int, Meta(ge=0, le=largest_id)]]
 
     def contract(name: str, *, largest_log_prob: float, **others: Any) -> type[Any]:
-        log_probs = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_log_prob)]] | None
-        fields = {
+        log_probs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_log_prob)]]
+        fields: dict[str, Any] = {
             "token_ids": token_ids,
-            "log_probs": log_probs,
+            "log_probs": log_probs | None,
             "weight_version": Version,
             "num_preempted": Count,
-            "num_cached_tokens": Count | None,
-            "prefill_s": Seconds | None,
+            "num_cached_tokens": CountOrNone,
+            "prefill_s": SecondsOrNone,
             **others,
         }
-        return cast(type[Any], defstruct(name, list(fields.items())))
+        return defstruct(name, list(fields.items()))
 
     output: dict[str, Any] = {
         "stop_reason": ServerStopReason,

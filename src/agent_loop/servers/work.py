@@ -7,7 +7,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from msgspec import structs
 
@@ -146,9 +146,9 @@ class Work:
                 stream.close()
             raise self._bad(f"stream returned a {type(stream).__name__}, not an async generator", server.name)
         num_empty = 0
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                chunk = self._checked(chunk, server.name)
+        async with aclosing(cast("AsyncGenerator[Any]", stream)) as chunks:
+            async for reply in chunks:
+                chunk = self._checked(reply, server.name)
                 num_empty = 0 if chunk.token_ids else num_empty + 1
                 if num_empty > MAX_EMPTY_CHUNKS:
                     raise self._bad(f"it yielded {MAX_EMPTY_CHUNKS} chunks without a token", server.name)
