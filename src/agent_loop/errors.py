@@ -125,6 +125,10 @@ class RolloutError(AgentLoopError):
     """Too many trajectories of a batch failed."""
 
 
+class TrainingError(AgentLoopError):
+    """The rollout of a step holds nothing to learn from."""
+
+
 class WeightsError(AgentLoopError):
     """Published weights do not fit the server's model."""
 

@@ -166,3 +166,22 @@ def test_sampling_parameters_are_checked_before_any_row_runs(command: Command) -
         assert result.exit_code == 2
         assert override.partition("=")[0] in result.err
         assert not Path("sampled.jsonl").exists()
+
+
+def test_train_refuses_to_begin_where_nothing_can_give_a_reward(command: Command) -> None:
+    result = command("train", "config.yaml", "reward.function=null")
+    assert result.exit_code == 2
+    assert "nothing gives a reward, so nothing can be learned; set reward.function" in " ".join(
+        result.err.split()
+    )
+    assert not Path("run").exists()
+
+
+def test_train_stops_where_every_prompt_is_too_long_and_begins_once_that_is_mended(command: Command) -> None:
+    result = command("train", "config.yaml", "rollout.prompt_length=1", "rollout.response_length=32")
+    assert result.exit_code == 2
+    assert "step 1 has nothing to learn from: the prompts of all 4 trajectories are over" in " ".join(
+        result.err.split()
+    )
+    assert not Path("run/checkpoints").exists()
+    assert command("train", "config.yaml", "trainer.total_steps=1").exit_code == 0

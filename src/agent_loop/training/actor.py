@@ -242,7 +242,8 @@ class Actor:
                 micro_batch.put(log_probs_BR, into=first_BR)
             for name, value in metrics.items():
                 sums[name] += float(value)
-        tally.add_step(sums, grad_norm=self._optimizer.step())
+        totals = self._team.sum_metrics(sums)
+        tally.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
 
     def _loss(
         self,

@@ -167,7 +167,8 @@ class Critic:
         ):
             sums[names.CRITIC_LOSS] += float(loss)
             sums[names.CRITIC_CLIP_FRACTION] += float(clip_fraction)
-        tally.add_step(sums, grad_norm=self._optimizer.step())
+        totals = self._team.sum_metrics(sums)
+        tally.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.CRITIC_LOSS]))
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
         return own_micro_batches(

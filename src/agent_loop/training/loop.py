@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config
-from agent_loop.errors import RolloutError
+from agent_loop.errors import RolloutError, TrainingError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler
@@ -22,6 +22,7 @@ from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.learnable import refuse_without_lesson
 from agent_loop.training.learned import learned_of
 from agent_loop.training.learner import Learner
 from agent_loop.training.metrics import MetricsWriter, drift_metrics, rollout_metrics
@@ -30,6 +31,7 @@ from agent_loop.training.rollouts import Rollouts, StepRollout, StepRollouts, ma
 from agent_loop.training.run_folder import config_values
 from agent_loop.training.time_shares import TimeShares, time_shares
 from agent_loop.training.timing import StepClock
+from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
 
@@ -85,6 +87,7 @@ class TrainingLoop:
         self._keeper = keeper or TrajectoryKeeper(self._run_dir, num_steps=0)
         self._time: TimeShares | None = None
         self._completed = 0
+        self._is_first_step = True
         self._saved: tuple[int, Path] | None = None
         self._evaluation: Evaluation | None = None
 
@@ -145,7 +148,9 @@ class TrainingLoop:
             return None
         trajectories = rollout.trajectories
 
-        # 2. Measure.
+        # 2. Measure. A run that has nothing to learn from stops at its first step.
+        if self._is_first_step:
+            self._refuse_without_lesson(trajectories, step=step)
         metrics = rollout_metrics(
             trajectories,
             success_threshold=self._config.reward.success_threshold,
@@ -162,7 +167,8 @@ class TrainingLoop:
         self._keeper.keep(
             trajectories, step=step, split="train", weight_version=self._completed, learned=learned
         )
-        self._completed = step
+        self._completed, self._is_first_step = step, False
+        self._tell_what_was_left_out(step, metrics)
 
         # 4. Publish, so that what is sampled from here on is this policy's.
         if not self._interrupt.is_requested:
@@ -181,6 +187,26 @@ class TrainingLoop:
         if self._is_due(self._config.trainer.save_every):
             await self._save()
         return metrics
+
+    def _refuse_without_lesson(self, trajectories: Sequence[Trajectory], *, step: int) -> None:
+        """Raise the error of `refuse_without_lesson`, with the trajectories stored for whoever looks for the cause."""
+        try:
+            refuse_without_lesson(trajectories, step=step)
+        except TrainingError:
+            self._keeper.keep(trajectories, step=step, split="train", weight_version=self._completed)
+            raise
+
+    def _tell_what_was_left_out(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics.get(names.SKIPPED_UPDATE):
+            self._progress.say(
+                f"step {step}: no update, because no trajectory can be told from what it is compared with"
+            )
+        for model, name in (("policy", names.NONFINITE_UPDATES), ("critic", names.CRITIC_NONFINITE_UPDATES)):
+            if metrics.get(name):
+                self._progress.say(
+                    f"step {step}: {metrics[name]:.0f} optimiser steps of the {model} were left out, because their "
+                    "gradients were not finite"
+                )
 
     async def _take(self, step: int, ahead: RolloutsAhead[StepRollout]) -> StepRollout | None:
         rollout: StepRollout | None = None

@@ -79,13 +79,17 @@ class Optimizer:
                 is_in = (places >= part[0]) & (places <= part[-1])
                 yield rows[is_in][places[is_in].argsort(stable=True)]
 
-    def step(self) -> float:
-        """One step by the gradients at hand, which are gone after it; returns their norm before clipping.
+    def step(self, *, loss: float) -> float:
+        """Take one step by the gradients at hand, which are gone after it; return their norm before clipping.
 
-        A norm that is not finite moves nothing.
+        Args:
+            loss: What the gradients are of, all processes together. If it or the norm is not finite, nothing moves and
+                the norm that is returned is not finite: the gradient of a NaN can be 0.
         """
         weights = list(self._weights.tensors.values())
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)))
+        if not math.isfinite(loss):
+            grad_norm = math.nan
         if math.isfinite(grad_norm):
             cast(Any, self._adamw).step()
             self._weights.copy_to_model()

@@ -20,6 +20,7 @@ from agent_loop.threads import run_in_thread
 from agent_loop.training.advantages import COMPARES_IN_GROUP
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.interrupt import Interrupt
+from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.learner import load_learner
 from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop, TrainResult
@@ -82,6 +83,7 @@ class PPOTrainer:
             CheckpointError: There is nothing to resume from, or it is damaged.
             DataError: The data cannot be read.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
+            TrainingError: The first step has nothing to learn from: no trajectory is scored, or the model said nothing.
             TeamError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
@@ -92,7 +94,7 @@ class PPOTrainer:
         is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
         checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
         check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
-        sampler, val_rows = _load_data(config)
+        sampler, val_rows = _load_data(config, has_manager=self._manager is not None)
         _refuse_groups_of_one(config)
         loggers = make_loggers(config)
         async with AsyncExitStack() as stack:
@@ -139,7 +141,8 @@ class PPOTrainer:
             return await loop.run(checkpoint)
 
 
-def _load_data(config: Config) -> tuple[RowSampler, list[Row]]:
+def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[Row]]:
+    """Load the rows. A manager that the caller made may give rewards in ways that the configuration does not show."""
     data = config.data
     if not data.train_files:
         raise ConfigError("data.train_files is empty; give at least one file, or file.py:function")
@@ -148,8 +151,11 @@ def _load_data(config: Config) -> tuple[RowSampler, list[Row]]:
         raise ConfigError(
             "validation is switched on but data.val_files is empty; give it rows, or unset trainer.val_every"
         )
+    rows = load_rows(data.train_files, prompt_key=data.prompt_key)
+    if not has_manager:
+        refuse_without_reward(config, rows)
     sampler = RowSampler(
-        load_rows(data.train_files, prompt_key=data.prompt_key),
+        rows,
         batch_size=math.ceil(data.train_batch_size * config.rollout.over_sample),
         shuffle=data.shuffle,
         seed=data.seed,

@@ -51,7 +51,12 @@ def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite:
         ConfigError: A new run would write into the folder of another one.
         CheckpointError: The folder has later checkpoints than the one to go on from.
     """
-    written = [path for path in (checkpoints_folder(run_dir), run_dir / METRICS_FILE) if path.exists()]
+    metrics = run_dir / METRICS_FILE
+    has_steps = (
+        metrics.exists() and metrics.stat().st_size > 0
+    )  # a run that ended in its first step wrote none
+    folders = [checkpoints_folder(run_dir)] if checkpoints_folder(run_dir).exists() else []
+    written = [*folders, *([metrics] if has_steps else [])]
     if checkpoint is None and written and not overwrite:
         names = " and ".join(path.name for path in written)
         raise ConfigError(

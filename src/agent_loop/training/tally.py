@@ -35,9 +35,9 @@ class UpdateTally:
         self._log_ratios: list[Tensor] = []
 
     def add_step(self, sums: Mapping[str, float], *, grad_norm: float) -> None:
-        """Of one optimiser step, with this process's sums."""
+        """Add an optimiser step, with the sums of all processes."""
         self.num_steps += 1
-        for name, value in {**self._team.sum_metrics(sums), self._names.grad_norm: grad_norm}.items():
+        for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
             self._values[name].append(value)
 
     def compare(self, log_probs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:

@@ -1,0 +1,189 @@
+"""A run that has nothing to learn from says so at its first step, and stops."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+from rich.console import Console
+
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError, TrainingError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.training.checkpoint import list_checkpoints
+from agent_loop.training.learnable import refuse_without_lesson, refuse_without_reward
+from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
+from agent_loop.types import Row, StopReason
+from tests.training.fakes import FakeRollouts, tiny_policy
+from tests.training.test_ppo_trainer import changed, train
+
+Edit = Callable[[Trajectory], Trajectory]
+
+
+class EditedRollouts(FakeRollouts):
+    """Returns what `edit` makes of each trajectory, from the step `since` on."""
+
+    def __init__(self, edit: Edit, *, since: int = 1) -> None:
+        super().__init__(tiny_policy())
+        self._edit = edit
+        self._since = since
+
+    async def run(self, rows: Sequence[Row], **options: Any) -> list[Trajectory]:
+        trajectories = await super().run(rows, **options)
+        is_edited = self.weight_version + 1 >= self._since
+        return [self._edit(t) for t in trajectories] if is_edited else trajectories
+
+
+def unscored(trajectory: Trajectory) -> Trajectory:
+    return structs.replace(trajectory, reward=None)
+
+
+def too_long(trajectory: Trajectory) -> Trajectory:
+    """Scored with 0 by a reward function that reads the answer."""
+    output = AgentLoopOutput(segments=(), stop_reason=StopReason.PROMPT_LENGTH)
+    return structs.replace(trajectory, output=output, reward=0.0)
+
+
+def failed(trajectory: Trajectory) -> Trajectory:
+    output = trajectory.output.failed(Failure(error="Boom: no disk", traceback=""))
+    return structs.replace(trajectory, output=output, reward=None)
+
+
+def silent_or_unscored(trajectory: Trajectory) -> Trajectory:
+    return too_long(trajectory) if trajectory.rollout % 2 else unscored(trajectory)
+
+
+def cancelled_and_silent(trajectory: Trajectory) -> Trajectory:
+    output = AgentLoopOutput(segments=(), stop_reason=StopReason.CANCELLED)
+    return structs.replace(trajectory, output=output, reward=None)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            unscored,
+            "nothing scored any trajectory in which the model spoke, 16 of 16 (16 answered); set reward.f",
+        ),
+        (too_long, "the prompts of all 16 trajectories are over rollout.prompt_length; raise it"),
+        (failed, "all 16 trajectories failed, 16 of them with Boom: no disk; fix that first"),
+        (
+            silent_or_unscored,
+            "in which the model spoke, 8 of 16 (8 answered, 8 prompt_length); set reward.function",
+        ),
+        (
+            cancelled_and_silent,
+            "the model said nothing in any of 16 trajectories (16 cancelled); check the prompts",
+        ),
+    ],
+)
+def test_a_first_step_without_a_lesson_stops_the_run_by_name(
+    config: Config, edit: Edit, message: str
+) -> None:
+    rollouts = EditedRollouts(edit)
+
+    with pytest.raises(TrainingError) as error:
+        train(config, rollouts=rollouts)
+
+    assert "step 1 has nothing to learn from: " in str(error.value)
+    assert message in str(error.value)
+    assert rollouts.weight_version == 0
+    assert list_checkpoints(Path(config.trainer.run_dir)) == []
+
+
+def test_a_run_that_found_nothing_to_learn_can_begin_again_in_its_folder(config: Config) -> None:
+    with pytest.raises(TrainingError):
+        train(config, rollouts=EditedRollouts(unscored))
+
+    assert train(changed(config, "trainer", total_steps=1)).step == 1
+
+
+def test_a_later_step_without_a_lesson_is_told_and_passed_over(config: Config) -> None:
+    output = io.StringIO()
+
+    result = train(
+        config, rollouts=EditedRollouts(unscored, since=3), console=Console(file=output, width=400)
+    )
+
+    assert result.step == 4
+    assert (
+        "step 3: no update, because no trajectory can be told from what it is compared" in output.getvalue()
+    )
+    assert "step 2: no update" not in output.getvalue()
+
+
+def test_the_first_step_after_a_resume_is_looked_at_too(config: Config) -> None:
+    train(changed(config, "trainer", total_steps=2))
+
+    with pytest.raises(TrainingError, match="step 3 has nothing to learn from"):
+        train(config, rollouts=EditedRollouts(unscored), resume=True)
+
+
+def test_one_scored_trajectory_is_enough() -> None:
+    trajectory = Trajectory(AgentLoopOutput(segments=()), {}, 0, 0, 0.0, {})
+    with pytest.raises(TrainingError, match="the model said nothing"):
+        refuse_without_lesson([trajectory], step=1)
+    with pytest.raises(TrainingError, match="no trajectories"):
+        refuse_without_lesson([], step=1)
+
+
+def test_updates_that_were_left_out_are_told(config: Config) -> None:
+    output = io.StringIO()
+
+    def spoil(trajectory: Trajectory) -> Trajectory:
+        """The engine's log-probs were never checked, as if another rollout layer had made them."""
+        segments = [
+            s if s.log_probs is None else structs.replace(s, log_probs=s.log_probs * math.nan)
+            for s in trajectory.output.segments
+        ]
+        return structs.replace(trajectory, output=AgentLoopOutput(segments=segments))
+
+    result = train(
+        changed(config, "trainer", total_steps=1),
+        rollouts=EditedRollouts(spoil),
+        console=Console(file=output, width=400),
+    )
+
+    assert result.metrics["actor/nonfinite_updates"] == 2
+    assert (
+        "step 1: 2 optimiser steps of the policy were left out, because their gradients" in output.getvalue()
+    )
+
+
+@register("scores_itself")
+class ScoresItself(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"reward": {"function": "task.py:reward"}},
+        {"rollout": {"multi_turn": {"tools": ["task.py:tool"]}}},
+        {"rollout": {"multi_turn": {"interaction_config_path": "user.yaml"}}},
+        {"rollout": {"agent": {"default_agent_loop": "scores_itself"}}},
+        {"rollout": {"agent": {"default_agent_loop": "agent_program"}}},
+        {"rollout": {"agent": {"loop_files": ["loops.py"]}}},
+    ],
+)
+def test_a_run_that_may_have_a_reward_begins(sections: dict[str, Any]) -> None:
+    refuse_without_reward(Config.model_validate(sections), [{}])
+
+
+def test_a_run_whose_rows_name_a_loop_that_may_score_begins() -> None:
+    refuse_without_reward(Config(), [{}, {"agent_name": "scores_itself"}])
+
+
+@pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent", "partial_tool_agent"])
+def test_a_run_without_any_source_of_reward_is_refused_before_it_begins(loop: str) -> None:
+    config = Config.model_validate({"rollout": {"agent": {"default_agent_loop": loop}}})
+
+    with pytest.raises(ConfigError, match="nothing gives a reward, so nothing can be learned; set reward"):
+        refuse_without_reward(config, [{}])
