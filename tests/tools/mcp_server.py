@@ -18,6 +18,7 @@ from mcp.types import (
     TextResourceContents,
     ToolAnnotations,
 )
+from pydantic import BaseModel
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 app = MCPServer("notes", log_level="CRITICAL")
@@ -73,6 +74,24 @@ async def show() -> CallToolResult:
         AudioContent(data="", mime_type="audio/wav"),
     ]
     return CallToolResult(content=content)
+
+
+@app.tool()
+async def slow_to_check() -> CallToolResult:
+    """Answers against its own output schema, whose pattern takes a backtracking engine for ever."""
+    return CallToolResult(content=[TextContent(text="done")], structured_content={"x": "a" * 60 + "!"})
+
+
+class Anything(BaseModel, extra="allow"):
+    """What the server takes for its output schema."""
+
+
+_metadata = app._tool_manager.get_tool("slow_to_check").fn_metadata  # type: ignore
+_metadata.output_model = Anything
+_metadata.output_schema = {
+    "type": "object",
+    "properties": {"x": {"type": "string", "pattern": "^(a+)+$"}},
+}
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def stdio_tools() -> list[BaseTool]:
 
 def test_tools_are_found_with_their_schemas(stdio_tools: list[BaseTool]) -> None:
     tools = {tool.name: tool for tool in stdio_tools}
-    assert set(tools) == {"add", "note", "whereabouts", "die", "hang", "fail", "show"}
+    assert set(tools) == {"add", "note", "whereabouts", "die", "hang", "fail", "show", "slow_to_check"}
     function = tools["add"].tool_schema["function"]
     assert function["description"] == "Adds two integers."
     assert function["parameters"]["properties"]["a"]["type"] == "integer"
@@ -153,6 +153,15 @@ def test_calls_of_one_trajectory_over_standard_input_and_output(stdio_tools: lis
 
     asyncio.run(main())
     assert not started()
+
+
+def test_an_output_schema_of_the_server_does_not_hold_up_the_event_loop(stdio_tools: list[BaseTool]) -> None:
+    async def main() -> None:
+        session = session_of(stdio_tools)
+        assert await text_of(session, "slow_to_check") == "done"
+        await session.close()
+
+    asyncio.run(main())
 
 
 def test_an_image_is_in_a_form_that_chat_templates_read() -> None:

@@ -6,8 +6,6 @@ import json
 from functools import lru_cache
 from typing import Annotated, Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -22,6 +20,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
 from agent_loop.boundary import one_line
+from agent_loop.tools.json_schema import InvalidSchema, check_json_schema
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -97,15 +96,15 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if parameters is not None:
         try:
             _check_schema(json.dumps(parameters))
-        except SchemaError as error:
-            raise ValueError(f"function.parameters is no valid JSON schema: {error.message}") from error
+        except (InvalidSchema, RecursionError) as error:
+            raise ValueError(f"function.parameters is no valid JSON schema: {error}") from error
     return tool
 
 
 @lru_cache(maxsize=1024)
 def _check_schema(schema: str) -> None:
     """Checking costs more than all the rest of reading a request, and agents send the same schemas each time."""
-    Draft202012Validator.check_schema(json.loads(schema))
+    check_json_schema(json.loads(schema))
 
 
 ToolSchema = Annotated[

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, cast
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, ValidationError
+from jsonschema.exceptions import ValidationError
 from pydantic import Field
-from referencing import Registry
 from referencing.exceptions import Unresolvable
-from referencing.jsonschema import DRAFT202012
 
+from agent_loop.boundary import one_line
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.tools.json_schema import (
+    BoundedValidator,
+    InvalidSchema,
+    TooManySteps,
+    check_applicable,
+    check_json_schema,
+)
+from agent_loop.tools.patterns import PatternRefused
 
 MAX_FAULTS = 3
 """So many faults of one call are named to the model."""
+MAX_MESSAGE_CHARACTERS = 400
+"""Of one fault, which may hold the argument and the schema."""
 
 
 def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
@@ -29,13 +37,10 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
     function = parse_section(_ToolSchema, tool_schema, where=where).function
     where = f"{where}: function.parameters of {function.name!r}"
     try:
-        Draft202012Validator.check_schema(function.parameters)
-    except SchemaError as error:
-        place = ".".join(str(part) for part in error.absolute_path)
-        raise ConfigError(
-            f"{where} is no valid JSON schema: {place or 'its root'}: {error.message}"
-        ) from error
-    _check_references(function.parameters, where=where)
+        check_json_schema(function.parameters)
+        check_applicable(function.parameters)
+    except InvalidSchema as error:
+        raise ConfigError(f"{where} is no valid JSON schema: {error}") from error
     if function.parameters.get("type", "object") != "object":
         raise ConfigError(f"{where} has the type {function.parameters['type']!r}; make it 'object'")
     properties: dict[str, Any] = function.parameters.get("properties", {})
@@ -59,19 +64,22 @@ class ArgumentsCheck:
         schema = {"type": "object", **parameters}
         if "properties" in parameters and not any(key in parameters for key in _OPENERS):
             schema["additionalProperties"] = False
-        self._validator = cast(_Validator, Draft202012Validator(schema))
+        self._validator = BoundedValidator(schema)
 
     def fault(self, arguments: Mapping[str, Any]) -> str | None:
         """What is wrong with the arguments of a call, in words for the model; None if they fit."""
         if self._fits_plainly(arguments):
             return None
         try:
-            faults = self._validator.iter_errors(arguments)
-            sentences = dict.fromkeys(_describe_fault(fault) for fault in faults)
+            sentences = dict.fromkeys(map(_describe_fault, self._validator.faults(arguments)))
         except OverflowError:
             return "a number in the call is too large"
         except RecursionError:
             return "the call is nested too deeply"
+        except TooManySteps:
+            return "the call takes too long to be held against the tool's schema; make it shorter"
+        except (Unresolvable, PatternRefused) as error:
+            return f"the call cannot be held against the tool's schema: {error}"
         return "; ".join(list(sentences)[:MAX_FAULTS]) or None
 
     def _fits_plainly(self, arguments: Mapping[str, Any]) -> bool:
@@ -110,33 +118,6 @@ _PLAIN_KEYWORDS = _ANNOTATIONS | {"type", "properties", "required", "additionalP
 _PLAIN_TYPES: Mapping[str, type] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
-def _check_references(parameters: Mapping[str, Any], *, where: str) -> None:
-    """Nothing is fetched, so what a schema refers to must be in it."""
-    resolver = Registry[Any]().resolver_with_root(DRAFT202012.create_resource(parameters))
-    for reference in _references(parameters):
-        try:
-            resolver.lookup(reference)
-        except Unresolvable as error:
-            raise ConfigError(
-                f"{where} refers to {reference!r}, which is not in it; put it into its $defs"
-            ) from error
-
-
-def _references(node: Any) -> Iterator[str]:
-    if isinstance(node, list):
-        for item in cast(list[Any], node):
-            yield from _references(item)
-    elif isinstance(node, Mapping):
-        for key, value in cast(Mapping[str, Any], node).items():
-            if key == "$ref" and isinstance(value, str):
-                yield value
-            elif key not in _VALUES:
-                yield from _references(value)
-
-
-_VALUES = ("const", "default", "enum", "examples")
-
-
 class _FunctionSchema(Section):
     name: str = Field(pattern=r"^\S+$")
     description: str = ""
@@ -147,10 +128,6 @@ class _FunctionSchema(Section):
 class _ToolSchema(Section):
     type: Literal["function"] = "function"
     function: _FunctionSchema
-
-
-class _Validator(Protocol):
-    def iter_errors(self, instance: Any) -> Iterable[ValidationError]: ...
 
 
 _OPENERS = (
@@ -182,7 +159,7 @@ def _describe_fault(fault: ValidationError) -> str:
     fits_several = fault.validator == "oneOf" and not fault.context
     expected = "" if fits_several or fault.validator not in _TYPE_KEYWORDS else _describe_expected(schema)
     if not expected:
-        return f"{place or 'the call'}: {fault.message}"
+        return f"{place or 'the call'}: {one_line(fault.message, max_length=MAX_MESSAGE_CHARACTERS)}"
     return f"{place or 'the call'} is {_describe_json(instance)}; expected {expected}"
 
 

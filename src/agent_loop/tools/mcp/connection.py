@@ -36,11 +36,26 @@ def open_client(server: McpServer, *, where: str) -> AbstractAsyncContextManager
     """
     mcp = import_mcp()
     if server.command is None:
-        return mcp.Client(_http_transport(server, where=where))
+        return _without_output_checks(mcp.Client(_http_transport(server, where=where)))
     env = from_environment(server.env, where=f"{where}: env")
-    return mcp.Client(
-        mcp.StdioServerParameters(command=server.command, args=server.args, env=env, cwd=server.cwd)
-    )
+    parameters = mcp.StdioServerParameters(command=server.command, args=server.args, env=env, cwd=server.cwd)
+    return _without_output_checks(mcp.Client(parameters))
+
+
+@asynccontextmanager
+async def _without_output_checks(client: Any) -> AsyncGenerator[Any]:
+    """Open a client that does not hold a tool's answer against the output schema that its server declares.
+
+    The SDK does so on the event loop, with regular expressions of the server that may backtrack for ever. Nothing here
+    relies on the outcome: the model reads the answer as it is.
+    """
+    async with client as opened:
+        opened.session.validate_tool_result = _accept
+        yield opened
+
+
+async def _accept(name: str, result: Any) -> None:
+    pass
 
 
 async def list_tools(client: Any) -> list[Any]:

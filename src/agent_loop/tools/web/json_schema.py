@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, cast
 
 from agent_loop.errors import ConfigError
+from agent_loop.tools.json_schema import MAX_DEPTH, MAX_NODES
 
 _NOISE = frozenset({"discriminator", "example", "externalDocs", "nullable", "title", "xml"})
 _BOUNDS = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
@@ -13,22 +15,27 @@ _VALUES = frozenset({"const", "default", "enum", "examples"})
 _NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
 
 
-def plain_schema(node: Any, *, where: str, parents: tuple[int, ...] = ()) -> Any:
+def plain_schema(node: Any, *, where: str) -> Any:
     """The schema without what only OpenAPI knows: `nullable` becomes a type, exclusive bounds become numbers.
 
     Args:
         node: A schema whose references have been put in their places.
         where: Names it in errors.
-        parents: The nodes it is in.
 
     Raises:
-        ConfigError: It contains itself.
+        ConfigError: It contains itself, or is too large, as a few references to references can make it.
     """
+    return _plain(node, where=where, parents=(), nodes=count(1))
+
+
+def _plain(node: Any, *, where: str, parents: tuple[int, ...], nodes: count[int]) -> Any:
+    if next(nodes) > MAX_NODES or len(parents) > MAX_DEPTH:
+        raise ConfigError(f"{where}: its schema is larger than any that a model could read; exclude it")
     if id(node) in parents:
         raise ConfigError(f"{where}: its schema contains itself, which no model can be shown; exclude it")
     parents = (*parents, id(node))
     if isinstance(node, list):
-        return [plain_schema(item, where=where, parents=parents) for item in cast(list[Any], node)]
+        return [_plain(item, where=where, parents=parents, nodes=nodes) for item in cast(list[Any], node)]
     if not isinstance(node, Mapping):
         return node
     schema = cast(Mapping[str, Any], node)
@@ -36,12 +43,13 @@ def plain_schema(node: Any, *, where: str, parents: tuple[int, ...] = ()) -> Any
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS:
             plain[key] = {
-                name: plain_schema(inner, where=where, parents=parents) for name, inner in value.items()
+                name: _plain(inner, where=where, parents=parents, nodes=nodes)
+                for name, inner in value.items()
             }
         elif key in _VALUES:
             plain[key] = value
         elif key not in _NOISE and not isinstance(schema.get(key) if key in _BOUNDS else None, bool):
-            plain[key] = plain_schema(value, where=where, parents=parents)
+            plain[key] = _plain(value, where=where, parents=parents, nodes=nodes)
     for exclusive, inclusive in _BOUNDS.items():
         if schema.get(exclusive) is True and inclusive in plain:
             plain[exclusive] = plain.pop(inclusive)

@@ -46,9 +46,16 @@ def read_specification(source: str) -> Mapping[str, Any]:
     ):
         raise ConfigError(f"{source!r} is no OpenAPI 3 specification")
     try:
-        return jsonref.replace_refs(spec, proxies=False, lazy_load=False)
+        return jsonref.replace_refs(spec, proxies=False, lazy_load=False, loader=_refuse_to_fetch)
     except jsonref.JsonRefError as error:
         raise ConfigError(f"a reference in {source!r} leads nowhere: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source!r} is nested too deeply; write a flatter one") from error
+
+
+def _refuse_to_fetch(uri: str) -> Any:
+    """Raises: ConfigError: Always. What a specification refers to is neither downloaded nor read from this machine."""
+    raise ConfigError(f"it is in another document, {uri!r}, which is not fetched; put it into this one")
 
 
 def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:

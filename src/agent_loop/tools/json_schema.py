@@ -1,0 +1,278 @@
+"""JSON schemas that others wrote: checked when they are read, and applied within a bounded number of steps.
+
+A schema of an MCP server or of a client may hold patterns that backtrack for ever, references that go in circles or to
+other machines, and combinations that double with each level. None of that holds up an event loop here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, cast
+
+from jsonschema import Draft202012Validator, FormatChecker, validators
+from jsonschema.exceptions import SchemaError, ValidationError
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from agent_loop.tools.patterns import PatternRefused, pattern_of
+
+MAX_DEPTH = 64
+MAX_NODES = 100_000
+MAX_STEPS = 50_000
+"""Keywords that are applied to one value. All together take about a quarter of a second."""
+
+_SINGLE = (
+    "additionalProperties",
+    "contains",
+    "contentSchema",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+_REFERENCES = ("$ref", "$dynamicRef")
+
+
+class InvalidSchema(ValueError):
+    """A schema that cannot be used; the message says where and why."""
+
+
+class TooManySteps(Exception):
+    """Applying a schema to a value takes too long."""
+
+
+def check_json_schema(schema: Any) -> None:
+    """Check that a value is a JSON schema of reasonable size. Patterns in it are not looked at.
+
+    Raises:
+        InvalidSchema: It is not.
+    """
+    _check_size(schema)
+    try:
+        Draft202012Validator.check_schema(schema, format_checker=FormatChecker(formats=()))
+    except SchemaError as error:
+        place = ".".join(str(part) for part in error.absolute_path)
+        raise InvalidSchema(f"{place or 'its root'}: {error.message}") from None
+    except RecursionError:
+        raise InvalidSchema("it is nested too deeply") from None
+
+
+def check_applicable(schema: Mapping[str, Any]) -> None:
+    """Check that values can be held against a schema that `check_json_schema` has passed.
+
+    Raises:
+        InvalidSchema: A reference leads out of the schema or in a circle, or a pattern cannot be matched in bounded
+            time.
+    """
+    parts = [*_parts(schema)]
+    for part in parts:
+        for pattern in _patterns(part):
+            try:
+                pattern_of(pattern)
+            except PatternRefused as error:
+                raise InvalidSchema(
+                    f"the pattern {_shortened(pattern)} cannot be matched in bounded time ({error}); rewrite it "
+                    "without look-around and back-references, or leave it out"
+                ) from None
+    if any("unevaluatedProperties" in p for p in parts) and any("patternProperties" in p for p in parts):
+        raise InvalidSchema(
+            "it has both unevaluatedProperties and patternProperties; write additionalProperties for the former"
+        )
+    try:
+        BoundedValidator(schema).faults({})
+    except (RecursionError, TooManySteps):
+        raise InvalidSchema("a $ref in it leads back to itself; let each lead to a part below it") from None
+
+
+class BoundedValidator:
+    """Holds values against a schema. Nothing is fetched, and no value takes longer than `MAX_STEPS`."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        # A `$schema` in a part would have that part applied by another validator.
+        self._validator: _Validator = _Bounded(_without_dialects(schema), registry=Registry[Any]())
+
+    def faults(self, value: Any) -> list[ValidationError]:
+        """Return what is wrong with a value.
+
+        Raises:
+            TooManySteps: It takes too long to tell.
+            RecursionError: The value is nested too deeply.
+            Unresolvable: A reference leads nowhere. `check_applicable` finds all but those relative to an inner `$id`.
+            PatternRefused: A pattern cannot be matched. `check_applicable` finds all in known places.
+        """
+        _steps.left = MAX_STEPS
+        return list(self._validator.iter_errors(value))
+
+
+class _Validator(Protocol):
+    def iter_errors(self, instance: Any) -> Iterable[ValidationError]: ...
+
+
+class _Steps(threading.local):
+    left = 0
+
+    def take(self, count: int = 1) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise TooManySteps
+
+
+_steps = _Steps()
+
+
+def _matches(pattern: str, text: str) -> bool:
+    compiled = pattern_of(pattern)
+    _steps.take(compiled.steps(text))
+    return compiled.is_in(text)
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if isinstance(instance, str) and not _matches(pattern, instance):
+        yield ValidationError(f"{_shortened(instance)} does not match {_shortened(pattern)}")
+
+
+def _pattern_properties(
+    validator: Any, patterns: Mapping[str, Any], instance: Any, schema: Any
+) -> Iterator[ValidationError]:
+    if not isinstance(instance, dict):
+        return
+    for pattern, part in patterns.items():
+        for name, value in cast(dict[str, Any], instance).items():
+            if _matches(pattern, name):
+                yield from validator.descend(value, part, path=name, schema_path=pattern)
+
+
+def _additional_properties(
+    validator: Any, part: Any, instance: Any, schema: Mapping[str, Any]
+) -> Iterator[ValidationError]:
+    if not isinstance(instance, dict):
+        return
+    known: Mapping[str, Any] = schema.get("properties", {})
+    patterns: Mapping[str, Any] = schema.get("patternProperties", {})
+    for name, value in cast(dict[str, Any], instance).items():
+        if name in known or any(_matches(pattern, name) for pattern in patterns):
+            continue
+        if isinstance(part, dict):
+            yield from validator.descend(value, part, path=name)
+        elif not part:
+            allowed = f"; a name has to match {' or '.join(map(_shortened, patterns))}" if patterns else ""
+            yield ValidationError(f"the name {_shortened(name)} is not allowed{allowed}")
+
+
+def _unique_items(validator: Any, is_unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if is_unique and isinstance(instance, list):
+        items = cast(list[Any], instance)
+        _steps.take(len(items))
+        if len({_hashable(item) for item in items}) < len(items):
+            yield ValidationError(f"{_shortened(items)} has an item twice")
+
+
+def _hashable(value: Any) -> Any:
+    """Return a form of a JSON value that equals that of an equal value. In JSON, 1 is 1.0 and not true."""
+    if isinstance(value, bool):
+        return ("bool", value)
+    if isinstance(value, list):
+        return ("list", *map(_hashable, cast(list[Any], value)))
+    if isinstance(value, dict):
+        pairs = cast(dict[str, Any], value).items()
+        return ("dict", frozenset((name, _hashable(inner)) for name, inner in pairs))
+    return value
+
+
+def _counted(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+        _steps.take()
+        return apply(validator, value, instance, schema)
+
+    return counted
+
+
+_KEYWORDS: Mapping[str, Callable[..., Any]] = {
+    **cast(Mapping[str, Callable[..., Any]], Draft202012Validator.VALIDATORS),
+    "additionalProperties": _additional_properties,
+    "pattern": _pattern,
+    "patternProperties": _pattern_properties,
+    "uniqueItems": _unique_items,
+}
+_Bounded: Any = cast(Any, validators).extend(
+    Draft202012Validator, {keyword: _counted(apply) for keyword, apply in _KEYWORDS.items()}
+)
+
+
+def _check_size(schema: Any) -> None:
+    """Raises: InvalidSchema: The value is deeper or larger than any schema that a model could read."""
+    level, num_nodes = [schema], 0
+    for _ in range(MAX_DEPTH):
+        inner: list[Any] = []
+        for node in level:
+            if isinstance(node, Mapping):
+                inner += cast(Mapping[str, Any], node).values()
+            elif isinstance(node, (list, tuple)):
+                inner += cast(list[Any], node)
+        num_nodes += len(inner)
+        if num_nodes > MAX_NODES:
+            raise InvalidSchema(f"it has more than {MAX_NODES} parts; write a smaller one")
+        if not inner:
+            return
+        level = inner
+    raise InvalidSchema(f"it is nested more than {MAX_DEPTH} levels deep; write a flatter one")
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and every schema in it, those that references lead to included.
+
+    Raises:
+        InvalidSchema: A reference leads out of it.
+    """
+    resolver = Registry[Any]().resolver_with_root(DRAFT202012.create_resource(schema))
+    waiting: list[Any] = [schema]
+    seen: set[int] = set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Mapping) or id(cast(Any, node)) in seen:
+            continue
+        part = cast(Mapping[str, Any], node)
+        seen.add(id(part))
+        yield part
+        waiting += [part[key] for key in _SINGLE if key in part]
+        for key in _LISTED:
+            waiting += part.get(key, ())
+        for key in _NAMED:
+            waiting += part.get(key, {}).values()
+        for key in _REFERENCES:
+            if key in part:
+                try:
+                    waiting.append(resolver.lookup(str(part[key])).contents)
+                except Unresolvable:
+                    raise InvalidSchema(
+                        f"it refers to {part[key]!r}, which is not in it; put it into its $defs"
+                    ) from None
+
+
+def _patterns(part: Mapping[str, Any]) -> Iterator[str]:
+    if "pattern" in part:
+        yield part["pattern"]
+    yield from part.get("patternProperties", ())
+
+
+def _without_dialects(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {
+            key: _without_dialects(value)
+            for key, value in cast(Mapping[str, Any], node).items()
+            if key != "$schema" or not isinstance(value, str)
+        }
+    return [_without_dialects(item) for item in cast(list[Any], node)] if isinstance(node, list) else node
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
