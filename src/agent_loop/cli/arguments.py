@@ -63,9 +63,18 @@ def read_rows(config: Config, *, data: Sequence[str] | None, max_rows: int | Non
         ConfigError: None are named.
         DataError: A file or a row is wrong.
     """
-    from agent_loop.rollout.rows import load_rows  # late: keeps `--help` quick
-
     sources = list(data or config.data.val_files or config.data.train_files)
     if not sources:
         raise ConfigError("there are no rows: set data.val_files or data.train_files, or give --data")
+    return load_named_rows(config, sources, max_rows=max_rows)
+
+
+def load_named_rows(config: Config, sources: Sequence[str], *, max_rows: int | None) -> list[dict[str, Any]]:
+    """Return the rows of these files.
+
+    Raises:
+        DataError: A file or a row is wrong.
+    """
+    from agent_loop.rollout.rows import load_rows  # late: keeps `--help` quick
+
     return load_rows(sources, prompt_key=config.data.prompt_key)[: max_rows or config.data.val_max_rows]

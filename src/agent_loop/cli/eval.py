@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -18,8 +18,8 @@ from agent_loop.cli.arguments import (
     ModelOption,
     OverridesArgument,
     SamplesOption,
+    load_named_rows,
     read_config,
-    read_rows,
 )
 from agent_loop.cli.eval_folder import EvalFolder
 from agent_loop.cli.eval_tables import print_summary
@@ -56,6 +56,14 @@ def eval_command(
     ] = None,
     model: ModelOption = None,
     data: DataOption = None,
+    on: Annotated[
+        Literal["val", "train"] | None,
+        typer.Option(
+            "--on",
+            help="Evaluate the rows of `data.val_files`, or of `data.train_files`, which a training has seen.",
+            show_default="val",
+        ),
+    ] = None,
     max_rows: MaxRowsOption = None,
     n: SamplesOption = None,
     by: Annotated[
@@ -85,8 +93,9 @@ def eval_command(
 ) -> None:
     """Evaluate a model on rows: pass@k and rewards with 95% confidence intervals, in all and per category.
 
-    Samples as `rollout.val` says. Servers that run already are evaluated with `rollout.server_urls`. Ctrl-C stops with
-    exit code 130, and `--resume` goes on, as it does after a crash.
+    The rows are those of `data.val_files`, unless `--data` or `--on train` says otherwise. Samples as `rollout.val`
+    says. Servers that run already are evaluated with `rollout.server_urls`. Ctrl-C stops with exit code 130, and
+    `--resume` goes on, as it does after a crash.
 
     Examples:
 
@@ -103,33 +112,74 @@ def eval_command(
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other; give one of them")
     settings = _settings(config, overrides, checkpoint=checkpoint, model=model)
-    rows = read_rows(settings, data=data, max_rows=max_rows)
+    source = _source(settings, data=data, on=on)
+    rows = load_named_rows(settings, source.files, max_rows=max_rows)
     columns = {column: categories_of(rows, column=column) for column in by or ()}
     other = compare and (compare, _other(compare, rows=rows))
     num_samples = n or settings.rollout.val.n
     key = key_of(settings, rows=rows, num_samples=num_samples)
     folder, console = EvalFolder(out), Console(stderr=as_json)
-    finished = folder.finished(key) if resume else None
-    if not resume:
-        folder.begin(overwrite=overwrite)
-    trajectories: Sequence[Trajectory] = ()
-    if finished is None:
-        trajectories = _run(
-            settings, rows=rows, num_samples=num_samples, folder=folder, resume=resume, console=console
+    if resume:
+        folder.refuse_nothing()
+    with folder.locked():
+        finished = folder.finished(key) if resume else None
+        if not resume:
+            folder.begin(overwrite=overwrite)
+        console.print(f"rows of {source.name}: {', '.join(source.files)}", markup=False)
+        trajectories: Sequence[Trajectory] = ()
+        if finished is None:
+            trajectories = _run(
+                settings, rows=rows, num_samples=num_samples, folder=folder, resume=resume, console=console
+            )
+            evaluation = summarise(trajectories, success_threshold=settings.reward.success_threshold)
+        else:
+            evaluation = finished.evaluation
+        summary = EvaluationSummary.of(
+            evaluation,
+            model=settings.model.path,
+            rows_of=source.name,
+            settings=asdict(key),
+            columns=columns,
+            other=other,
         )
-        evaluation = summarise(trajectories, success_threshold=settings.reward.success_threshold)
-    else:
-        evaluation = finished.evaluation
-    summary = EvaluationSummary.of(
-        evaluation, model=settings.model.path, settings=asdict(key), columns=columns, other=other
-    )
-    if finished is None:
-        folder.finish(trajectories, summary=summary, success_threshold=settings.reward.success_threshold)
+        if finished is None:
+            folder.finish(trajectories, summary=summary, success_threshold=settings.reward.success_threshold)
     if as_json:
         typer.echo(summary.model_dump_json(indent=2))
     else:
         print_summary(summary, console=console, num_rows=table_rows)
     console.print(f"kept in {out}", markup=False)
+
+
+class RowSource(NamedTuple):
+    """Which rows are evaluated."""
+
+    name: str
+    """The setting or option that names them."""
+    files: Sequence[str]
+
+
+def _source(config: Config, *, data: Sequence[str] | None, on: Literal["val", "train"] | None) -> RowSource:
+    """Return where the rows come from. Training rows are evaluated only if the user says so.
+
+    Raises:
+        ConfigError: There are none, or two options name them.
+    """
+    if data:
+        if on is not None:
+            raise ConfigError(f"--data and --on {on} both name the rows; give one of them")
+        return RowSource("--data", data)
+    split = on or "val"
+    name, files = (
+        f"data.{split}_files",
+        {"val": config.data.val_files, "train": config.data.train_files}[split],
+    )
+    if files:
+        return RowSource(name, files)
+    hint = "give rows with --data, set it"
+    if split == "val" and config.data.train_files:
+        hint += ", or evaluate the training rows with --on train"
+    raise ConfigError(f"{name} is empty, so there are no rows to evaluate; {hint}")
 
 
 def _settings(

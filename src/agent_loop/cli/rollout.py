@@ -22,10 +22,10 @@ from agent_loop.cli.arguments import (
     read_config,
     read_rows,
 )
+from agent_loop.cli.rollout_file import RolloutFile
 from agent_loop.cli.running import by_id, run_rows
-from agent_loop.config import Config
-from agent_loop.errors import ConfigError, JournalError, RolloutError
-from agent_loop.rollout.records import write_records
+from agent_loop.errors import AgentLoopError, ConfigError
+from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory
 
 
@@ -67,46 +67,39 @@ def rollout_command(
         )
     settings = read_config(config, overrides, model=model)
     rows = read_rows(settings, data=data, max_rows=max_rows)
-    console = Console()
-    finished: list[Trajectory] = []
-    journal = out.with_name(f"{out.name}.journal")
-    if resume and not journal.is_file():
-        raise JournalError(f"there is no journal {str(journal)!r} to resume from; run it without --resume")
-    try:
-        trajectories = asyncio.run(
-            run_rows(
-                settings,
-                rows=rows,
-                n=n,
-                validate=False,
-                console=console,
-                on_trajectory=finished.append,
-                journal_path=journal if settings.rollout.journal else None,
-                resume=resume,
+    console, target = Console(), RolloutFile(out, settings)
+    if resume:
+        target.refuse_nothing()
+    with exclusive_file(out, name="--out"):
+        if not resume:
+            target.keep_earlier_journal(console)
+        finished: list[Trajectory] = []
+        try:
+            trajectories = asyncio.run(
+                run_rows(
+                    settings,
+                    rows=rows,
+                    n=n,
+                    validate=False,
+                    console=console,
+                    on_trajectory=finished.append,
+                    journal_path=target.journal if settings.rollout.journal else None,
+                    resume=resume,
+                )
             )
-        )
-    except (KeyboardInterrupt, RolloutError):
-        _write(out, sorted(finished, key=by_id), settings)
-        console.print(f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False)
-        if settings.rollout.journal:
-            console.print("go on with --resume", markup=False)
-        raise
-    _write(out, trajectories, settings)
-    journal.unlink(missing_ok=True)
+        except (KeyboardInterrupt, AgentLoopError):
+            if finished:
+                target.write(sorted(finished, key=by_id))
+                console.print(
+                    f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False
+                )
+            if target.journal.is_file():
+                console.print("go on with --resume", markup=False)
+            raise
+        target.write(trajectories)
+        target.journal.unlink(missing_ok=True)
     console.print(_summary(trajectories))
     console.print(f"{len(trajectories)} trajectories in {out}", markup=False)
-
-
-def _write(out: Path, trajectories: Sequence[Trajectory], settings: Config) -> None:
-    if out.suffix != ".parquet":
-        write_records(out, trajectories)
-        return
-    # late: keeps JSON lines free of what they do not need
-    from agent_loop.storage.writer import write_trajectories
-
-    write_trajectories(
-        out, trajectories, step=0, split="rollout", success_threshold=settings.reward.success_threshold
-    )
 
 
 def _summary(trajectories: Sequence[Trajectory]) -> Table:

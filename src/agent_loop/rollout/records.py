@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,20 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Writes one line per trajectory. Values that JSON does not know are written as text."""
-    with writing_records(path) as write:
-        for trajectory in trajectories:
-            write(trajectory)
+    """Write one line per trajectory, all of them or none. Values that JSON does not know are written as text.
+
+    Raises:
+        OSError: The file cannot be written; what was there before is untouched.
+    """
+    unfinished = path.with_name(f".{path.name}.tmp")
+    try:
+        with writing_records(unfinished) as write:
+            for trajectory in trajectories:
+                write(trajectory)
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -57,12 +68,18 @@ def writing_records(path: Path) -> Generator[Callable[[Trajectory], None]]:
     """Begins a file anew, and yields what adds a trajectory's line to it, which others can read from then on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # (half a surrogate in a tool's reply is written as JSON's escape for it)
-    with path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+    file = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
 
-        def write(trajectory: Trajectory) -> None:
-            file.write(json.dumps(to_record(trajectory), ensure_ascii=False, default=str) + "\n")
+    def write(trajectory: Trajectory) -> None:
+        file.write(json.dumps(to_record(trajectory), ensure_ascii=False, default=str) + "\n")
 
+    try:
         yield write
+    except BaseException:
+        with suppress(OSError):  # of what could not be written before; that error says more
+            file.close()
+        raise
+    file.close()
 
 
 def _segment(segment: Segment) -> dict[str, Any]:

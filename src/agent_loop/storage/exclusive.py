@@ -26,14 +26,27 @@ def exclusive_folder(folder: Path, *, name: str) -> Generator[None]:
     """Create a folder and hold its lock, which the operating system releases when this process ends, however it ends.
 
     Args:
-        folder: Gets two small files: `.lock`, which stays, and while the lock is held `.lock.owner`.
+        folder: Gets two small files: `.lock`, which stays, and while the lock is held `.lock.owner`. A folder that was
+            created here and got nothing else is removed again.
         name: The option or setting that names the folder, for errors.
 
     Raises:
-        OutputError: The folder cannot be written to, or another process holds its lock; the error says which.
+        OutputError: The path is that of a file, the folder cannot be written to, or another process holds its lock;
+            the error says which.
     """
-    with _exclusive(folder / ".lock", what=folder, name=name):
-        yield
+    is_new, lock = False, folder / ".lock"
+    with _errors_named(folder, name=name):
+        is_new = not folder.exists()
+        if not is_new and not folder.is_dir():
+            raise OutputError(f"{name} is {str(folder)!r}, which is a file; give a folder")
+    try:
+        with _exclusive(lock, what=folder, name=name):
+            yield
+    finally:
+        with suppress(OSError):
+            if is_new and [*folder.iterdir()] == [lock]:
+                lock.unlink()
+                folder.rmdir()
 
 
 @contextmanager
@@ -41,8 +54,12 @@ def exclusive_file(file: Path, *, name: str) -> Generator[None]:
     """Hold the lock of a file, as `exclusive_folder` does of a folder. The lock stands beside the file.
 
     Raises:
-        OutputError: The folder of the file cannot be written to, or another process holds the lock.
+        OutputError: The path is that of a folder, the folder of the file cannot be written to, or another process holds
+            the lock.
     """
+    with _errors_named(file, name=name):
+        if not file.name or file.is_dir():
+            raise OutputError(f"{name} is {str(file)!r}, which is a folder; give a file in it")
     with _exclusive(file.with_name(f".{file.name}.lock"), what=file, name=name):
         yield
 
@@ -50,20 +67,16 @@ def exclusive_file(file: Path, *, name: str) -> Generator[None]:
 @contextmanager
 def _exclusive(path: Path, *, what: Path, name: str) -> Generator[None]:
     lock, owner = FileLock(path, thread_local=False), path.with_name(f"{path.name}.owner")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()  # FileLock takes some errors of this kind for a lock that is held
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise OutputError(
-            f"{name} is {str(what)!r}, which another run is writing: {_described(owner)}. Wait until it has ended, or "
-            "give another path"
-        ) from None
-    except OSError as error:
-        raise OutputError(
-            f"{name} is {str(what)!r}, which cannot be written or locked ({describe_error(error)}); free the disk, "
-            "correct the permissions, or give a path on another file system"
-        ) from error
+    with _errors_named(what, name=name):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()  # FileLock takes some errors of this kind for a lock that is held
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise OutputError(
+                f"{name} is {str(what)!r}, which another run is writing: {_described(owner)}. Wait until it has ended, "
+                "or give another path"
+            ) from None
     try:
         _sign(owner)
         yield
@@ -71,6 +84,17 @@ def _exclusive(path: Path, *, what: Path, name: str) -> Generator[None]:
         with suppress(OSError):
             owner.unlink(missing_ok=True)
         lock.release()
+
+
+@contextmanager
+def _errors_named(what: Path, *, name: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{name} is {str(what)!r}, which cannot be written or locked ({describe_error(error)}); free the disk, "
+            "correct the permissions, or give a path on another file system"
+        ) from error
 
 
 def _sign(owner: Path) -> None:

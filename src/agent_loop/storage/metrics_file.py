@@ -26,5 +26,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines):
                 return
-            raise DataError(f"{path} line {number} is not JSON ({error.msg}); repair or remove it") from error
+            raise DataError(
+                f"{path} line {number} is not JSON ({error.msg}); correct that line, or copy the file again"
+            ) from error
         yield values

@@ -46,7 +46,10 @@ def read_vocabulary(path: Path) -> list[Piece]:
         form = json.loads(path.read_text(encoding="utf-8"))
         version, pieces = form["version"], form["pieces"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{str(path)!r} cannot be read as a vocabulary: {error}; remove it") from error
+        raise DataError(
+            f"{str(path)!r} cannot be read as a vocabulary ({error}); copy it again, or move it elsewhere to see "
+            "tokens by their numbers"
+        ) from error
     if version != VOCABULARY_VERSION:
         raise DataError(
             f"{str(path)!r} is a vocabulary of version {version}, and this reads {VOCABULARY_VERSION}; upgrade "

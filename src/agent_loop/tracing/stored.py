@@ -88,5 +88,5 @@ def _trace_in(line: bytes, *, where: str) -> tuple[Form, Account]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{where} is no trajectory that rollout.trace.backend=file wrote ({type(error).__name__}: {error}); "
-            "remove the line, or give another file"
+            "give another file, or copy this one again"
         ) from error

@@ -36,7 +36,7 @@ def export_model(
         ConfigError: `out` holds something, there are no adapters to keep, or the model below them is gone.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{str(out)!r} is there already; give another folder, or remove it")
+        raise ConfigError(f"{str(out)!r} is there already; give a folder that is not there yet")
     if keep_adapter and not is_adapter_folder(checkpoint.model_path):
         raise ConfigError(f"{str(checkpoint.path)!r} holds a whole model and no adapters (LoRA) to keep")
     temporary = out.with_name(f".{out.name}.tmp")

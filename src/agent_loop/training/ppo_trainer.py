@@ -15,6 +15,7 @@ from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_rows
+from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.keeper import TrajectoryKeeper
 from agent_loop.threads import run_in_thread
 from agent_loop.training.advantages import COMPARES_IN_GROUP
@@ -82,22 +83,24 @@ class PPOTrainer:
             ChatTemplateError: The model's chat template cannot write the conversations of this run.
             CheckpointError: There is nothing to resume from, or it is damaged.
             DataError: The data cannot be read.
+            OutputError: The run folder cannot be written, or another process trains in it.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
             TrainingError: The first step has nothing to learn from: no trajectory is scored, or the model said nothing.
             TeamError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
-        journals = JournalFolder(run_dir)
-        has_checkpoints = bool(list_checkpoints(run_dir))
-        # Before the first checkpoint, the journals alone are enough to come to the same place again.
-        from_journals = self._resume in (True, "auto") and not has_checkpoints and journals.has(1)
-        is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
-        checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
-        check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
         sampler, val_rows = _load_data(config, has_manager=self._manager is not None)
         _refuse_groups_of_one(config)
-        loggers = make_loggers(config)
         async with AsyncExitStack() as stack:
+            stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
+            journals = JournalFolder(run_dir)
+            has_checkpoints = bool(list_checkpoints(run_dir))
+            # Before the first checkpoint, the journals alone are enough to come to the same place again.
+            from_journals = self._resume in (True, "auto") and not has_checkpoints and journals.has(1)
+            is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
+            checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
+            check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
+            loggers = make_loggers(config)
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(sampler.rows)
             manager.check_rows(val_rows)

@@ -68,7 +68,7 @@ def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite:
         if later:
             raise CheckpointError(
                 f"the run is to go on after step {checkpoint.step}, but {str(run_dir)!r} holds later checkpoints "
-                f"({', '.join(later)}); remove them, or set trainer.run_dir to a new folder"
+                f"({', '.join(later)}); move them elsewhere, or set trainer.run_dir to a new folder"
             )
 
 

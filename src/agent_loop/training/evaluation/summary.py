@@ -37,6 +37,8 @@ class EvaluationSummary(BaseModel):
 
     format: Literal[1] = 1
     model: str
+    rows_of: str = ""
+    """What named the rows: `data.val_files`, `data.train_files` or `--data`; empty in a summary of an older version."""
     settings: Mapping[str, Any]
     """What was evaluated: the rows' digest, samples per row, and the sections that the tokens depend on."""
     evaluation: Evaluation
@@ -50,6 +52,7 @@ class EvaluationSummary(BaseModel):
         evaluation: Evaluation,
         *,
         model: str,
+        rows_of: str = "",
         settings: Mapping[str, Any],
         columns: Mapping[str, Sequence[str]],
         other: tuple[Path, EvaluationSummary] | None = None,
@@ -65,6 +68,7 @@ class EvaluationSummary(BaseModel):
         """
         return cls(
             model=model,
+            rows_of=rows_of,
             settings=settings,
             evaluation=evaluation,
             categories={
