@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agent_loop.chat.parsers import ToolParser, detect_parser
 from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
-from tests.chat.parsers.formats import FORMATS, Format
+from tests.chat.parsers.formats import FORMATS, Format, dumps
 
 every_format = pytest.mark.parametrize("written", FORMATS, ids=lambda written: written.name)
 
@@ -48,6 +48,23 @@ def test_what_is_written_is_read(written: Format) -> None:
 def test_types_are_kept(written: Format) -> None:
     [call] = parse(written, written.render(with_ids([ADD], written))).tool_calls
     assert [type(value) for value in call.arguments.values()] == [int, float]
+
+
+@every_format
+@pytest.mark.parametrize("name", ["a\nb", "a\r\u2028\x1b[2Jb", "long" * 5000])
+def test_the_error_of_a_call_that_cannot_be_read_is_one_short_line(written: Format, name: str) -> None:
+    """The model is answered with it, and the name is the model's."""
+    text = written.render([ToolCall(name, {name: name, "b": 1})])
+    malformed = [
+        call for end in range(len(text) - 60, len(text)) for call in parse(written, text[:end]).calls
+    ]
+    doubled = text.replace('"b"', dumps(name)).replace("b:", f"{name}:").replace(">b<", f">{name}<")
+    malformed += parse(written, doubled.replace("=b>", f"={name}>")).calls
+    malformed += parse(written, text.replace('{"', "{'")).calls
+    for call in malformed:
+        if isinstance(call, MalformedCall):
+            assert call.error.isprintable()
+            assert len(call.error) <= 400
 
 
 @every_format

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault, decode_json
 from agent_loop.chat.parsers.values import PYTHON_WORDS
-from agent_loop.chat.parsers.walking import Block, Thought, Walker, find_first, malformed, skip_space
+from agent_loop.chat.parsers.walking import Block, Thought, Walker, find_first, malformed, quoted, skip_space
 from agent_loop.types import ParsedCompletion, ToolCall
 
 THOUGHT = Thought("<|channel>", "<channel|>", label="thought")
@@ -83,7 +83,7 @@ class _Values:
         while not self._closes("}", is_first=not fields):
             key = self._read_key()
             if key in fields:
-                raise _ValueFault(f"the key {key!r} is given twice")
+                raise _ValueFault(f"the key {quoted(key)} is given twice")
             fields[key] = self._read_value(depth=depth)
         return fields
 

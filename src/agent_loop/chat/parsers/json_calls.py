@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from agent_loop.chat.parsers.walking import find_first, malformed, skip_space
+from agent_loop.chat.parsers.walking import find_first, malformed, quoted, shortened, skip_space
 from agent_loop.types import MalformedCall, ToolCall
 
 MAX_DEPTH = 100
@@ -117,7 +117,7 @@ def read_arguments(
     try:
         value = body.decode()
     except JsonFault as fault:
-        return malformed(body.text, f"the arguments of {name} are not valid JSON: {fault}")
+        return malformed(body.text, f"the arguments of {quoted(name)} are not valid JSON: {fault}")
     return _as_call(
         value, text=body.text, name=name, call_id=call_id, accepts_text=accepts_text, what="the arguments"
     )
@@ -201,7 +201,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise JsonFault(f"the key {json.dumps(key)} is given twice")
+                raise JsonFault(f"the key {json.dumps(shortened(key))} is given twice")
             seen.add(key)
     return fields
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agent_loop.chat.parsers.values import parameter_schemas, read_value
-from agent_loop.chat.parsers.walking import find_first
+from agent_loop.chat.parsers.walking import find_first, quoted
 from agent_loop.types import ToolCall
 
 
@@ -47,9 +47,9 @@ def read_tagged_call(
         key = opening["key"].strip()
         end, tag = find_first(text, opening.end(), (marks.closing, *marks.forbidden))
         if tag != marks.closing:
-            raise TagFault(f"the argument {key!r} is not closed with {marks.closing}")
+            raise TagFault(f"the argument {quoted(key)} is not closed with {marks.closing}")
         if key in arguments:
-            raise TagFault(f"the argument {key!r} is given twice")
+            raise TagFault(f"the argument {quoted(key)} is given twice")
         arguments[key] = read_value(_without_line_breaks(text[opening.end() : end]), schema=schemas.get(key))
         position = end + len(marks.closing)
     end_tag = marks.end.match(text, position)

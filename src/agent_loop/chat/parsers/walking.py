@@ -21,6 +21,11 @@ class Thought(NamedTuple):
     """What stands right behind the opening and is no reasoning."""
 
 
+MAX_ERROR_LENGTH = 400
+"""Characters of what is said of a call that cannot be read."""
+MAX_NAME_LENGTH = 60
+"""Characters of a name in it."""
+
 THINK = Thought("<think>", "</think>")
 
 
@@ -119,8 +124,23 @@ def skip_space(text: str, start: int) -> int:
 
 
 def malformed(text: str, error: str) -> MalformedCall:
-    """What is wrong with a call, as data."""
-    return MalformedCall(text=text.strip(), error=error)
+    """Return a call that cannot be read, with an error of one bounded line: the model is answered with it."""
+    printable = error if error.isprintable() else "".join(map(_printable, error))
+    return MalformedCall(text=text.strip(), error=shortened(printable, max_length=MAX_ERROR_LENGTH))
+
+
+def quoted(name: str) -> str:
+    """Return a name that the model wrote, for an error: quoted, escaped and shortened."""
+    return repr(shortened(name))
+
+
+def shortened(text: str, *, max_length: int = MAX_NAME_LENGTH) -> str:
+    """Return the text, cut to `max_length` characters."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
+
+
+def _printable(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
 
 
 _NO_SPACE = re.compile(r"\S")
