@@ -64,6 +64,15 @@ def serve_command(
             show_default=False,
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            metavar="NAME",
+            help="A host name under which clients ask, beside --host and localhost. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(
@@ -109,6 +118,7 @@ def serve_command(
             host=host,
             port=port,
             api_key=api_key,
+            allowed_hosts=allowed_host or (),
             console=Console(),
         )
     )

@@ -22,8 +22,9 @@ from agent_loop.gateway.replies import streamed_reply, whole_reply
 from agent_loop.gateway.requests import SessionChatRequest
 from agent_loop.gateway.retries import Attempt
 from agent_loop.gateway.session import Session
-from agent_loop.serving.errors import error_response
+from agent_loop.serving.errors import error_reply, error_response
 from agent_loop.serving.handlers import add_error_handlers
+from agent_loop.serving.hosts import LOCAL_HOSTS, MISDIRECTED, HostGuard
 from agent_loop.serving.streams import Connection, EventStream
 from agent_loop.serving.wire import BoundBodies, StrictRoute
 
@@ -39,6 +40,7 @@ def create_gateway_app(gateway: Gateway) -> FastAPI:
     app.include_router(_Routes(gateway, stopping=app.state.stopping).of_sessions())
     add_error_handlers(app, write=_error)
     app.add_middleware(BoundBodies)
+    app.add_middleware(HostGuard, hosts=LOCAL_HOSTS, refuse=_refuse_host)
     return app
 
 
@@ -49,7 +51,9 @@ class _Routes:
         self._created = int(time.time())
 
     def of_sessions(self) -> APIRouter:
-        router = APIRouter(prefix="/sessions/{session_id}/v1", route_class=StrictRoute)
+        router = APIRouter(
+            prefix="/sessions/{session_id}/v1", route_class=StrictRoute.admitting(self._check_key)
+        )
         router.post("/chat/completions", name="create_chat_completion")(self._chat)
         router.post("/messages", name="create_message")(self._messages)
         router.get("/models", name="list_models")(self._models)
@@ -104,6 +108,9 @@ class _Routes:
     def _connection(self, request: Request) -> Connection:
         return Connection(request.receive, self._stopping)
 
+    def _check_key(self, request: Request) -> None:
+        self._session(request.path_params["session_id"], request)
+
     def _session(self, session_id: str, request: Request) -> Session:
         shown = request.headers.get("x-api-key")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -125,6 +132,10 @@ def _error(request: Request, reply: ErrorReply, status: int, headers: Mapping[st
     if request.url.path.endswith("/messages"):
         return messages_error(reply, status=status, headers=headers)
     return error_response(reply, status=status, headers=headers)
+
+
+def _refuse_host(request: Request, message: str) -> Response:
+    return _error(request, error_reply(message, status=MISDIRECTED), MISDIRECTED, None)
 
 
 def _json(reply: Reply) -> Response:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Request, Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from agent_loop import __version__
@@ -27,6 +27,7 @@ from agent_loop.serving.errors import error_reply, error_response
 from agent_loop.serving.gate import Gate
 from agent_loop.serving.handlers import add_error_handlers
 from agent_loop.serving.health import HealthReply, health_of
+from agent_loop.serving.hosts import MISDIRECTED, HostGuard
 from agent_loop.serving.metrics import CONTENT_TYPE, Metrics
 from agent_loop.serving.sessions import SessionTable
 from agent_loop.serving.streams import Connection, EventStream
@@ -51,6 +52,8 @@ class Served:
     """Tokens of the longest context; None leaves it to the servers to refuse longer ones."""
     api_key: str | None = None
     """What clients must show; None lets everybody in."""
+    hosts: frozenset[str] | None = None
+    """The host names that it answers to; None is any. See `answered_hosts`."""
     why_no_tools: str = ""
     """Why requests with tools are refused; empty if they are not."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -67,6 +70,7 @@ def create_app(served: Served) -> FastAPI:
     add_error_handlers(app)
     app.add_exception_handler(UnknownModel, _on_unknown_model)
     app.add_middleware(BoundBodies)
+    app.add_middleware(HostGuard, hosts=served.hosts, refuse=_refuse_host)
     app.add_middleware(CountRequests, metrics=routes.metrics)
     return app
 
@@ -93,8 +97,15 @@ class _Routes:
 
     def of_the_api(self) -> APIRouter:
         """What needs the key."""
-        needs = [] if self._served.api_key is None else [Depends(self._check_key)]
-        router = APIRouter(prefix="/v1", responses=ERRORS, dependencies=needs, route_class=StrictRoute)
+        admit = None if self._served.api_key is None else self._check_key
+        # The security scheme is for the description alone: it would be checked after the body is read.
+        described = [] if admit is None else [Depends(HTTPBearer(auto_error=False))]
+        router = APIRouter(
+            prefix="/v1",
+            responses=ERRORS,
+            dependencies=described,
+            route_class=StrictRoute.admitting(admit),
+        )
         router.post(
             "/chat/completions",
             name="create_chat_completion",
@@ -200,11 +211,10 @@ class _Routes:
         if name != self._served.model:
             raise UnknownModel(f"there is no model {name!r}; this is {self._served.model!r}", param="model")
 
-    async def _check_key(
-        self, shown: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
-    ) -> None:
+    def _check_key(self, request: Request) -> None:
         key = self._served.api_key or ""
-        if shown is None or not secrets.compare_digest(shown.credentials.encode(), key.encode()):
+        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(shown.strip().encode(), key.encode()):
             raise HTTPException(
                 401, "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             )
@@ -212,6 +222,11 @@ class _Routes:
 
 class UnknownModel(RequestError):
     """A model that is not served."""
+
+
+def _refuse_host(_: Request, message: str) -> Response:
+    reply = error_reply(f"{message}; allow it with --allowed-host", status=MISDIRECTED)
+    return error_response(reply, status=MISDIRECTED)
 
 
 def _json(reply: Reply, *, status: int = 200) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 
@@ -12,18 +14,27 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.serving.app import Served, create_app
+from agent_loop.serving.hosts import answered_hosts
 from agent_loop.serving.process import base_url, bound_socket, run_app
 
 CLOSE_TIMEOUT_S = 60.0
 
 
 async def serve(
-    config: Config, *, name: str, host: str, port: int, api_key: str | None, console: Console
+    config: Config,
+    *,
+    name: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    console: Console,
+    allowed_hosts: Sequence[str] = (),
 ) -> int | None:
     """Starts the servers of a configuration and answers requests until a signal comes, which is returned.
 
     Args:
         name: Of the model, to clients.
+        allowed_hosts: Host names to answer to, beside `host` and those of this machine.
 
     Raises:
         ConfigError: The port is taken, or the configuration does not fit.
@@ -47,6 +58,7 @@ async def serve(
                 model=name,
                 max_model_len=rollout.prompt_length + rollout.response_length,
                 api_key=api_key,
+                hosts=answered_hosts(host, more=allowed_hosts),
                 why_no_tools=why_no_tools,
             )
             url = base_url(listener, host=host)

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agent_loop.errors import ConfigError
+from agent_loop.serving.connections import BoundedConnection
 
 GRACE_S = 5
 """Requests in flight get so long to end by themselves when the application is stopped."""
@@ -107,6 +108,7 @@ class AppServer(uvicorn.Server):
             "access_log": False,
             "lifespan": "off",
             "ws": "none",
+            "http": BoundedConnection,
             "timeout_graceful_shutdown": GRACE_S + END_S,
         }
         super().__init__(uvicorn.Config(app, **settings))

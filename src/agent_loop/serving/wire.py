@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, cast
 
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
@@ -17,6 +18,8 @@ from agent_loop.serving.metrics import Metrics
 
 MAX_BODY_BYTES = 32 * 2**20
 """A long conversation with some images fits easily."""
+BODY_TIMEOUT_S = 60.0
+"""A client has this long to send the body of a request."""
 
 
 class StrictRequest(Request):
@@ -30,36 +33,81 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that reads strict JSON."""
+    """A route that reads strict JSON, and checks who asks before it reads anything."""
+
+    admit: Callable[[Request], None] | None = None
+    """Raises an error if the client may not ask."""
+
+    @classmethod
+    def admitting(cls, admit: Callable[[Request], None] | None) -> type[StrictRoute]:
+        """Return the class of routes that admit clients by this check; None admits all."""
+        return cast(
+            type[StrictRoute],
+            type(cls.__name__, (cls,), {"admit": None if admit is None else staticmethod(admit)}),
+        )
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
+            if self.admit is not None:
+                self.admit(request)
             return await handle(StrictRequest(request.scope, request.receive))
 
         return handle_strictly
 
 
 class BoundBodies:
-    """Middleware: refuses bodies over a number of bytes."""
+    """Middleware: refuses bodies over a number of bytes, and bodies that take too long to arrive."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        ends_at = asyncio.get_running_loop().time() + self._timeout_s
+        num_received, is_whole = 0, False
 
         async def receive_bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise HTTPException(413, f"the body has more than {self._max_bytes} bytes; send less at once")
+            nonlocal num_received, is_whole
+            if is_whole:  # (what comes then is the end of the connection)
+                return await receive()
+            self._check(_announced_length(scope))
+            message = await self._next(receive, ends_at=ends_at)
+            num_received += len(message.get("body", b""))
+            self._check(num_received)
+            is_whole = not message.get("more_body", False)
             return message
 
         await self._app(scope, receive_bounded, send)
+
+    def _check(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise HTTPException(413, f"the body has more than {self._max_bytes} bytes; send less at once")
+
+    async def _next(self, receive: Receive, *, ends_at: float) -> Message:
+        limit = asyncio.timeout_at(ends_at)
+        try:
+            async with limit:
+                return await receive()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise HTTPException(
+                408, f"the body did not arrive within {self._timeout_s:g} s; send it again"
+            ) from None
+
+
+def _announced_length(scope: Scope) -> int:
+    """Return the length of the body by the request's head; 0 if the head does not say."""
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    return int(length) if length.isdigit() and len(length) < 20 else 0
 
 
 class CountRequests:

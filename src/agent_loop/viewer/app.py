@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agent_loop.errors import DataError
+from agent_loop.serving.hosts import MISDIRECTED, HostGuard
 from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
 from agent_loop.viewer.plain_json import as_bytes
 from agent_loop.viewer.source import RunSource
@@ -35,7 +36,7 @@ MAX_TEXT = 500
 """Characters of what is searched for."""
 
 
-def create_viewer_app(source: RunSource, *, hosts: Sequence[str] | None) -> Starlette:
+def create_viewer_app(source: RunSource, *, hosts: Iterable[str] | None) -> Starlette:
     """An ASGI application that shows a run.
 
     Args:
@@ -47,19 +48,21 @@ def create_viewer_app(source: RunSource, *, hosts: Sequence[str] | None) -> Star
             Route("/static/{name}", _static),
             *(Route(f"/api/{name}", _answering(answer, source)) for name, answer in ANSWERS.items()),
         ],
-        middleware=[Middleware(Guarded, hosts=hosts)],
+        middleware=[
+            Middleware(WithHeaders),
+            Middleware(HostGuard, hosts=hosts, refuse=_refuse_host),
+        ],
         exception_handlers={HTTPException: _on_http_error},
     )
     app.state.stopping = asyncio.Event()
     return app
 
 
-class Guarded:
-    """Refuses requests for other hosts, and adds `HEADERS` to each answer."""
+class WithHeaders:
+    """Middleware: adds `HEADERS` to each answer."""
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str] | None) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -67,16 +70,11 @@ class Guarded:
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        app = self._app
-        if scope["type"] == "http" and self._hosts is not None and _host_of(scope) not in self._hosts:
-            app = _error("this page is not served under that name", status=421)
-        await app(scope, receive, send_with_headers)
+        await self._app(scope, receive, send_with_headers)
 
 
-def _host_of(scope: Scope) -> str:
-    """Without the port."""
-    value = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
-    return value[1:].partition("]")[0] if value.startswith("[") else value.partition(":")[0]
+def _refuse_host(_: Request, message: str) -> Response:
+    return _error(message, status=MISDIRECTED)
 
 
 def _page(_: Request) -> Response:

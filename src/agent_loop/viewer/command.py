@@ -10,14 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from agent_loop.errors import ConfigError
+from agent_loop.serving.hosts import answered_hosts
 from agent_loop.serving.process import base_url, bound_socket, run_app
 from agent_loop.viewer.app import create_viewer_app
 from agent_loop.viewer.source import RunSource
 
 FIRST_PORT = 7321
 PORTS_TRIED = 20
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-ANY_HOST = ("0.0.0.0", "::")
 
 
 def view(path: Path, *, host: str, port: int | None, opens_browser: bool, console: Console) -> int | None:
@@ -32,7 +31,7 @@ def view(path: Path, *, host: str, port: int | None, opens_browser: bool, consol
     """
     source = RunSource(path)
     source.warm_up()
-    hosts = None if host in ANY_HOST else (*LOCAL_HOSTS, host)
+    hosts = answered_hosts(host)
     with free_listener(host, port) as listener:
         url = base_url(listener, host=host).removesuffix("v1")
         console.print(f"{path} at [bold]{url}[/]", highlight=False, soft_wrap=True)
@@ -42,7 +41,7 @@ def view(path: Path, *, host: str, port: int | None, opens_browser: bool, consol
         return asyncio.run(_serve(source, listener=listener, hosts=hosts))
 
 
-async def _serve(source: RunSource, *, listener: socket.socket, hosts: tuple[str, ...] | None) -> int | None:
+async def _serve(source: RunSource, *, listener: socket.socket, hosts: frozenset[str] | None) -> int | None:
     return await run_app(create_viewer_app(source, hosts=hosts), listener=listener)
 
 
