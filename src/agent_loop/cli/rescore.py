@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +16,7 @@ from rich.table import Table
 from agent_loop.boundary import describe_error
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption
 from agent_loop.errors import ConfigError, DataError, RewardError
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ class Rescored:
     @property
     def name(self) -> str:
         return f"{self.stored['split']} step {self.stored['step']} {self.stored['trajectory_id']}"
+
+    @property
+    def rollout(self) -> Hashable:
+        """What tells its rollout from others."""
+        names = ("split", "step", "group", "rollout")
+        where = tuple(self.stored[name] for name in names)
+        return where if self.stored["branch"] is not None else (*where, self.stored["trajectory_id"])
 
     @property
     def differs(self) -> bool:
@@ -131,20 +138,26 @@ async def _score_all(rows: Sequence[Mapping[str, Any]], function: RewardFunction
 
 
 def _comparison(rescored: Sequence[Rescored], *, threshold: float) -> Table:
-    """Old against new."""
-    old = [each.stored["reward"] for each in rescored if each.stored["reward"] is not None]
-    new = [each.trajectory.reward for each in rescored if each.trajectory.reward is not None]
-    num_old = sum(bool(each.stored["is_success"]) for each in rescored)
-    num_new = sum(reward >= threshold for reward in new)
+    """Old against new, over rollouts: the branches of one share its weight, and it is a success if one of them is."""
+    keys = [each.rollout for each in rescored]
+    old, new = ([each.stored["reward"] for each in rescored], [each.trajectory.reward for each in rescored])
+    was_success = [bool(each.stored["is_success"]) for each in rescored]
+    is_success = [reward is not None and reward >= threshold for reward in new]
     table = Table("", "old", "new", box=None)
-    table.add_row("mean reward", _mean(old), _mean(new))
-    table.add_row("success", f"{num_old / len(rescored):.1%}", f"{num_new / len(rescored):.1%}")
-    table.add_row("scored", str(len(old)), str(len(new)))
+    table.add_row("mean reward", *(_mean(zip(keys, rewards, strict=True)) for rewards in (old, new)))
+    table.add_row("success", *(f"{_share(keys, flags):.1%}" for flags in (was_success, is_success)))
+    table.add_row("scored", *(str(sum(reward is not None for reward in rewards)) for rewards in (old, new)))
     return table
 
 
-def _mean(rewards: Sequence[float]) -> str:
-    return f"{sum(rewards) / len(rewards):.4f}" if rewards else "-"
+def _mean(rewards: Iterable[tuple[Hashable, float | None]]) -> str:
+    mean = mean_over_rollouts(rewards)
+    return "-" if mean is None else f"{mean:.4f}"
+
+
+def _share(keys: Sequence[Hashable], flags: Sequence[bool]) -> float:
+    """The share of rollouts of which a trajectory has the flag."""
+    return len({key for key, flag in zip(keys, flags, strict=True) if flag}) / len(set(keys))
 
 
 def _print_disagreements(rescored: Sequence[Rescored], console: Console, *, limit: int) -> None:

@@ -26,7 +26,7 @@ from agent_loop.cli.rollout_file import RolloutFile
 from agent_loop.cli.running import by_id, run_rows
 from agent_loop.errors import AgentLoopError, ConfigError
 from agent_loop.storage.exclusive import exclusive_file
-from agent_loop.trajectory import Trajectory
+from agent_loop.trajectory import Trajectory, group_branches, mean_reward
 
 
 def rollout_command(
@@ -106,8 +106,10 @@ def _summary(trajectories: Sequence[Trajectory]) -> Table:
     table = Table("ended with", "trajectories", "mean reward", "mean response tokens")
     for reason, count in Counter(t.output.stop_reason for t in trajectories).most_common():
         ended = [t for t in trajectories if t.output.stop_reason is reason]
-        rewards = [t.reward for t in ended if t.reward is not None]
-        mean_reward = f"{sum(rewards) / len(rewards):.3f}" if rewards else "-"
+        means = [
+            reward for branches in group_branches(ended) if (reward := mean_reward(branches)) is not None
+        ]
+        mean = f"{sum(means) / len(means):.3f}" if means else "-"
         mean_tokens = sum(len(t.output.response_ids) for t in ended) / count
-        table.add_row(reason, str(count), mean_reward, f"{mean_tokens:.0f}")
+        table.add_row(reason, str(count), mean, f"{mean_tokens:.0f}")
     return table

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption
 from agent_loop.errors import DataError
+from agent_loop.trajectory import mean_over_rollouts
 
 if TYPE_CHECKING:
     from agent_loop.storage.run import StoredRun
@@ -141,7 +142,15 @@ def _cell(value: Any) -> str:
 
 
 def _summary(found: Any, *, num_shown: int) -> str:
-    rewards = [reward for reward in found["reward"].to_pylist() if reward is not None]
-    mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+    """Count the trajectories; the mean reward is over rollouts, whose branches share their weight."""
+    rows = found.select(("split", "step", "group", "rollout", "branch", "reward")).to_pylist()
+    mean_reward = mean_over_rollouts(
+        (
+            None if row["branch"] is None else (row["split"], row["step"], row["group"], row["rollout"]),
+            row["reward"],
+        )
+        for row in rows
+    )
+    mean = "" if mean_reward is None else f", mean reward {mean_reward:.3f}"
     more = "" if num_shown == found.num_rows else f", {num_shown} shown (--limit)"
     return f"{found.num_rows} trajectories{mean}{more}"

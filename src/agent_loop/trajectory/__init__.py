@@ -1,6 +1,11 @@
 """The record of a trajectory: segments, and everything that is derived from them."""
 
-from agent_loop.trajectory.branches import branch_weights, group_branches, mean_reward
+from agent_loop.trajectory.branches import (
+    branch_weights,
+    group_branches,
+    mean_over_rollouts,
+    mean_reward,
+)
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
 from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory
 from agent_loop.trajectory.segments import UNKNOWN_VERSION, Segment, count_turns, placed_attachments
@@ -21,6 +26,7 @@ __all__ = [
     "branch_weights",
     "count_turns",
     "group_branches",
+    "mean_over_rollouts",
     "mean_reward",
     "placed_attachments",
 ]

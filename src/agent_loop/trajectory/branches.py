@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
 from agent_loop.trajectory.output import Trajectory
 
@@ -30,6 +30,21 @@ def mean_reward(branches: Sequence[Trajectory]) -> float | None:
     """Return the reward of a rollout: the mean of those of its scored branches; None if nothing scored any."""
     rewards = [t.reward for t in branches if t.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
+
+
+def mean_over_rollouts(values: Iterable[tuple[Hashable | None, float | None]]) -> float | None:
+    """Return the mean over rollouts of the mean of their values; None if there are no values.
+
+    Args:
+        values: For each trajectory, what its rollout is known by, and the value. None in the first place is a rollout
+            with one trajectory; None in the second place counts for nothing.
+    """
+    per_rollout: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for number, (key, value) in enumerate(values):
+        if value is not None:
+            per_rollout[(number,) if key is None else (0, key)].append(value)
+    means = [sum(each) / len(each) for each in per_rollout.values()]
+    return sum(means) / len(means) if means else None
 
 
 def _key(trajectory: Trajectory, number: int) -> tuple[int, ...]:

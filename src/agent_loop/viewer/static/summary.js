@@ -2,14 +2,15 @@
 
 import { h } from "./dom.js";
 import { number, seconds, share } from "./format.js";
+import { meanOverRollouts } from "./rollout_means.js";
 
 export function summaryOf(table, rows) {
   const parts = [
-    ["reward", mean(table, "reward", rows), number],
-    ["success", mean(table, "is_success", rows), share],
-    ["turns", mean(table, "num_turns", rows), number],
-    ["response", mean(table, "response_length", rows), number],
-    ["time", mean(table, "seconds", rows), seconds],
+    ["reward", meanOverRollouts(table, "reward", rows), number],
+    ["success", meanOverRollouts(table, "is_success", rows), share],
+    ["turns", meanOverRollouts(table, "num_turns", rows), number],
+    ["response", meanOverRollouts(table, "response_length", rows), number],
+    ["time", meanOverRollouts(table, "seconds", rows), seconds],
   ].filter(([, value]) => value !== null);
   const isAll = rows.length === table.length;
   return [
@@ -21,19 +22,4 @@ export function summaryOf(table, rows) {
       format(value),
     ]),
   ];
-}
-
-function mean(table, name, rows) {
-  const column = table.column(name);
-  if (!column) return null;
-  const { values, kind } = column;
-  let sum = 0;
-  let count = 0;
-  for (let place = 0; place < rows.length; place++) {
-    const value = values[rows[place]];
-    if (value !== value || (kind === "flag" && value > 1)) continue;
-    sum += value;
-    count++;
-  }
-  return count ? sum / count : null;
 }
