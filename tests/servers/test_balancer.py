@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from random import Random
@@ -103,6 +104,51 @@ def test_equal_servers_count_as_equal_whatever_chance_says() -> None:
         balancer.end_session(lease.request.session)
     homes = [held(balancer, f"b{number}").server for number in range(40)]
     assert [homes.count(server) for server in servers(4)] == [10] * 4
+
+
+def shares(balancer: LoadBalancer, num_requests: int, seconds: Callable[[str, int], float]) -> list[int]:
+    """Requests per server, one after the other. Args: seconds: Of a server's completion, by its number there."""
+    counts = dict.fromkeys(servers(4), 0)
+    for _ in range(num_requests):
+        lease = held(balancer, f"a{next(ids)}")
+        took_s = seconds(lease.server, counts[lease.server])
+        counts[lease.server] += 1
+        balancer.release(lease.request.id, num_new_tokens=10, seconds=took_s)
+        balancer.end_session(lease.request.session)
+    return list(counts.values())
+
+
+@pytest.mark.parametrize("factor", [3.0, 30.0, 1000.0])
+def test_one_slow_first_completion_costs_a_server_nothing(factor: float) -> None:
+    for slow in servers(4):
+        given = shares(
+            LoadBalancer(servers(4)),
+            400,
+            lambda server, n, slow=slow: factor if (server, n) == (slow, 0) else 1.0,
+        )
+        assert min(given) >= 95
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_completions_under_a_millisecond_tell_nothing_of_a_server(seed: int) -> None:
+    random = Random(seed)
+    given = shares(LoadBalancer(servers(4)), 400, lambda *_: 9e-4 * random.random() ** 4)
+    assert given == [100] * 4
+
+
+@pytest.mark.parametrize("factor", [2.0, 10.0])
+def test_a_slow_server_is_measured_again_now_and_then(factor: float) -> None:
+    given = shares(LoadBalancer(servers(4)), 2000, lambda server, _: factor if server == "s0" else 1.0)
+    assert 2000 / 4 / 32 < given[0] < 2000 / 4 / 8
+    assert max(given[1:]) - min(given[1:]) < 10
+
+
+def test_a_server_that_is_fast_again_comes_back_to_its_share() -> None:
+    balancer = LoadBalancer(servers(4))
+    given = shares(balancer, 400, lambda server, _: 10.0 if server == "s0" else 1.0)
+    assert given[0] < 25
+    shares(balancer, 400, lambda *_: 1.0)
+    assert shares(balancer, 400, lambda *_: 1.0) == [100] * 4
 
 
 def test_where_batches_are_small_so_is_the_margin() -> None:

@@ -366,3 +366,21 @@ async def fails(call: Coroutine[Any, Any, Any]) -> BaseException | None:
     except Exception as error:
         return error
     return None
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 4])
+def test_a_first_completion_that_took_long_does_not_put_its_server_out_of_use(num_at_once: int) -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        return ScriptedReply([1] * 10, latency_s=30.0 if request.request_id == "0" else 1.0)
+
+    servers = [ScriptedServer(script, name=name) for name in "abcd"]
+    manager = AsyncLLMServerManager(servers)
+    sessions = iter(range(400))
+
+    async def client() -> None:
+        for session in sessions:
+            with manager.scope() as scope:
+                await complete(scope, str(session))
+
+    run_virtual(run_together(client() for _ in range(num_at_once)))
+    assert min(len(server.requests) for server in servers) > 70

@@ -150,6 +150,7 @@ class LeastWork(Policy):
         self.speeds = SpeedEstimate()
         self._overhead = 0.0
         """Of a step, in requests: as it was when all servers were ranked last."""
+        self._speeds_epoch = 0
 
     def rank(self, server: ServerState) -> Rank:
         return (self.load(server), server.num_sessions, server.last_chosen)
@@ -190,6 +191,9 @@ class LeastWork(Policy):
         )
         if abs(self.speeds.overhead - self._overhead) > RANK_TOLERANCE * self._overhead:
             self._overhead = self.speeds.overhead
+            self.epoch += 1
+        if self.speeds.epoch != self._speeds_epoch:
+            self._speeds_epoch = self.speeds.epoch
             self.epoch += 1
 
     def left(self, server: ServerState) -> None:
