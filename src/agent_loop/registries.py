@@ -1,7 +1,8 @@
-"""Reads the YAML lists in which users name classes of their own."""
+"""Names that users give to classes of their own: by decorators, and in YAML lists."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,6 +15,21 @@ from agent_loop.plain_values import read_yaml, shown
 
 EntryT = TypeVar("EntryT", bound=Section)
 BaseT = TypeVar("BaseT")
+
+
+def warn_if_replaced(known: type | str | None, by: type, *, what: str) -> None:
+    """Warn that a registered class is replaced. Called by the decorators `register`, for the caller of the decorator.
+
+    A class that is defined again, as when its module is loaded twice, replaces itself without a warning.
+
+    Args:
+        known: The class that has the name already, or its full name; None if the name is free.
+        by: The class that gets the name.
+        what: The name, for the message: `agent loop 'tool_agent'`.
+    """
+    before = _full_name(known) if isinstance(known, type) else known
+    if before is not None and before != _full_name(by):
+        warnings.warn(f"{what} was {before}; {_full_name(by)} replaces it", stacklevel=3)
 
 
 def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, key: str) -> list[EntryT]:
@@ -73,6 +89,10 @@ def construct(make: Callable[..., BaseT], *args: Any, where: str) -> BaseT:
         if isinstance(error, ConfigError):
             raise ConfigError(f"{where}: making a {name} raised ConfigError: {error}") from error
         raise ConfigError(f"{where}: making a {name} raised {describe_error(error)}") from error
+
+
+def _full_name(named: type) -> str:
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _parse_entry(entry: Any, *, entry_type: type[EntryT], where: str) -> EntryT:

@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.loops import SingleTurnAgentLoop
+from agent_loop.loops import SingleTurnAgentLoop, registry
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry, register
 
@@ -26,6 +26,12 @@ class Patient(AgentLoopBase):
 class FromAFile(Patient):
     pass
 """
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers goes with it."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 
 @pytest.fixture
@@ -73,16 +79,38 @@ def test_an_unknown_loop_is_named_with_the_nearest() -> None:
         LoopRegistry().get("tool_agnt")
 
 
-def test_a_name_belongs_to_one_class() -> None:
-    with pytest.raises(ConfigError, match="registered already"):
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("tool_agent", "agent_loop.loops.tool_agent.ToolAgentLoop"),
+        ("agent_program", "agent_loop.gateway.program.AgentProgramLoop"),
+    ],
+)
+def test_a_shipped_name_that_is_registered_again_goes_to_the_new_loop_with_a_warning(
+    name: str, before: str
+) -> None:
+    with pytest.warns(UserWarning, match=f"agent loop {name!r} was {before}; .*Other replaces it") as warned:
 
-        @register("tool_agent")
+        @register(name)
         class Other(SingleTurnAgentLoop):
             pass
+
+    assert LoopRegistry().get(name).loop_class is Other
+    assert warned[0].filename == __file__
+
+
+def test_a_loop_that_is_defined_again_replaces_itself_without_a_warning() -> None:
+    for _ in range(2):
+
+        @register("again")
+        class Again(SingleTurnAgentLoop):
+            pass
+
+        assert LoopRegistry().get("again").loop_class is Again
 
 
 def test_what_a_trajectory_is_given_is_all_that_its_worker_has() -> None:
     stand_ins = {name: cast(Any, object()) for name in LoopContext.__struct_fields__}
-    context, server_manager, new_log = LoopContext(**stand_ins), cast(Any, object()), cast(Any, object())
-    expected = structs.replace(context, server_manager=server_manager, new_log=new_log)
-    assert context.of_trajectory(server_manager, new_log=new_log) == expected
+    context = LoopContext(**stand_ins)
+    own = {name: cast(Any, object()) for name in ("server_manager", "new_log", "completions")}
+    assert context.of_trajectory(**own) == structs.replace(context, **own)

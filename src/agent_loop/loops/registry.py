@@ -11,7 +11,7 @@ from agent_loop.errors import ConfigError, DataError, did_you_mean
 from agent_loop.loading import load_module
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.plain_values import read_yaml, shown
-from agent_loop.registries import load_class
+from agent_loop.registries import load_class, warn_if_replaced
 
 LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
 
@@ -29,16 +29,15 @@ class LoopEntry:
 
 
 def register(agent_name: str) -> Callable[[LoopT], LoopT]:
-    """Makes a loop known by a name, for `rollout.agent.default_agent_loop` and the rows' `agent_name`.
+    """Register a loop under a name, for `rollout.agent.default_agent_loop` and the rows' `agent_name`.
 
-    Raises:
-        ConfigError: Another class has that name already.
+    A name that is taken, by a shipped loop too, goes to the new class, with a warning.
     """
 
     def decorate(loop_class: LoopT) -> LoopT:
-        known = _registered.get(agent_name)
-        if known is not None and known.__qualname__ != loop_class.__qualname__:
-            raise ConfigError(f"agent loop {agent_name!r} is registered already, as {known.__qualname__}")
+        shipped = _REGISTERED_LATER.get(agent_name, "").replace(":", ".")
+        known = _registered.get(agent_name) or shipped or None
+        warn_if_replaced(known, loop_class, what=f"agent loop {agent_name!r}")
         _registered[agent_name] = loop_class
         return loop_class
 

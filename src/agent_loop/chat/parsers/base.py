@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agent_loop.chat.parsers.walking import Thought
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.registries import warn_if_replaced
 from agent_loop.types import ParsedCompletion
 
 ParserT = TypeVar("ParserT", bound="type[ToolParser]")
@@ -52,9 +53,10 @@ class ToolParser(ABC):
 
     @classmethod
     def register(cls, name: str) -> Callable[[ParserT], ParserT]:
-        """Makes a parser known by a name."""
+        """Register a parser under a name. A name that is taken goes to the new class, with a warning."""
 
         def decorate(parser: ParserT) -> ParserT:
+            warn_if_replaced(cls._registry.get(name), parser, what=f"tool parser {name!r}")
             cls._registry[name] = parser
             return parser
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from agent_loop.chat import parsers
+from agent_loop.registries import warn_if_replaced
 
 ParserT = TypeVar("ParserT", bound="type[ToolParser]")
 
@@ -47,9 +48,11 @@ class ToolParser(ABC):
 
     @classmethod
     def register(cls, name: str) -> Callable[[ParserT], ParserT]:
-        """Makes a parser known by a name."""
+        """Register a parser under a name. A name that is taken goes to the new class, with a warning."""
 
         def decorate(parser: ParserT) -> ParserT:
+            known = cls._registry.get(name) or parsers.ToolParser.registered().get(name)
+            warn_if_replaced(known, parser, what=f"tool parser {name!r}")
             cls._registry[name] = parser
             return parser
 
