@@ -99,7 +99,12 @@ def test_a_completion_that_is_cut_goes_on_from_its_tokens_and_its_calls_are_read
     assert setting.servers[0].requests[1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
     assert [m["role"] for m in output.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert setting.world.ended == {"book": 1, "look": 1}
-    assert output.extra_fields == {"is_cancel": False, "state": "terminated"}
+    assert output.extra_fields == {
+        "is_cancel": False,
+        "state": "terminated",
+        "turn_scores": [],
+        "tool_rewards": list(output.tool_rewards),
+    }
 
 
 def test_a_completion_on_both_sides_of_a_weight_update_is_one_turn_of_two_segments() -> None:

@@ -23,7 +23,7 @@ from agent_loop.limits import EpisodeLimits
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.surroundings import Surroundings
 from agent_loop.tools.session import ToolResult, ToolSession
-from agent_loop.trajectory import AgentLoopOutput, Failure, IncidentKind
+from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, IncidentKind, Segment
 from agent_loop.turn_log import TurnLog, Unlogged
 from agent_loop.types import (
     IntArray,
@@ -357,6 +357,16 @@ class Episode:
     def context(self) -> IntArray:
         """All tokens so far, shape [num_tokens]; read-only."""
         return self._transcript.ledger.context
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The record of the tokens so far."""
+        return self._transcript.ledger.segments()
+
+    @property
+    def feedback(self) -> tuple[Feedback, ...]:
+        """What calls and replies of the interaction brought so far."""
+        return tuple(self._surroundings.feedback)
 
     @property
     def has_tools(self) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+from agent_loop.boundary import describe_value
 from agent_loop.episode import Completion, Episode, EpisodeStopped
-from agent_loop.errors import ToolBug
+from agent_loop.errors import EpisodeError, ToolBug
+from agent_loop.interactions.selection import read_interaction_name
+from agent_loop.loops.agent_data import AgentData
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.selection import kwargs_of_selected, select_tools
 from agent_loop.tools.truncation import truncate_tokens
-from agent_loop.trajectory import AgentLoopOutput, IncidentKind
-from agent_loop.types import AgentState, MalformedCall, Message, SamplingParams, StopReason, ToolCall
+from agent_loop.trajectory import AgentLoopOutput, Failure, IncidentKind
+from agent_loop.types import AgentState, MalformedCall, Message, Row, StopReason, ToolCall
 
 MAX_MALFORMED_ANSWERS = 8
 """So many of a turn's malformed calls are answered one by one; the rest, with their number."""
@@ -21,57 +24,89 @@ MAX_MALFORMED_ANSWERS = 8
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """PENDING -> GENERATING -> PROCESSING_TOOLS or INTERACTING -> GENERATING ... -> TERMINATED.
+    """The model, its tools and an optional interaction, as a state machine.
 
-    A completion with calls goes to the tools; one without goes to the row's interaction, if it names one; otherwise
-    it is the answer. Each state is one method that returns the next.
+    PENDING -> GENERATING -> PROCESSING_TOOLS or INTERACTING -> GENERATING ... -> TERMINATED. A completion with calls
+    goes to the tools; one without goes to the row's interaction, if it names one; otherwise it is the answer.
+
+    Each state has a handler, which returns the next state. A subclass may override any of them by itself: read the
+    trajectory from `agent_data`, change it with the verbs of `agent_data.episode`, and call `super()` for the rest.
     """
+
+    agent_data_class: ClassVar[type[AgentData]] = AgentData
+    agent_data: AgentData | None = None
+    """The state of the trajectory; None before `run`."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         self._invalid_turns = 0
-        self.state = AgentState.PENDING
-        tools = select_tools(self.context.tools, row.get("tool_selection"), where="tool_selection")
-        async with self.episode(
-            row["raw_prompt"],
-            tools=tools,
-            tools_kwargs=kwargs_of_selected(row.get("tools_kwargs"), tools=tools, known=self.context.tools),
-            interaction_kwargs=row.get("interaction_kwargs"),
-        ) as episode:
-            self._sampling_params = SamplingParams.parse(sampling_params)
-            self.state = AgentState.GENERATING
-            while self.state is not AgentState.TERMINATED:
-                completion = await self._generate(episode)
-                if episode.stop_reason is StopReason.CANCELLED:
-                    raise EpisodeStopped(episode.stop_reason)
-                self.state = self._after(completion, episode)
-                if self.state is AgentState.PROCESSING_TOOLS:
-                    self.state = await self._process_tools(episode, completion)
-                elif self.state is AgentState.INTERACTING:
-                    self.state = await self._interact(episode)
-            await episode.finish()
-            return episode.output()
+        self.state = state = AgentState.PENDING
+        self.agent_data = self._new_agent_data(row)
+        async with self.agent_data as agent_data:
+            while state is not AgentState.TERMINATED:
+                self.state = agent_data.state = state
+                if state is AgentState.GENERATING:
+                    state = await self._handle_generating_state(agent_data, sampling_params)
+                elif state is AgentState.PROCESSING_TOOLS:
+                    state = await self._handle_processing_tools_state(agent_data)
+                elif state is AgentState.INTERACTING:
+                    state = await self._handle_interacting_state(agent_data)
+                elif state is AgentState.PENDING:
+                    state = await self._handle_pending_state(agent_data, sampling_params)
+                else:
+                    raise EpisodeError(
+                        f"a handler of {type(self).__name__} returned {describe_value(state)}; return an AgentState"
+                    )
+            self.state = agent_data.state = state
+            await agent_data.episode.finish()
+            return self._with_rewards(agent_data.episode.output())
 
-    def _generate(self, episode: Episode) -> Awaitable[Completion]:
-        """On the last turn that the limits allow, the model is stopped as soon as it opens a call: nobody could run
-        it."""
+    def left_behind(
+        self, reason: StopReason, *, failure: Failure | None = None
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        left = super().left_behind(reason, failure=failure)
+        return self._with_rewards(left) if isinstance(left, AgentLoopOutput) else left
+
+    # -- handlers, one for each state ------------------------------------------------------------------------------
+
+    async def _handle_pending_state(
+        self, agent_data: AgentData, sampling_params: dict[str, Any]
+    ) -> AgentState:
+        """PENDING: open the episode, which renders `agent_data.messages` as the prompt."""
+        episode = self.episode(
+            agent_data.messages,
+            tools=agent_data.tools,
+            tools_kwargs=agent_data.tools_kwargs,
+            interaction_kwargs=agent_data.interaction_kwargs,
+        )
+        await agent_data.open(episode)
+        return AgentState.GENERATING
+
+    async def _handle_generating_state(
+        self, agent_data: AgentData, sampling_params: dict[str, Any]
+    ) -> AgentState:
+        """GENERATING: sample one assistant turn and decide who answers it.
+
+        On the last turn that the limits allow, the model is stopped as soon as it opens a call: nobody could run it.
+
+        Raises:
+            EpisodeStopped: A limit or a cancellation ended the episode.
+        """
+        episode = agent_data.episode
         stop_token_ids = self.template.call_start_ids() if episode.is_last_turn and episode.has_tools else ()
-        return episode.generate(self._sampling_params, stop_token_ids=stop_token_ids)
+        completion = await episode.generate(sampling_params, stop_token_ids=stop_token_ids)
+        agent_data.completion = completion
+        if episode.stop_reason is StopReason.CANCELLED:
+            raise EpisodeStopped(episode.stop_reason)
+        return self._after(completion, episode)
 
-    def _after(self, completion: Completion, episode: Episode) -> AgentState:
-        if completion.calls:
-            if episode.may_go_on():
-                return AgentState.PROCESSING_TOOLS
-            for call in completion.calls:
-                episode.note(IncidentKind.UNEXECUTED_CALL, f"{_described(call)}: {episode.stop_reason}")
-        elif completion.is_cut:
-            episode.stop(StopReason.RESPONSE_LENGTH)
-        elif episode.has_interaction and episode.stop_reason is None:
-            return AgentState.INTERACTING
-        return AgentState.TERMINATED
+    async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
+        """PROCESSING_TOOLS: answer every call, in the order in which they were written.
 
-    async def _process_tools(self, episode: Episode, completion: Completion) -> AgentState:
-        """Every call is answered, in the order in which they were written; one that cannot be run, with the reason. Of
-        those that cannot be read, the first are."""
+        A call that cannot be run is answered with the reason; of those that cannot be read, the first ones are.
+        """
+        episode, completion = agent_data.episode, agent_data.completion
+        if completion is None:
+            raise EpisodeError("PROCESSING_TOOLS comes after an assistant turn; return GENERATING first")
         calls = completion.parsed.tool_calls
         self._invalid_turns = 0 if calls else self._invalid_turns + 1
         if not calls:
@@ -102,12 +137,46 @@ class ToolAgentLoop(AgentLoopBase):
             return self._end(episode, StopReason.MAX_INVALID_TURNS, replies)
         return await self._observe(episode, replies)
 
-    async def _interact(self, episode: Episode) -> AgentState:
+    async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
+        """INTERACTING: give the model the interaction's reply, or end with it."""
+        episode = agent_data.episode
         reply = await episode.interact()
         message: Message = {"role": "user", "content": reply.content}
         if reply.is_over:
             return self._end(episode, StopReason.INTERACTION_FINISHED, [message] if reply.content else [])
         return await self._observe(episode, [message])
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _new_agent_data(self, row: Row) -> AgentData:
+        tools = select_tools(self.context.tools, row.get("tool_selection"), where="tool_selection")
+        interaction_kwargs, known = row.get("interaction_kwargs"), self.context.interactions
+        name = read_interaction_name(interaction_kwargs, known=known, where="interaction_kwargs")
+        return self.agent_data_class(
+            row["raw_prompt"],
+            tools=tools,
+            tools_kwargs=kwargs_of_selected(row.get("tools_kwargs"), tools=tools, known=self.context.tools),
+            interaction=None if name is None else known[name],
+            interaction_kwargs=interaction_kwargs,
+        )
+
+    def _with_rewards(self, output: AgentLoopOutput) -> AgentLoopOutput:
+        """Add what the loop's handlers kept, and the rewards by verl's names."""
+        fields = {} if self.agent_data is None else self.agent_data.extra_fields
+        rewards = {"turn_scores": list(output.turn_scores), "tool_rewards": list(output.tool_rewards)}
+        return output.with_extra_fields({**fields, **rewards})
+
+    def _after(self, completion: Completion, episode: Episode) -> AgentState:
+        if completion.calls:
+            if episode.may_go_on():
+                return AgentState.PROCESSING_TOOLS
+            for call in completion.calls:
+                episode.note(IncidentKind.UNEXECUTED_CALL, f"{_described(call)}: {episode.stop_reason}")
+        elif completion.is_cut:
+            episode.stop(StopReason.RESPONSE_LENGTH)
+        elif episode.has_interaction and episode.stop_reason is None:
+            return AgentState.INTERACTING
+        return AgentState.TERMINATED
 
     async def _observe(self, episode: Episode, messages: Sequence[Message]) -> AgentState:
         was_added = await episode.observe(messages)

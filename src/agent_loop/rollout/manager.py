@@ -408,7 +408,12 @@ class AgentLoopManager:
 
     def _sampling_params(self, *, validate: bool) -> Mapping[str, Any]:
         source = self.config.val if validate else self.config
-        params = {"temperature": source.temperature, "top_p": source.top_p, "top_k": source.top_k}
+        params: dict[str, Any] = {
+            "temperature": source.temperature,
+            "top_p": source.top_p,
+            "top_k": source.top_k,
+            "repetition_penalty": 1.0,  # (none; code written for verl reads the key)
+        }
         max_tokens = self.config.val.max_turn_tokens if validate else None
         return params if max_tokens is None else params | {"max_tokens": max_tokens}
 

@@ -7,7 +7,7 @@ from agent_loop.trajectory.branches import (
     mean_reward,
 )
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident, IncidentKind
-from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory
+from agent_loop.trajectory.output import AgentLoopMetrics, AgentLoopOutput, Trajectory, rewards_of
 from agent_loop.trajectory.segments import UNKNOWN_VERSION, Segment, count_turns, placed_attachments
 from agent_loop.trajectory.trace import Span, Trace
 
@@ -29,4 +29,5 @@ __all__ = [
     "mean_over_rollouts",
     "mean_reward",
     "placed_attachments",
+    "rewards_of",
 ]

@@ -44,6 +44,10 @@ class AgentLoopMetrics(Struct, frozen=True):
     event_loop_late_share: float = 0.0
     """Of that time, in which the event loop was held up for more than 0.1 s at once."""
 
+    def model_dump(self) -> dict[str, float]:
+        """Return the metrics by name."""
+        return structs.asdict(self)
+
     def with_lag(self, *, max_s: float, mean_s: float, late_share: float) -> AgentLoopMetrics:
         """The same with how late the event loop was."""
         return structs.replace(
@@ -145,6 +149,24 @@ class AgentLoopOutput:
         """The same trajectory with one more named loss."""
         return self._with(incidents=(*self.incidents, incident))
 
+    def with_extra_fields(self, fields: Mapping[str, Any]) -> Self:
+        """Return the same trajectory with more `extra_fields`."""
+        return self._with(extra_fields={**self.extra_fields, **fields})
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return the fields that verl's `AgentLoopOutput` documents, as plain values."""
+        log_probs = self.response_logprobs
+        return {
+            "prompt_ids": self.prompt_ids.tolist(),
+            "response_ids": self.response_ids.tolist(),
+            "response_mask": self.response_mask.tolist(),
+            "response_logprobs": None if log_probs is None else log_probs.tolist(),
+            "reward_score": self.reward_score,
+            "num_turns": self.num_turns,
+            "metrics": self.metrics.model_dump(),
+            "extra_fields": dict(self.extra_fields),
+        }
+
     @cached_property
     def prompt_ids(self) -> IntArray:
         """Shape [prompt_tokens]."""
@@ -186,14 +208,12 @@ class AgentLoopOutput:
     @property
     def tool_rewards(self) -> tuple[float, ...]:
         """Rewards that `BaseTool.execute` returned, in the order of the calls."""
-        return tuple(f.reward for f in self.feedback if f.origin is Origin.TOOL and f.reward is not None)
+        return rewards_of(self.feedback, Origin.TOOL)
 
     @property
     def turn_scores(self) -> tuple[float, ...]:
         """Scores that the interaction returned, one per turn."""
-        return tuple(
-            f.reward for f in self.feedback if f.origin is Origin.INTERACTION and f.reward is not None
-        )
+        return rewards_of(self.feedback, Origin.INTERACTION)
 
     @property
     def response_segments(self) -> tuple[Segment, ...]:
@@ -221,6 +241,11 @@ class AgentLoopOutput:
 
     def _per_response_token(self, value_of: Callable[[Segment], int], dtype: Any) -> NDArray[Any]:
         return concatenated([np.full(len(s), value_of(s), dtype) for s in self.response_segments], dtype)
+
+
+def rewards_of(feedback: Iterable[Feedback], origin: Origin) -> tuple[float, ...]:
+    """Return the rewards of tools, or the scores of the interaction, in order."""
+    return tuple([f.reward for f in feedback if f.origin is origin and f.reward is not None])
 
 
 class Trajectory(Struct, frozen=True, eq=False):
