@@ -23,6 +23,7 @@ MAX_MALFORMED_ANSWERS = 8
 
 
 @register("tool_agent")
+@register("tool_agent_loop")
 class ToolAgentLoop(AgentLoopBase):
     """The model, its tools and an optional interaction, as a state machine.
 

@@ -80,6 +80,8 @@ class AgentLoopManager:
     ) -> None:
         self.config = config
         self.template = template
+        for server in servers:
+            server.template = server.template or template
         self.server_manager = make_server_manager(config, servers, vocab_size=template.vocab_size)
         self._context = load_context(
             config, server_manager=self.server_manager, template=template, settings=settings

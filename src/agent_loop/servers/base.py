@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.attachments import Attachment
@@ -16,7 +18,7 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
-from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.errors import ConfigError, ServerError, WeightsError, did_you_mean
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
@@ -95,12 +97,15 @@ class ServerHealth:
 class AsyncServerBase(ABC):
     """One LLM server. All methods are called on one event loop.
 
+    A subclass needs `generate` alone. Each other method has a default: what the method would do is then something that
+    the server cannot do, and the servers' pool does without it.
+
     Cancelling `generate` aborts the request: its place in the engine is free soon after, whatever the engine
     was doing.
     """
 
-    name: str
-    """Names the server in errors and metrics."""
+    template: ChatTemplate | None = None
+    """Of the model, for `chat_completion`; `AgentLoopManager` sets it."""
     abilities: frozenset[Ability] = frozenset()
     """What it promises; `agent_loop.servers.check.check_server` holds it to that."""
     max_concurrent: int | None = None
@@ -117,14 +122,34 @@ class AsyncServerBase(ABC):
                 f"end_session of {cls.__name__} is async; make it a plain method, which tells and does not wait"
             )
 
+    @cached_property
+    def name(self) -> str:
+        """Names the server in errors and metrics. Unique among the servers of a run."""
+        return f"{type(self).__name__}-{next(_NUMBERS)}"
+
     @classmethod
     def create(cls, spec: ServerSpec) -> AsyncServerBase:
-        """Makes a server as a configuration asks for it.
+        """Make a server as a configuration asks for it.
+
+        The default calls the class with `spec.engine_kwargs`, and gives the server the name of the specification.
 
         Raises:
             ConfigError: This class cannot be made from a configuration, or an option is wrong.
         """
-        raise ConfigError(f"{cls.__name__} cannot be named in a configuration: it does not define create()")
+        if spec.url is not None:
+            raise ConfigError(
+                f"{cls.__name__} cannot be used with rollout.server_urls: define create(spec), which reads spec.url"
+            )
+        make: Any = cls
+        try:
+            server: AsyncServerBase = make(**spec.engine_kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"{cls.__name__} cannot be made with rollout.engine_kwargs {dict(spec.engine_kwargs)}: {error}; give "
+                "its constructor's arguments there, or define create(spec)"
+            ) from error
+        server.name = spec.name
+        return server
 
     async def start(self) -> None:
         """Brings the engine up. Called once, before anything else.
@@ -206,44 +231,54 @@ class AsyncServerBase(ABC):
             async for chunk in chunks:
                 yield chunk
 
-    @abstractmethod
     async def abort(self, request_id: str) -> None:
-        """Ends the running completion of a session: `generate` returns its tokens so far with stop reason
-        `aborted`. Does nothing if none runs."""
+        """End the running completion of a session: `generate` returns its tokens so far with stop reason `aborted`.
 
-    @abstractmethod
+        Does nothing if none runs. A server without this method has its requests cancelled, and their tokens are lost.
+
+        Raises:
+            ServerError: The server cannot abort requests.
+        """
+        raise ServerError(f"{type(self).__name__} defines no abort", server=self.name, request_id=request_id)
+
     def end_session(self, request_id: str) -> None:
-        """Tells that no turn of this session will follow, so that what was kept for it may go. Does not wait until it
-        is gone; does nothing for a session that is not known."""
+        """Note that no turn of this session will follow, so that what was kept for the session may go.
 
-    @abstractmethod
+        Does not wait until it is gone; does nothing for a session that is not known.
+        """
+
     async def wake_up(self) -> None:
-        """Makes the server ready to generate: weights on the device, KV cache allocated."""
+        """Make the server ready to generate: weights on the device, KV cache allocated."""
 
-    @abstractmethod
     async def sleep(self) -> None:
-        """Frees the KV cache and gives the device to the trainer. Generation while asleep is an error.
+        """Free the KV cache and give the device to the trainer. Generation while asleep is an error.
 
         Raises:
             ServerError: Requests are still running.
         """
 
-    @abstractmethod
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        """Replaces the model's weights between two decoding steps; later tokens are stamped with the version.
+        """Replace the model's weights between two decoding steps; later tokens are stamped with the version.
 
         Requests in flight go on. What was cached under the old weights is not reused by later requests.
 
         Raises:
-            WeightsError: A name or a shape does not fit, or a weight is missing; nothing was changed.
+            WeightsError: A name or a shape does not fit, or a weight is missing, or the server cannot take weights;
+                nothing was changed.
         """
+        raise WeightsError(
+            f"server {self.name} cannot take new weights, since {type(self).__name__} defines no update_weights; "
+            "define it to train with this server"
+        )
 
-    @abstractmethod
     async def health(self) -> ServerHealth:
-        """Tells whether the server works and how full it is."""
+        """Tell whether the server works and how full it is. A server without this method counts as well."""
+        return ServerHealth(is_alive=True, num_running=0, num_waiting=0, weight_version=0)
 
-    @abstractmethod
     async def close(self) -> None:
-        """Ends the server and what it runs on. Requests in flight fail with `ServerError`."""
+        """End the server and what it runs on. Requests in flight fail with `ServerError`."""
+
+
+_NUMBERS = count()

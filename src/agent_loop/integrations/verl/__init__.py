@@ -13,8 +13,17 @@ from agent_loop.integrations.verl.interactions import (
 from agent_loop.integrations.verl.loops import AgentLoopBase as AgentLoopBase
 from agent_loop.integrations.verl.loops import AgentLoopOutput as AgentLoopOutput
 from agent_loop.integrations.verl.loops import LLMServerClient as LLMServerClient
+from agent_loop.integrations.verl.names import async_server_class as async_server_class
+from agent_loop.integrations.verl.names import get_trajectory_info as get_trajectory_info
+from agent_loop.integrations.verl.names import load_name
 from agent_loop.integrations.verl.parsing import FunctionCall as FunctionCall
+from agent_loop.integrations.verl.parsing import HermesToolParser as HermesToolParser
 from agent_loop.integrations.verl.parsing import ToolParser as ToolParser
+from agent_loop.integrations.verl.servers import AsyncServerBase as AsyncServerBase
+from agent_loop.integrations.verl.shipped_loops import AgentData as AgentData
+from agent_loop.integrations.verl.shipped_loops import AsyncPartialToolAgentLoop as AsyncPartialToolAgentLoop
+from agent_loop.integrations.verl.shipped_loops import SingleTurnAgentLoop as SingleTurnAgentLoop
+from agent_loop.integrations.verl.shipped_loops import ToolAgentLoop as ToolAgentLoop
 from agent_loop.integrations.verl.timing import simple_timer as simple_timer
 from agent_loop.integrations.verl.tools import BaseTool as BaseTool
 from agent_loop.integrations.verl.tools import (
@@ -25,11 +34,18 @@ from agent_loop.integrations.verl.tools import OpenAIFunctionSchema as OpenAIFun
 from agent_loop.integrations.verl.tools import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
 from agent_loop.integrations.verl.tools import initialize_tools_from_config as initialize_tools_from_config
 from agent_loop.interactions.base import BaseInteraction as BaseInteraction
+from agent_loop.interactions.gsm8k import Gsm8kInteraction as Gsm8kInteraction
 from agent_loop.loops.registry import register as register
+from agent_loop.rollout.manager import AgentLoopManager as AgentLoopManager
+from agent_loop.rollout.worker import AgentLoopWorker as AgentLoopWorker
 from agent_loop.tools.base import ToolResponse as ToolResponse
+from agent_loop.tools.gsm8k import Gsm8kTool as Gsm8kTool
 from agent_loop.tracing import rollout_trace_attr as rollout_trace_attr
 from agent_loop.tracing import rollout_trace_op as rollout_trace_op
 from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics
+from agent_loop.types import AgentState as AgentState
 
 AsyncLLMServerManager = LLMServerClient
 """The name of `LLMServerClient` in earlier versions of verl."""
+
+__getattr__ = load_name

@@ -78,6 +78,13 @@ class ShippedToolParser(ToolParser):
         return parsed.content, calls
 
 
+class HermesToolParser(ShippedToolParser):
+    """The shipped parser of Hermes calls."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer, parsers.HermesToolParser())
+
+
 class EarlyToolParser:
     """A parser as it was in verl's first versions, where it gave the calls alone."""
 

@@ -20,7 +20,7 @@ CONTROL_CHECKS: list[Check] = []
 _check = partial(check, into=CONTROL_CHECKS)
 
 
-@_check("an aborted request returns what it has")
+@_check("an aborted request returns what it has", method="abort")
 async def _abort(subject: Subject) -> str:
     session, prompt = subject.session(), subject.prompt(10, seed=20)
     output = await _aborted(subject, prompt, session=session)
@@ -36,7 +36,7 @@ async def _abort(subject: Subject) -> str:
     return f"{len(output.token_ids)} tokens kept"
 
 
-@_check("aborting what does not run does nothing")
+@_check("aborting what does not run does nothing", method="abort")
 async def _abort_nothing(subject: Subject) -> None:
     await subject.server.abort("check-never-seen")
     subject.server.end_session("check-never-seen")
@@ -95,7 +95,7 @@ async def _refusals(subject: Subject) -> None:
     require(len(await subject.greedy(subject.prompt(5), 2)) == 2, "the server does not go on")
 
 
-@_check("a server that sleeps generates nothing, and wakes up as it was")
+@_check("a server that sleeps generates nothing, and wakes up as it was", method="sleep")
 async def _sleep(subject: Subject) -> None:
     prompt = subject.prompt(12, seed=25)
     before = await subject.greedy(prompt, 6)
@@ -108,7 +108,7 @@ async def _sleep(subject: Subject) -> None:
     subject.require_same(await subject.greedy(prompt, 6), before, prompt=prompt, what="after waking up")
 
 
-@_check("a server with requests does not go to sleep")
+@_check("a server with requests does not go to sleep", method="sleep")
 async def _busy_sleep(subject: Subject) -> None:
     session = subject.session()
     async with asyncio.TaskGroup() as group:
@@ -183,7 +183,7 @@ async def _in_flight(subject: Subject) -> str:
     return f"{len(output.token_ids)} tokens of version(s) {', '.join(map(str, spans))}"
 
 
-@_check("a closed server refuses at once")
+@_check("a closed server refuses at once", method="close")
 async def _close(subject: Subject) -> None:
     session = subject.session()
     async with asyncio.TaskGroup() as group:

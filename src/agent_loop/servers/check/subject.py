@@ -127,6 +127,8 @@ class Check:
     run: CheckFunction
     ability: Ability | None
     needs_reference: bool
+    method: str | None
+    """A method that a server may leave out; without it the check is skipped."""
 
 
 def check(
@@ -135,11 +137,12 @@ def check(
     into: list[Check],
     ability: Ability | None = None,
     needs_reference: bool = False,
+    method: str | None = None,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Adds a function to a list of checks."""
 
     def add(function: CheckFunction) -> CheckFunction:
-        into.append(Check(name, function, ability, needs_reference))
+        into.append(Check(name, function, ability, needs_reference, method))
         return function
 
     return add

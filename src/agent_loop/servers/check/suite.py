@@ -64,6 +64,9 @@ async def check_server(
 async def _run(check: Check, subject: Subject) -> str | None:
     if check.ability is not None and check.ability not in subject.server.abilities:
         raise CheckSkipped(f"the server does not claim {check.ability}")
+    method = check.method
+    if method is not None and getattr(type(subject.server), method) is getattr(AsyncServerBase, method):
+        raise CheckSkipped(f"the server does not define {method}")
     if check.needs_reference and subject.reference is None:
         raise CheckSkipped("needs a reference")
     return await check.run(subject)

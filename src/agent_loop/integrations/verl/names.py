@@ -1,0 +1,77 @@
+"""Names of verl that are loaded when they are asked for, and those that have no counterpart."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from agent_loop.registries import load_class
+from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.factory import ENGINES
+
+LOADED_LATER = {
+    "AsyncSGLangServer": "agent_loop.servers.sglang:SGLangServer",
+    "AsyncvLLMServer": "agent_loop.servers.vllm:VLLMServer",
+    "SearchTool": "agent_loop.tools.search.tool:SearchTool",
+}
+"""Classes whose modules need more packages, or time, than the others."""
+
+NO_COUNTERPART = {
+    "ActorRolloutRefWorker": "set rollout.engine for the servers, and run agent-loop train",
+    "AsyncActorRolloutRefWorker": "servers are objects of their own; set rollout.engine",
+    "AsyncEngine": "set rollout.engine=sglang; its options go into rollout.engine_kwargs",
+    "DataProto": "AgentLoopManager.generate_sequences takes a list of rows and returns a tensordict.TensorDict",
+    "RLHFDataset": "name files or a function in data.train_files; agent_loop.rollout.rows.load_rows reads them",
+    "RayPPOTrainer": "run agent-loop train, or agent_loop.training",
+    "RayWorkerGroup": "set trainer.runtime=ray; AgentLoopManager.from_config makes servers and workers",
+    "RolloutTraceConfig": "set rollout.trace.backend and rollout.trace.token2text in the configuration",
+    "RolloutWorker": "servers are objects of their own; set rollout.engine",
+    "SGLangRollout": "set rollout.engine=sglang",
+    "TaskRunner": "run agent-loop train",
+    "_agent_loop_registry": "register loops with @register; agent_loop.loops.registry.LoopRegistry finds them",
+    "copy_to_local": "give model.path a folder or a hub name",
+    "hf_tokenizer": "use self.tokenizer of the loop, or transformers.AutoTokenizer",
+}
+"""What to use instead."""
+
+
+def load_name(name: str) -> Any:
+    """Return the attribute of the module for movers that is not imported at once.
+
+    Raises:
+        ImportError: The name has no counterpart; the message says what to use instead.
+        AttributeError: verl's documents have no such name.
+    """
+    if name in LOADED_LATER:
+        module, _, attribute = LOADED_LATER[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    if name in NO_COUNTERPART:
+        raise ImportError(f"{name} has no counterpart in agent_loop: {NO_COUNTERPART[name]}")
+    raise AttributeError(f"module 'agent_loop.integrations.verl' has no attribute {name!r}")
+
+
+def async_server_class(
+    rollout_backend: str, rollout_backend_module: str | None = None, rollout_backend_class: str | None = None
+) -> type[AsyncServerBase]:
+    """Return the server class of an engine, or the class of that name in a module or file.
+
+    Raises:
+        ConfigError: There is no such class, or it is not a server.
+    """
+    reference = ENGINES.get(rollout_backend, rollout_backend)
+    if rollout_backend_module is not None:
+        reference = f"{rollout_backend_module}:{rollout_backend_class}"
+    return load_class(reference, base=AsyncServerBase, key="rollout_backend")
+
+
+async def get_trajectory_info(step: int, index: Iterable[Any], validate: bool) -> list[dict[str, Any]]:
+    """Return for each trajectory its step, the index of its sample, and how many of that sample came before it."""
+    seen: dict[Any, int] = {}
+    info: list[dict[str, Any]] = []
+    for sample_index in index:
+        rollout_n = seen[sample_index] = seen.get(sample_index, -1) + 1
+        info.append(
+            {"step": step, "sample_index": sample_index, "rollout_n": rollout_n, "validate": validate}
+        )
+    return info

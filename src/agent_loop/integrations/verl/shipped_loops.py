@@ -1,0 +1,34 @@
+"""The loops that ship, with verl's constructor, for subclasses that were written for it."""
+
+from __future__ import annotations
+
+from agent_loop.integrations.verl.loops import AgentLoopBase
+from agent_loop.loops import agent_data, partial, single_turn, tool_agent
+
+
+class AgentData(agent_data.AgentData):
+    """`agent_loop.loops.agent_data.AgentData`, whose token lists are verl's."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """All tokens so far, as the next completion will be given them."""
+        return [*super().prompt_ids, *super().response_ids]
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Tokens of the last completion."""
+        return [] if self.completion is None else list(self.completion.token_ids)
+
+
+class SingleTurnAgentLoop(AgentLoopBase, single_turn.SingleTurnAgentLoop):
+    """`agent_loop.SingleTurnAgentLoop` with verl's constructor."""
+
+
+class ToolAgentLoop(AgentLoopBase, tool_agent.ToolAgentLoop):
+    """`agent_loop.ToolAgentLoop` with verl's constructor, and `AgentData` as verl's handlers read it."""
+
+    agent_data_class = AgentData
+
+
+class AsyncPartialToolAgentLoop(ToolAgentLoop, partial.AsyncPartialToolAgentLoop):
+    """`agent_loop.AsyncPartialToolAgentLoop` with verl's constructor."""

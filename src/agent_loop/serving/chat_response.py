@@ -1,0 +1,63 @@
+"""One OpenAI chat request, answered without an application around it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.completions.chat import chat_completion, stream_chat_completion
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.sampling import Sampler
+from agent_loop.errors import AgentLoopError
+from agent_loop.serving.errors import CLIENT_GONE, error_reply, error_response, reply_to, status_of
+from agent_loop.serving.streams import ClientGone, Connection, EventStream
+
+
+async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler: Sampler) -> Response:
+    """Answer a chat request with JSON, or with server-sent events if it asks for a stream.
+
+    Each request has a session of its own, which ends with it. An error becomes a response in the OpenAI form with the
+    matching status. The completion is aborted if the client hangs up.
+
+    Args:
+        raw_request: The request.
+        template: Of the model.
+        sampler: A server, or the `sampler` of an `AsyncLLMServerManager`.
+    """
+    try:
+        request = ChatCompletionRequest.read(await _body_of(raw_request))
+        connection = Connection(raw_request.receive, asyncio.Event())
+        if request.stream:
+            chunks = stream_chat_completion(request, template=template, sampler=sampler)
+            try:
+                first = await connection.hold(_first_of(chunks))
+            except BaseException:
+                await chunks.aclose()
+                raise
+            return EventStream(first, chunks, connection=connection)
+        reply = await connection.hold(chat_completion(request, template=template, sampler=sampler))
+    except AgentLoopError as error:
+        return error_response(reply_to(error), status=status_of(error))
+    except HTTPException as error:
+        status = error.status_code
+        return error_response(error_reply(str(error.detail), status=status), status=status)
+    except ClientGone:
+        return Response(status_code=CLIENT_GONE)
+    return JSONResponse(from_json(reply.model_dump_json()))
+
+
+async def _body_of(raw_request: Request) -> Any:
+    try:
+        return from_json(await raw_request.body(), allow_inf_nan=False)
+    except ValueError as error:
+        raise HTTPException(400, f"the body is not valid JSON: {error}") from error
+
+
+async def _first_of(chunks: Any) -> Any:
+    return await anext(chunks, None)
