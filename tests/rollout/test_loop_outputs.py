@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
-from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Segment, Trajectory
 from agent_loop.types import Origin, StopReason
 from tests.helpers import call_text, encoded, hermes_template, roles, says, user
 from tests.rollout.harness import Stage
@@ -295,6 +296,14 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "negative ids": (lambda f: AgentLoopOutput(**{**f, "prompt_ids": [-1]}), "prompt_ids holds -1"),
     "huge ids": (lambda f: AgentLoopOutput(**{**f, "prompt_ids": [2**40]}), "prompt_ids holds"),
     "huger ids": (lambda f: AgentLoopOutput(**{**f, "prompt_ids": [2**70]}), "flat list of integers"),
+    "ids that the model does not know": (
+        lambda f: AgentLoopOutput(**{**f, "prompt_ids": [10**6]}),
+        "a prompt segment holds token ids from 1000000 to 1000000",
+    ),
+    "a segment of another type": (
+        lambda f: AgentLoopOutput(segments=[Segment(np.array([1, 2]), Origin.PROMPT)]),  # pyright: ignore
+        "give a flat int32 array",
+    ),
     "a nested mask": (
         lambda f: AgentLoopOutput(**{**f, "response_mask": [f["response_mask"]]}),
         "response_mask has shape",

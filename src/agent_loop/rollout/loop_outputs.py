@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import index
@@ -56,6 +56,7 @@ class LoopOutputs(Struct, frozen=True):
         num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is PROMPT])
         num_response_tokens = sum([len(s.token_ids) for s in output.segments]) - num_prompt_tokens
         output = _checked(output, num_response_tokens=num_response_tokens)
+        _check_ids(output.segments, vocab_size=self.context.template.vocab_size)
         if num_prompt_tokens > limits.prompt_length:
             output = self._with_prompt_limit(output, num_prompt_tokens)
         if output.segments and num_response_tokens > limits.response_length:
@@ -232,6 +233,23 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
     return output
 
 
+def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
+    """Raises: EpisodeError: A token id is not one of the model's, which would end the training with an IndexError."""
+    for segment in segments:
+        ids = segment.token_ids
+        if ids.dtype != np.int32 or ids.ndim != 1:
+            raise EpisodeError(
+                f"the token ids of a segment have shape {list(ids.shape)} and type {ids.dtype}; give a flat int32 array"
+            )
+        if (
+            len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size
+        ):  # (a negative id is a large one)
+            raise EpisodeError(
+                f"a {segment.origin} segment holds token ids from {ids.min()} to {ids.max()}; the model's are 0 to "
+                f"{vocab_size - 1}"
+            )
+
+
 def _cut(output: AgentLoopOutput, num_tokens: int, *, max_tokens: int) -> AgentLoopOutput:
     """Drop what is over `response_length`."""
     segments: list[Segment] = []
@@ -296,7 +314,8 @@ def _reward(given: Any, *, name: str) -> float:
 
 def _are_log_probs(log_probs: FloatArray) -> bool:
     """Whether each is finite, and not above 0 by more than rounding explains."""
-    return bool(np.isfinite(log_probs).all() and (log_probs <= MAX_LOG_PROB).all())
+    # (`logical_and.reduce`, since the method `all` takes a call of Python)
+    return bool(np.logical_and.reduce((log_probs > -np.inf) & (log_probs <= MAX_LOG_PROB)))
 
 
 def _stop_reason(given: Any) -> StopReason:
