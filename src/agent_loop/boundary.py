@@ -41,7 +41,8 @@ class OnReplay(StrEnum):
     """No call is ever run twice. The recorded reply is given; a call of a tool that had begun and not ended is
     answered with an error, and a trajectory that would have to begin anew fails instead."""
     RESTART = "restart"
-    """The call cannot be given again, so the trajectory begins anew."""
+    """The recorded reply is given, and the state behind it counts as lost: the trajectory begins anew when something
+    would read that state, such as another call. A call that had begun and not ended has it begin anew at once."""
 
     @classmethod
     def _missing_(cls, value: object) -> OnReplay:

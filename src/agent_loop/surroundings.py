@@ -10,7 +10,7 @@ from typing import Any
 
 from agent_loop.cancellation import Cancellation
 from agent_loop.concurrency import Cut, run_together
-from agent_loop.errors import EpisodeError
+from agent_loop.errors import EpisodeError, ToolBug
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession
@@ -147,14 +147,27 @@ class Surroundings:
             ToolBug: A tool's `calc_reward` raised or took too long.
             InteractionBug: The interaction's `calculate_score` did.
         """
-        if self._tools is not None and self._tools.has_verdict:
-            with waiting_for(WaitKind.REWARD, "of its tools"):
-                self.verdicts += (await self._tools.calc_rewards()).values()
+        if self._tools is not None:
+            verdicts = {name: v for name, v in self._log.kept_verdicts().items() if v is not None}
+            if self._tools.has_verdict:
+                with waiting_for(WaitKind.REWARD, "of its tools"):
+                    verdicts |= await self._tools.calc_rewards()
+            self.verdicts += verdicts.values()
         if self._interaction is not None:
             with waiting_for(WaitKind.REWARD, "of its interaction"):
                 score = await self._interaction.calculate_score()
             if score is not None:
                 self.verdicts.append(score)
+
+    async def keep_verdicts(self) -> None:
+        """Keep what tools find of an episode that is cut, so that it can be resumed without those that end with it.
+
+        A tool that fails here is asked for no verdict later: its trajectory begins anew.
+        """
+        if self._tools is None or not self._tools.has_verdict or not self._log.is_kept:
+            return
+        with waiting_for(WaitKind.REWARD, "of its tools"), suppress(ToolBug):
+            self._log.keep_verdicts(await self._tools.verdicts_at_a_cut())
 
     async def close(self) -> list[Incident]:
         """Closes what was opened, to the end even if cancelled meanwhile; returns what went wrong."""
@@ -174,6 +187,7 @@ class Surroundings:
                 turn=turn,
                 number=number,
                 on_replay=on_replay,
+                is_read_later=tools.is_read_later(call.name),
                 execute=partial(self._cancellation.call, partial(tools.execute, call), on_replay=on_replay),
                 prepare=partial(tools.open, call.name),
             )

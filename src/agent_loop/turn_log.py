@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from agent_loop.boundary import OnReplay
@@ -62,10 +62,27 @@ class TurnLog(Protocol):
         turn: int,
         number: int,
         on_replay: OnReplay,
+        is_read_later: bool,
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> Awaitable[ToolResult]:
-        """What a call gives: the `number`-th of a turn. `prepare` sets the tool's instance up without a call."""
+        """What a call gives: the `number`-th of a turn. `prepare` sets the tool's instance up without a call.
+
+        `is_read_later` says that the trajectory reads the tool's state after its last call, for a verdict.
+        """
+        ...
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the episode can be run again from this log."""
+        ...
+
+    def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
+        """Keep the verdicts, by tool, of an episode that is cut: those of tools whose state cannot be brought back."""
+        ...
+
+    def kept_verdicts(self) -> Mapping[str, float | None]:
+        """Return the verdicts that were kept when the episode was cut, for tools that are not called again."""
         ...
 
     def interaction_reply(
@@ -86,6 +103,14 @@ class TurnLog(Protocol):
 
 class Unlogged:
     """Keeps nothing: every turn is live."""
+
+    is_kept = False
+
+    def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
+        pass
+
+    def kept_verdicts(self) -> Mapping[str, float | None]:
+        return {}
 
     def position(self) -> None:
         pass
@@ -117,6 +142,7 @@ class Unlogged:
         turn: int,
         number: int,
         on_replay: OnReplay,
+        is_read_later: bool,
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> Awaitable[ToolResult]:

@@ -108,6 +108,7 @@ class Setting:
         replies: Sequence[str] = (),
         num_servers: int = 1,
         max_parallel_calls: int = 2,
+        tool_class: type[Doer] = Doer,
         **limits: Any,
     ) -> None:
         self.world = World()
@@ -117,6 +118,7 @@ class Setting:
         ]
         self.server_manager = AsyncLLMServerManager(self.servers)
         self._tools = tools
+        self._tool_class = tool_class
         self._replies = replies
         self._multi_turn = MultiTurnConfig(max_parallel_calls=max_parallel_calls)
         self._limits = EpisodeLimits(**{"prompt_length": 4096, "response_length": 4096, **limits})
@@ -126,7 +128,7 @@ class Setting:
     ) -> AgentLoopOutput:
         """One part: to the end, or until it is cancelled; with a round trip through bytes."""
         tools = {
-            name: Doer(name, self.world, on_replay=on_replay, latency_s=latency_s, reward=0.25)
+            name: self._tool_class(name, self.world, on_replay=on_replay, latency_s=latency_s, reward=0.25)
             for name, (on_replay, latency_s) in self._tools.items()
         }
         interaction = SlowUser(self._replies)

@@ -24,6 +24,7 @@ TASK = '''
 from pathlib import Path
 
 from agent_loop import BaseInteraction, BaseTool, ToolResponse, function_tool
+from tests.helpers import calls, says
 
 @function_tool
 def shout(word: str) -> str:
@@ -37,6 +38,12 @@ def shout(word: str) -> str:
 
 def never(request):
     raise AssertionError("the model is not asked")
+
+def farewell(request):
+    return says("farewell")
+
+def count_again(request):
+    return calls("count")
 
 class Counter(BaseTool):
     """Counts its calls, and does not say that it can be replayed."""
@@ -182,13 +189,17 @@ def test_another_limit_shows_where_it_bites(config: Config) -> None:
     assert difference.old != difference.new
 
 
-def test_going_on_after_a_tool_that_cannot_be_replayed_says_so(config: Config) -> None:
+def test_going_on_after_a_tool_that_cannot_be_replayed_ends_at_its_next_call(config: Config) -> None:
     old = run(config, [calls("count"), says("done")])
-    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:never"])
     spoken = spoken_in(old).before(2)
+    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:farewell"])
+    (new,) = asyncio.run(rehearse(config, old, spoken=spoken, goes_on=True))
+    assert new.output.failure is None
+    assert new.output.messages[-1]["content"] == "farewell"
+    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:count_again"])
     (new,) = asyncio.run(rehearse(config, old, spoken=spoken, goes_on=True))
     assert new.output.failure is not None
-    assert "tool 'count' had been used, and does not say that it can be replayed" in new.output.failure.error
+    assert "tool 'count' is called after tool 'count' had been used, whose state" in new.output.failure.error
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ class Episode:
         self.stop(reason)
         self._deadlines.end(TimeLimit.TURN)
         try:
-            if self.stop_reason is not StopReason.CANCELLED:
+            if self.stop_reason is StopReason.CANCELLED:
+                await self._surroundings.keep_verdicts()
+            else:
                 await self._surroundings.judge()
         finally:
             await self._close(reason)

@@ -159,6 +159,11 @@ class EnvironmentTool(BaseTool):
         self.on_replay = on_replay
         self._environment = environment
 
+    @property
+    def is_read_later(self) -> bool:
+        """The environment's own reward is read at the end."""
+        return True
+
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:

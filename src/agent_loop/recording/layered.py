@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,7 @@ class LayeredLog:
         turn: int,
         number: int,
         on_replay: OnReplay,
+        is_read_later: bool,
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> ToolResult:
@@ -71,11 +72,18 @@ class LayeredLog:
             turn=self._lower_turns[turn],
             number=number,
             on_replay=on_replay,
+            is_read_later=is_read_later,
             execute=execute,
             prepare=prepare,
         )
         return await self._upper.tool_result(
-            call, turn=turn, number=number, on_replay=on_replay, execute=lower, prepare=prepare
+            call,
+            turn=turn,
+            number=number,
+            on_replay=on_replay,
+            is_read_later=is_read_later,
+            execute=lower,
+            prepare=prepare,
         )
 
     async def interaction_reply(
@@ -96,6 +104,17 @@ class LayeredLog:
         return await self._upper.interaction_reply(
             num_messages=num_messages, on_replay=on_replay, respond=lower, prepare=prepare
         )
+
+    @property
+    def is_kept(self) -> bool:
+        return self._upper.is_kept or self._lower.is_kept
+
+    def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
+        self._upper.keep_verdicts(verdicts)
+        self._lower.keep_verdicts(verdicts)
+
+    def kept_verdicts(self) -> Mapping[str, float | None]:
+        return {**self._lower.kept_verdicts(), **self._upper.kept_verdicts()}
 
     def holds(self, segments: Sequence[Segment]) -> None:
         self._upper.holds(segments)

@@ -30,6 +30,8 @@ class Kind(StrEnum):
     CALL_ENDED = "call_ended"
     REPLY_BEGAN = "reply_began"
     REPLY = "reply"
+    VERDICTS = "verdicts"
+    """What tools found the trajectory worth when it was cut."""
     BRANCH = "branch"
     """An episode began where another one stood, or had stood."""
     RESTART = "restart"

@@ -83,13 +83,17 @@ class _RehearsedLane(LaneLog):
         self.next_turn()
         return await encode()
 
+    def kept_verdicts(self) -> Mapping[str, float | None]:
+        return {}
+
     async def _rebuild(
         self,
         what: str,
         on_replay: OnReplay,
         *,
+        is_read_later: bool = True,
         again: Callable[[], Awaitable[object]],
         prepare: Callable[[], Awaitable[object]],
     ) -> None:
         if self._rehearsal.goes_on:
-            await super()._rebuild(what, on_replay, again=again, prepare=prepare)
+            await super()._rebuild(what, on_replay, is_read_later=is_read_later, again=again, prepare=prepare)

@@ -29,6 +29,9 @@ NOT_RUN = frozenset({IncidentKind.UNKNOWN_TOOL, IncidentKind.INVALID_ARGUMENTS})
 """Calls that were answered without the tool."""
 
 
+AFTER_ALL_TURNS = -1
+"""The turn of what an episode is found worth when it is cut, of which the last record counts."""
+
 BEGINNINGS = {
     Kind.COMPLETION_BEGAN: Kind.COMPLETION,
     Kind.CALL_BEGAN: Kind.CALL_ENDED,
@@ -176,6 +179,8 @@ class LaneLog:
         self._number = number
         self._num_turns = 0
         self._num_tokens = num_tokens
+        self._lost: str | None = None
+        """A tool whose recorded replies were given although the state that they left is gone."""
 
     def position(self) -> int:
         return self._num_tokens
@@ -235,6 +240,7 @@ class LaneLog:
         turn: int,
         number: int,
         on_replay: OnReplay,
+        is_read_later: bool,
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> ToolResult:
@@ -244,8 +250,12 @@ class LaneLog:
         if entry is not None and entry.kind is Kind.CALL_ENDED:
             result = forms.read_tool_result(_got(entry))
             if result.incident is None or result.incident.kind not in NOT_RUN:
-                await self._rebuild(what, on_replay, again=execute, prepare=prepare)
+                is_read_later = is_read_later and call.name not in self.kept_verdicts()
+                await self._rebuild(
+                    what, on_replay, is_read_later=is_read_later, again=execute, prepare=prepare
+                )
             return result
+        self._refuse_if_state_is_lost(what, on_replay)
         if entry is None:
             await self._begin(what, Kind.CALL_BEGAN, place, asked, on_replay)
             result = await execute()
@@ -283,6 +293,17 @@ class LaneLog:
         self._row.keep(Kind.REPLY, place, asked=asked, got=forms.reply_form(reply))
         return reply
 
+    is_kept = True
+
+    def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
+        got = {**self.kept_verdicts(), **verdicts}
+        self._row.keep(Kind.VERDICTS, self._place(AFTER_ALL_TURNS), asked="", got=got)
+
+    def kept_verdicts(self) -> Mapping[str, float | None]:
+        place = self._place(AFTER_ALL_TURNS)
+        entry = self._row.recorded(Kind.VERDICTS, place, "")
+        return {} if entry is None else _got(entry)
+
     def holds(self, segments: Sequence[Segment]) -> None:
         # A prompt or an observation that did not fit is on record, but was not given to the model.
         if sum(map(len, segments)) == self._num_tokens:
@@ -308,15 +329,27 @@ class LaneLog:
         if on_replay is OnReplay.RESTART:
             raise self._row.mismatched(f"{what} had been used, and does not say that it can be replayed")
 
+    def _refuse_if_state_is_lost(self, what: str, on_replay: OnReplay) -> None:
+        """Refuse a new call where the state of a tool is gone. Tools of one trajectory may share state, so only those
+        that have none, or rebuilt their own, may be called."""
+        if self._lost is not None and on_replay not in (OnReplay.RECORDED, OnReplay.RERUN):
+            raise self._row.mismatched(
+                f"{what} is called after {self._lost} had been used, whose state cannot be brought back"
+            )
+
     async def _rebuild(
         self,
         what: str,
         on_replay: OnReplay,
         *,
+        is_read_later: bool = True,
         again: Callable[[], Awaitable[object]],
         prepare: Callable[[], Awaitable[object]],
     ) -> None:
-        """Brings an instance to where it was when it gave the recorded answer."""
+        """Brings an instance to where it was when it gave the recorded answer, if anything reads its state again."""
+        if on_replay is OnReplay.RESTART and not is_read_later:
+            self._lost = what
+            return
         self._refuse_if_lost(what, on_replay)
         try:
             await (again() if on_replay is OnReplay.RERUN else prepare())

@@ -41,8 +41,8 @@ class BaseTool(ABC):
 
     on_replay: OnReplay | str = OnReplay.RESTART
     """Whether a call may be run twice. It decides what becomes of recorded calls when a trajectory is run again after a
-    crash or a cancellation (say it of your tool, or such trajectories begin anew), and whether `retries` are allowed:
-    only `RECORDED` tells that running a call again does no harm."""
+    crash or a cancellation (say it of your tool, or such trajectories begin anew at its next call), and whether
+    `retries` are allowed: only `RECORDED` tells that running a call again does no harm."""
     timeout_s: float | None = None
     """One call with its retries, the `create` before the first included; None is `multi_turn.tool_timeout_s`."""
     max_concurrent: int | None = None
@@ -81,6 +81,11 @@ class BaseTool(ABC):
     def has_verdict(self) -> bool:
         """Whether it defines `calc_reward`."""
         return _is_own(self.calc_reward, BaseTool.calc_reward)
+
+    @property
+    def is_read_later(self) -> bool:
+        """Whether the state that calls leave is read after the last of them: for the verdict."""
+        return self.has_verdict
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         """Sets up what one trajectory needs. `kwargs` are the row's `tools_kwargs[name]["create_kwargs"]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -94,6 +94,10 @@ class ToolSession:
         """What a tool declares; nothing is lost where there is none of that name."""
         return self._replay.get(name, OnReplay.RECORDED)
 
+    def is_read_later(self, name: str) -> bool:
+        """Whether a tool's state is read after its last call."""
+        return name in self._tools and self._tools[name].is_read_later
+
     async def open(self, name: str) -> None:
         """Creates a tool's instance without a call, if there is none.
 
@@ -159,27 +163,34 @@ class ToolSession:
         Raises:
             ToolBug: A `calc_reward` raised, took too long, or returned no number.
         """
-        rewards: dict[str, float] = {}
+        verdicts = await self._verdicts(of=tuple(OnReplay))
+        return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
+
+    async def verdicts_at_a_cut(self) -> dict[str, float | None]:
+        """Return the verdicts so far of the tools that were used and cannot be brought back to where they are.
+
+        Raises:
+            ToolBug: As `calc_rewards`.
+        """
+        return await self._verdicts(of=(OnReplay.RESTART,))
+
+    async def _verdicts(self, *, of: Collection[OnReplay]) -> dict[str, float | None]:
+        verdicts: dict[str, float | None] = {}
         for name, instance in self._instances.items():
-            if instance.instance_id is None or not self._tools[name].has_verdict:
+            tool = self._tools[name]
+            if instance.instance_id is None or not tool.has_verdict or self._replay[name] not in of:
                 continue
+            where = f"calc_reward of tool {name!r}"
             kwargs = self._kwargs_of(name, "calc_reward_kwargs")
-            verdict = partial(self._tools[name].calc_reward, instance.instance_id, **kwargs)
+            verdict = partial(tool.calc_reward, instance.instance_id, **kwargs)
             try:
-                reward = await run_bounded(
-                    verdict, timeout_s=self._config.close_timeout_s, name=f"calc_reward of tool {name!r}"
-                )
+                reward = await run_bounded(verdict, timeout_s=self._config.close_timeout_s, name=where)
             except DeadlineExpired as error:
-                raise ToolBug(
-                    f"calc_reward of tool {name!r} {error}; mend it, or raise close_timeout_s"
-                ) from error
+                raise ToolBug(f"{where} {error}; mend it, or raise close_timeout_s") from error
             except Exception as error:
-                raise ToolBug(
-                    f"calc_reward of tool {name!r} raised {describe_error(error)}; mend it"
-                ) from error
-            if reward is not None:
-                rewards[name] = read_reward(reward, where=f"calc_reward of tool {name!r}")
-        return rewards
+                raise ToolBug(f"{where} raised {describe_error(error)}; mend it") from error
+            verdicts[name] = None if reward is None else read_reward(reward, where=where)
+        return verdicts
 
     async def close(self) -> list[Incident]:
         """Releases every instance, all at once, to the end even if cancelled meanwhile.

@@ -65,9 +65,10 @@ class OpenAIFunctionPropertySchema(_Fields):
 
 class _MadeAsInVerl(ABCMeta):
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 2:
-            config, tool_schema = args
-            args = (dict(config), None if tool_schema is None else OpenAIFunctionToolSchema(tool_schema))
+        if len(args) == 2 and isinstance(
+            args[1], Mapping
+        ):  # config and tool_schema, as a registry gives them
+            args = (args[0], OpenAIFunctionToolSchema(cast(Mapping[str, Any], args[1])))
         tool: Any = super().__call__(*args, **kwargs)
         if cls.create is not BaseTool.create:
             tool.create = partial(_create, tool.create, inspect.signature(tool.create).parameters)

@@ -1,0 +1,190 @@
+"""Resuming after calls to tools whose state cannot be brought back: the tokens stay as long as nothing reads it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import pytest
+
+from agent_loop.boundary import OnReplay
+from agent_loop.integrations import verl
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind
+from agent_loop.turn_log import ReplayMismatch
+from agent_loop.types import StopReason
+from tests.helpers import call_text, encoded
+from tests.loops.partials import TOKEN_S, Doer, Setting, facts, random_turns
+
+LATENCY_S = 0.4
+LOOK = f"I look. {call_text('look', a=0)}"
+SILENT = {"look": (OnReplay.RESTART, LATENCY_S)}
+
+
+class Judge(Doer):
+    """Finds a trajectory worth the number of its calls."""
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        self._world.begun["verdict"] += 1
+        return float(self.open[instance_id])
+
+
+class FailsEarly(Judge):
+    """Has no verdict before the third call."""
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        if self.open[instance_id] < 2:
+            raise ZeroDivisionError
+        return await super().calc_reward(instance_id, **kwargs)
+
+
+class VerlTool(verl.BaseTool):
+    """As verl's tools are written: with state, a reward of it, and nothing about replays."""
+
+    begun: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, world: Any, **options: Any) -> None:
+        parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+        function = {"name": name, "description": "Does.", "parameters": parameters}
+        super().__init__({}, {"type": "function", "function": function})
+        self.open: dict[str, int] = {}
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, Any]:
+        instance_id = instance_id or str(uuid4())
+        self.open[instance_id] = 0
+        return instance_id, verl.ToolResponse()
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        self.begun.append(instance_id)
+        self.open[instance_id] += 1
+        return verl.ToolResponse(text="done"), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return float(self.open[instance_id])
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.open[instance_id]
+
+
+def after_calls(*turns: str, tokens: int = 3, latency_s: float = LATENCY_S) -> float:
+    """The moment so many tokens into the completion that follows these turns, each of which calls one tool."""
+    sampled = sum(len(encoded(f"{turn}<|im_end|>")) for turn in turns)
+    return (sampled + tokens + 0.5) * TOKEN_S + len(turns) * latency_s
+
+
+def restarts(output: AgentLoopOutput) -> list[str]:
+    return [i.detail for i in output.incidents if i.kind is IncidentKind.RESTARTED]
+
+
+def test_tokens_are_kept_when_the_cut_is_in_a_completion_behind_the_last_call() -> None:
+    turns = [LOOK, "It is done."]
+    whole = run_virtual(Setting(turns, tools=SILENT).run())
+    setting = Setting(turns, tools=SILENT)
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
+    assert part.extra_fields["state"] == "generating"
+    output = run_virtual(setting.run(partial_output=part))
+    assert facts(output) == facts(whole)
+    assert setting.world.begun["look"] == 1
+    assert setting.servers[0].requests[-1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
+
+
+def test_a_new_call_to_a_tool_whose_state_is_gone_begins_the_trajectory_anew() -> None:
+    turns = [LOOK, LOOK, "It is done."]
+    setting = Setting(turns, tools=SILENT)
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
+    output = run_virtual(setting.run(partial_output=part))
+    [reason] = restarts(output)
+    assert (
+        "tool 'look' is called after tool 'look' had been used, whose state cannot be brought back" in reason
+    )
+    assert output.stop_reason is StopReason.ANSWERED
+    assert setting.world.begun["look"] == 3
+
+
+def test_a_call_that_was_cut_begins_the_trajectory_anew() -> None:
+    setting = Setting([LOOK, "It is done."], tools=SILENT)
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
+    assert part.extra_fields["state"] == "processing_tools"
+    output = run_virtual(setting.run(partial_output=part))
+    assert "had been used, and does not say that it can be replayed" in restarts(output)[0]
+
+
+@pytest.mark.parametrize(
+    ("on_replay", "num_restarts"), [("recorded", 0), ("rerun", 0), ("once", 1), ("restart", 1)]
+)
+def test_other_tools_may_be_called_later_if_they_cannot_read_the_state_that_is_gone(
+    on_replay: str, num_restarts: int
+) -> None:
+    turns = [LOOK, f"And now. {call_text('book', a=0)}", "It is done."]
+    tools = {**SILENT, "book": (OnReplay(on_replay), LATENCY_S)}
+    setting = Setting(turns, tools=tools)
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
+    output = run_virtual(setting.run(partial_output=part))
+    assert len(restarts(output)) == num_restarts
+    assert output.stop_reason is StopReason.ANSWERED
+    assert setting.world.begun["book"] == 1
+    assert setting.world.begun["look"] == 1 + num_restarts
+
+
+def test_one_that_called_something_only_once_is_refused_when_it_would_have_to_begin_anew() -> None:
+    book = f"I book. {call_text('book', a=0)}"
+    setting = Setting([book, LOOK, LOOK, "Done."], tools={**SILENT, "book": (OnReplay.ONCE, LATENCY_S)})
+    part = run_virtual(setting.run(cancel_after_s=after_calls(book, LOOK)))
+    with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
+        run_virtual(setting.run(partial_output=part))
+
+
+def test_a_verdict_is_asked_for_at_the_cut_and_counts_at_the_end() -> None:
+    turns = [LOOK, LOOK, "It is done."]
+    setting = Setting(turns, tools=SILENT, tool_class=Judge)
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, LOOK)))
+    assert part.reward_score is None
+    again = run_virtual(setting.run(partial_output=part, cancel_after_s=2.5 * TOKEN_S))
+    assert again.stop_reason is StopReason.CANCELLED
+    assert again.reward_score is None
+    output = run_virtual(setting.run(partial_output=again))
+    assert output.reward_score == 2.0
+    assert not restarts(output)
+    assert setting.world.begun == {"look": 2, "verdict": 1}
+
+
+def test_without_a_verdict_at_the_cut_the_trajectory_begins_anew() -> None:
+    setting = Setting([LOOK, LOOK, "It is done."], tools=SILENT, tool_class=FailsEarly)
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
+    output = run_virtual(setting.run(partial_output=part))
+    assert output.reward_score == 2.0
+    assert len(restarts(output)) == 1
+    assert setting.world.begun["look"] == 3
+
+
+def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:
+    VerlTool.begun.clear()
+    setting = Setting([LOOK, "It is done."], tools=SILENT, tool_class=VerlTool)  # type: ignore[arg-type]
+    part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, latency_s=0)))
+    output = run_virtual(setting.run(partial_output=part))
+    assert not restarts(output)
+    assert output.reward_score == 1.0
+    assert output.response_ids.tolist()[: len(part.response_ids)] == part.response_ids.tolist()
+    assert len(VerlTool.begun) == 1
+
+
+@pytest.mark.parametrize("first_seed", range(0, 60, 20))
+def test_whatever_is_cut_the_end_is_that_of_a_trajectory_that_was_not_cut(first_seed: int) -> None:
+    num_cut = num_restarts = 0
+    tools = {**SILENT, "book": (OnReplay.RESTART, 0.7), "step": (OnReplay.RERUN, 0.3)}
+    for seed in range(first_seed, first_seed + 20):
+        of = random.Random(seed)
+        turns = random_turns(of, many=["look", "book"], one="step")
+        setting = Setting(turns, tools=tools, tool_class=Judge)
+        whole = run_virtual(Setting(turns, tools=tools, tool_class=Judge).run())
+        cuts = [of.uniform(0, whole.metrics.total) for _ in range(of.randint(1, 3))]
+        output, parts = run_virtual(setting.run_in_parts(cuts))
+        num_cut += len(parts)
+        num_restarts += bool(restarts(output))
+        expected, found = facts(whole), facts(output)
+        incidents = [i for i in output.incidents if i.kind is not IncidentKind.RESTARTED]
+        found["incidents"] = expected["incidents"] if incidents == list(whole.incidents) else incidents
+        assert found == expected, seed
+        assert output.reward_score == whole.reward_score, seed
+    assert num_cut > num_restarts > 0
