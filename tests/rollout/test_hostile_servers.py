@@ -1,0 +1,254 @@
+"""Arbitrary replies to some rows change no other row, keep no lease, and reach no update."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.config import RolloutConfig
+from agent_loop.errors import JournalError, SamplingParamsError, ServerDied, ServerError
+from agent_loop.own_task import num_abandoned
+from agent_loop.rollout.batch import assemble
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import Trajectory
+from agent_loop.types import StopReason, TokenChunk, TokenOutput, VersionSpan
+from tests.helpers import hermes_template, says, user
+
+VOCAB_SIZE = hermes_template().vocab_size
+NUM_GOOD = 6
+TIMEOUT_S = 60.0
+
+
+class Odd(BaseException):
+    """Not an Exception."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server does with one request."""
+
+    fields: dict[str, Any]
+    """Set on a completion without any check."""
+    error: type[BaseException] | None
+    instead: Any
+    """Returned instead of a completion, if it is not None."""
+    latency_s: float
+    swallows: bool
+    """Whether it goes on when it is cancelled."""
+    ends: bool
+    """Whether its stream ends with a stop reason."""
+    num_chunks: int
+
+    async def take_time(self) -> None:
+        ends_at = asyncio.get_running_loop().time() + self.latency_s
+        while (left_s := ends_at - asyncio.get_running_loop().time()) > 0:
+            try:
+                await asyncio.sleep(left_s)
+            except asyncio.CancelledError:
+                if not self.swallows:
+                    raise
+        if self.error is not None:
+            raise self.error("hostile")
+
+    def made(self, kind: type[Any]) -> Any:
+        if self.instead is not None:
+            return self.instead
+        made = kind([7, 8], [-0.5, -0.25], stop_reason="stop")
+        for name, value in self.fields.items():
+            if hasattr(made, name):
+                object.__setattr__(made, name, value)
+        return made
+
+
+NUMBERS: st.SearchStrategy[Any] = st.one_of(
+    st.integers(-3, VOCAB_SIZE + 3),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=2),
+    st.sampled_from([2**31, 2**63, 2**64, 10**400, -(10**400), np.int64(3), np.float32("nan"), -0.5, 1e-9]),
+)
+LISTS: st.SearchStrategy[Any] = st.one_of(
+    st.lists(NUMBERS, max_size=4),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=4),
+    st.lists(st.floats(-5, 0), min_size=1, max_size=4),
+    st.lists(st.floats(-5, 0), min_size=2, max_size=2).map(np.array),
+    st.lists(st.integers(0, 9), min_size=600, max_size=600),
+    NUMBERS,
+)
+SPANS: st.SearchStrategy[Any] = st.one_of(
+    NUMBERS, st.lists(st.builds(VersionSpan, NUMBERS, NUMBERS), max_size=3).map(tuple)
+)
+FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+    {},
+    optional={
+        "token_ids": LISTS,
+        "log_probs": LISTS,
+        "weight_version": NUMBERS,
+        "stop_reason": st.sampled_from(["stop", "length", "aborted", None, "because", 3, ["stop"]]),
+        "num_preempted": NUMBERS,
+        "num_cached_tokens": NUMBERS,
+        "prefill_s": NUMBERS,
+        "version_spans": SPANS,
+    },
+)
+ERRORS: list[type[BaseException]] = [
+    ValueError,
+    TimeoutError,
+    ServerError,
+    SamplingParamsError,
+    JournalError,
+    asyncio.CancelledError,
+    GeneratorExit,
+    SystemExit,
+    StopAsyncIteration,
+    RecursionError,
+    MemoryError,
+    Odd,
+]
+REPLIES: st.SearchStrategy[Reply] = st.builds(
+    Reply,
+    fields=FIELDS,
+    error=st.one_of(st.none(), st.none(), st.sampled_from(ERRORS)),
+    instead=st.one_of(
+        st.none(), st.none(), NUMBERS, LISTS, LISTS.map(lambda ids: {"token_ids": ids}), st.builds(ValueError)
+    ),
+    latency_s=st.sampled_from([0.0, 0.0, 0.3, 5.0, 200.0, 1e9]),
+    swallows=st.booleans(),
+    ends=st.booleans(),
+    num_chunks=st.integers(0, 3),
+)
+
+
+class HostileServer(ScriptedServer):
+    """Answers harmless rows as it is scripted, and each hostile row with its own reply."""
+
+    def __init__(self, replies: Sequence[Reply], *, streams: bool, name: str) -> None:
+        super().__init__(answer, name=name, vocab_size=VOCAB_SIZE, max_concurrent=2, streams=streams)
+        self._replies = replies
+
+    def _hostile(self, prompt_ids: Any) -> Reply | None:
+        _, found, number = hermes_template().decode(prompt_ids).partition("hostile ")
+        if not found:
+            return None
+        reply = self._replies[int(number.split("<")[0])]
+        return replace(reply, error=None) if reply.error is ServerDied and self.name != "s0" else reply
+
+    async def generate(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        reply = self._hostile(prompt_ids)
+        if reply is None:
+            return await super().generate(prompt_ids, *args, **kwargs)
+        await reply.take_time()
+        return reply.made(TokenOutput)
+
+    async def stream(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+        reply = self._hostile(prompt_ids)
+        if reply is None:
+            async for chunk in super().stream(prompt_ids, *args, **kwargs):
+                yield chunk
+            return
+        for _ in range(reply.num_chunks):
+            yield TokenChunk([5], [-1.0])
+        await reply.take_time()
+        chunk = reply.made(TokenChunk)
+        if not reply.ends and isinstance(chunk, TokenChunk):
+            object.__setattr__(chunk, "stop_reason", None)
+        yield chunk
+
+
+def answer(request: ScriptedRequest) -> ScriptedReply:
+    """The whole reply to a prompt, of which the prompt may hold the beginning."""
+    text = hermes_template().decode(request.prompt_ids)
+    question, _, begun = text.rpartition("<|im_start|>assistant\n")
+    number = question.rpartition("good ")[2].partition("<")[0]
+    whole = says(f"answer {number}").token_ids
+    rest = whole[len(hermes_template().encode(begun)) :]
+    return ScriptedReply(rest, log_probs=[-0.125] * len(rest), latency_s=0.5 * len(rest))
+
+
+def trajectories_of(
+    replies: Sequence[Reply], *, num_servers: int, streams: bool
+) -> tuple[list[Trajectory], dict[str, Any]]:
+    """Run the harmless rows beside one hostile row for each reply; return what is left behind, too."""
+    servers = [HostileServer(replies, streams=streams, name=f"s{n}") for n in range(num_servers)]
+    config = RolloutConfig(
+        prompt_length=256, response_length=64, max_failed_share=1.0, request_timeout_s=TIMEOUT_S
+    )
+    manager = AgentLoopManager(config, servers=servers, template=hermes_template())
+    good = [{"raw_prompt": user(f"good {number}")} for number in range(NUM_GOOD)]
+    hostile = [{"raw_prompt": user(f"hostile {number}")} for number in range(len(replies))]
+    balancer = manager.server_manager.balancer
+
+    async def main() -> tuple[list[Trajectory], dict[str, Any]]:
+        trajectories = await manager.run([*good, *hostile])
+        left = {
+            "leases": balancer.num_leases,
+            "waiting": balancer.num_waiting,
+            "sessions": balancer.num_sessions,
+            "tasks": len(asyncio.all_tasks()) - 1,
+        }
+        await manager.close()
+        return trajectories, left
+
+    return run_virtual(main())
+
+
+def learned_from(trajectory: Trajectory) -> tuple[Any, ...]:
+    output = trajectory.output
+    versions = [segment.weight_version for segment in output.segments]
+    return (
+        list(output.prompt_ids),
+        list(output.response_ids),
+        list(output.response_mask),
+        [] if output.response_logprobs is None else list(output.response_logprobs),
+        versions,
+        output.stop_reason,
+        output.messages,
+        trajectory.reward,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    replies=st.lists(REPLIES, min_size=1, max_size=12), num_servers=st.integers(1, 2), streams=st.booleans()
+)
+def test_replies_to_hostile_rows_change_no_other_row_and_reach_no_update(
+    replies: list[Reply], num_servers: int, streams: bool
+) -> None:
+    alone, _ = trajectories_of([], num_servers=num_servers, streams=streams)
+    trajectories, left = trajectories_of(replies, num_servers=num_servers, streams=streams)
+    assert left == {"leases": 0, "waiting": 0, "sessions": 0, "tasks": 0}
+    assert num_abandoned() == 0  # (none in a loop that is closed)
+    assert [learned_from(t) for t in trajectories[:NUM_GOOD]] == [learned_from(t) for t in alone]
+    assert all(t.output.stop_reason is StopReason.ANSWERED for t in alone)
+    for trajectory in trajectories[NUM_GOOD:]:
+        failure = trajectory.output.failure
+        if failure is not None:
+            kind = failure.error.partition(":")[0]
+            assert kind in {"BadServerReply", "ServerError", "ServerTimeout", "SamplingParamsError"}
+    batch = assemble(trajectories, pad_token_id=hermes_template().pad_token_id)
+    assert int(batch["input_ids"].min()) >= 0
+    assert int(batch["input_ids"].max()) < VOCAB_SIZE
+    if "rollout_log_probs" in batch:  # (a server may give none)
+        assert (
+            -10_000 <= float(batch["rollout_log_probs"].min()) <= float(batch["rollout_log_probs"].max()) <= 0
+        )
+    assert int(batch["weight_versions"].min()) >= -1
+
+
+def test_a_server_that_says_that_it_died_moves_its_rows_and_changes_none() -> None:
+    died = Reply({}, ServerDied, None, 0.7, False, True, 1)
+    alone, _ = trajectories_of([], num_servers=2, streams=True)
+    trajectories, left = trajectories_of([died], num_servers=2, streams=True)
+    assert left == {"leases": 0, "waiting": 0, "sessions": 0, "tasks": 0}
+    assert [learned_from(t) for t in trajectories[:NUM_GOOD]] == [learned_from(t) for t in alone]
+    assert list(trajectories[NUM_GOOD].output.response_ids)[-2:] == [7, 8]
