@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +18,9 @@ from msgspec import structs
 from torch import Tensor
 
 from agent_loop.config import ActorConfig, AggregationMode, AlgorithmConfig
+from agent_loop.errors import RolloutError
 from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.rollout.failures import FailureBudget
 from agent_loop.training.actor import Actor
 from agent_loop.training.advantages import (
     collect_rewards,
@@ -30,9 +32,11 @@ from agent_loop.training.advantages import (
 )
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.feedback import feedback_metrics
+from agent_loop.training.learner import _estimate_metrics
 from agent_loop.training.losses import Aggregation, aggregate
 from agent_loop.training.metrics import rollout_metrics
 from agent_loop.training.optimizer import Optimizer
+from agent_loop.training.rollouts import _earned, _with_variance
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, as_token_ids
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
@@ -545,3 +549,87 @@ def test_whitening_by_weights_is_whitening_of_rollouts() -> None:
     found = whiten(values_BR, mask_BR=mask_BR, weights_B=torch.tensor([1, 1 / 3, 1 / 3, 1 / 3]))
 
     assert found[:, 0].tolist() == pytest.approx([0.5**0.5, *[-(0.5**0.5)] * 3], abs=1e-5)
+
+
+# -- what chooses rows ------------------------------------------------------------------------------------------------
+
+
+def scores(*rollouts: Sequence[float | None]) -> list[Trajectory]:
+    return trajectories_of([[[Branch(reward, ((1, None),)) for reward in rollout] for rollout in rollouts]])
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "is_kept"),
+    [
+        ([[1.0], [0.0, 0.0]], True),
+        ([[1.0], [1.0, 1.0, 1.0]], False),
+        ([[1.0, 0.0], [0.5, 0.5]], True),
+        ([[1.0, 0.0], [None]], False),
+        ([[1.0, None], [0.0]], True),
+    ],
+)
+def test_a_group_is_kept_where_its_rollouts_can_be_told_apart(
+    rollouts: list[list[float | None]], is_kept: bool
+) -> None:
+    trajectories = scores(*rollouts)
+    batch = assemble(trajectories, pad_token_id=PAD)
+    signal_B = has_signal(batch["reward"], groups_B=batch["group"], rollouts_B=rollouts_of_rows(batch))
+
+    kept = _with_variance(trajectories)
+
+    assert kept == (trajectories if is_kept else [])
+    assert signal_B.any() == is_kept
+
+
+def test_a_greedy_rollout_earned_the_mean_of_its_scored_branches() -> None:
+    branches = [Branch(1.0, ((1, 2.0),)), Branch(0.0, ((1, None),)), Branch(None, ((1, 4.0),))]
+
+    assert _earned(trajectories_of([[branches]]), turn_weight=0.5) == 1.0
+    assert math.isnan(_earned(scores([None, None]), turn_weight=0.5))
+
+
+def test_the_branches_of_a_failed_rollout_are_one_failure() -> None:
+    budget = FailureBudget(num_trajectories=4, max_share=0.25)
+    failed = [
+        structs.replace(t, output=t.output.failed(Failure(error="Boom", traceback="")))
+        for t in scores([None] * 3, [None])
+    ]
+
+    for trajectory in failed[:3]:
+        budget.count(trajectory)
+    with pytest.raises(RolloutError, match="2 of 4 trajectories failed"):
+        budget.count(failed[3])
+
+
+def test_the_share_of_rollouts_with_a_signal_counts_rollouts() -> None:
+    """Three groups of two rollouts, of which one has a signal; it has most of the rows."""
+    turns = ((1, None),)
+    flat: Group = [[Branch(0.0, turns)], [Branch(0.0, turns)]]
+    varied: Group = [[Branch(1.0, turns)] * 3, [Branch(0.0, turns)] * 3]
+    batch = batch_of([flat, varied, flat])
+    config = AlgorithmConfig()
+    estimate = estimate_advantages(collect_rewards(batch, config=config, response_length=9), config=config)
+
+    assert _estimate_metrics(estimate, batch)["reward/signal_share"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_where_each_rollout_has_one_branch_numbers_do_not_depend_on_branches_at_all(estimator: Any) -> None:
+    """Bit for bit: the rollouts' numbers of such rows change nothing."""
+    dice = random.Random(0)
+    groups = [
+        [[Branch(dice.choice([None, 0.1, 0.5, 1.0]), ((2, dice.random()), (1, None)))] for _ in range(5)]
+        for _ in range(4)
+    ]
+    batch = batch_of(groups)
+    config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=WEIGHT)
+    rewards = collect_rewards(batch, config=config, response_length=99)
+    options = {"values_BR": torch.zeros(batch["responses"].shape), "baselines_B": torch.zeros(len(batch))}
+
+    found = estimate_advantages(rewards, config=config, **options)
+    plain = estimate_advantages(
+        replace(rewards, rollouts_B=None, shared_turns_B=None), config=config, **options
+    )
+
+    assert torch.equal(found.advantages_BR, plain.advantages_BR)
+    assert torch.equal(found.keep_B, plain.keep_B)
