@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_loop.config import Config
@@ -25,6 +30,35 @@ from agent_loop.training.checkpoint import (
 )
 from agent_loop.training.learner import Learner
 from tests.training.fakes import tiny_policy, tiny_tokenizer
+
+CHECKPOINTED = Path(tempfile.mkdtemp()) / "step-000001"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_small_checkpoint() -> Iterator[None]:
+    """A checkpoint with little in it, for tests of its state."""
+
+    class Small:
+        def save(self, folder: Path) -> None:
+            (folder / "model").mkdir()
+            (folder / "model" / "weights").write_bytes(b"0123")
+
+        def save_pretrained(self, save_directory: str) -> None:
+            pass
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_checkpoint(
+            Path(folder),
+            step=1,
+            weight_version=1,
+            learner=Small(),
+            tokenizer=Small(),
+            config={"actor": {"lr": 1.5}},
+            keep=1,
+        )
+        shutil.move(path, CHECKPOINTED)
+    yield
+    shutil.rmtree(CHECKPOINTED.parent)
 
 
 def make_learner(seed: int) -> Learner:
@@ -93,7 +127,7 @@ def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path: Path, name: str) -
     with pytest.raises(CheckpointError, match=rf"is damaged: {name} has {len(whole) - 10} bytes instead of"):
         latest_checkpoint(tmp_path)
     file.unlink()
-    with pytest.raises(CheckpointError, match=rf"is damaged: {name} is missing; remove it and resume"):
+    with pytest.raises(CheckpointError, match=rf"is damaged: {name} is missing; copy it again"):
         latest_checkpoint(tmp_path)
 
 
@@ -112,6 +146,8 @@ def test_a_trainer_state_that_is_not_what_it_was_is_refused(tmp_path: Path, name
     file = checkpoint.path / "trainer" / name
     file.write_bytes(b"x" * file.stat().st_size)
 
+    with pytest.raises(CheckpointError, match=rf"is damaged: trainer/{name} is not what was written"):
+        latest_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match=r"is damaged: trainer cannot be read"):
         make_learner(1).load(checkpoint)
 
@@ -136,3 +172,103 @@ def test_the_state_lists_the_size_of_every_other_file(tmp_path: Path) -> None:
 
     assert {"trainer/.metadata", "model/model.safetensors", "model/config.json"} <= set(state["files"])
     assert state["config_digest"] == checkpoint.config_digest
+
+
+def every_file(checkpoint: Checkpoint) -> list[Path]:
+    return sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
+
+
+def test_one_changed_bit_in_any_file_is_noticed_and_the_checkpoint_before_is_named(tmp_path: Path) -> None:
+    earlier, checkpoint = save(tmp_path, step=1), save(tmp_path, step=2)
+    assert len(every_file(checkpoint)) > 5
+    for file in every_file(checkpoint):
+        whole = file.read_bytes()
+        for place in {0, len(whole) // 2, len(whole) - 1}:
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            name = file.relative_to(checkpoint.path).as_posix()
+            with pytest.raises(CheckpointError, match=rf"is damaged: {name} ") as refused:
+                latest_checkpoint(tmp_path)
+            assert f"resume, which takes the checkpoint before it, {str(earlier.path)!r}" in str(
+                refused.value
+            )
+        file.write_bytes(whole)
+    assert latest_checkpoint(tmp_path).step == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_state_with_a_changed_byte_says_the_same_or_is_refused(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        whole = (CHECKPOINTED / "state.json").read_bytes()
+        shutil.copytree(CHECKPOINTED, path / "step-000001")
+        place = data.draw(st.integers(0, len(whole) - 1))
+        changed = whole[:place] + bytes([whole[place] ^ data.draw(st.integers(1, 255))]) + whole[place + 1 :]
+        (path / "step-000001" / "state.json").write_bytes(changed)
+        try:
+            checkpoint = open_checkpoint(path / "step-000001")
+        except CheckpointError:
+            return
+        assert dataclasses.replace(checkpoint, path=CHECKPOINTED) == open_checkpoint(CHECKPOINTED)
+
+
+def test_a_file_that_was_not_written_with_it_is_named(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, step=1)
+    (checkpoint.path / "notes.txt").write_text("mine")
+    assert latest_checkpoint(tmp_path).step == 1
+    (checkpoint.path / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model/adapter_config.json was not written with it"):
+        latest_checkpoint(tmp_path)
+
+
+def test_only_the_model_is_read_where_only_the_model_is_needed(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, step=1)
+    (checkpoint.path / "trainer" / ".metadata").unlink()
+    assert latest_checkpoint(tmp_path, parts=["model"]).step == 1
+    with pytest.raises(CheckpointError, match="is missing"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_of_an_older_version_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = save(tmp_path, step=1)
+    state = json.loads((checkpoint.path / "state.json").read_text())
+    del state["crc32"]
+    state["files"] = {name: facts["size"] for name, facts in state["files"].items()}
+    (checkpoint.path / "state.json").write_text(json.dumps(state))
+    assert latest_checkpoint(tmp_path).step == 1
+    assert "has no checksums: only the sizes of its files were checked" in caplog.text
+
+
+class OnAFullDisk:
+    """A learner whose disk is full when it comes to one of its files."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def save(self, folder: Path) -> None:
+        full = folder / self._name
+        full.parent.mkdir(parents=True, exist_ok=True)
+        full.symlink_to("/dev/full")
+        make_learner(1).save(folder)
+        full.write_bytes(b"what no library writes")
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "trainer/__0_0.distcp", "other"])
+def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path, name: str) -> None:
+    earlier = save(tmp_path, step=1, keep=1)
+    with pytest.raises(CheckpointError) as refused:
+        save_checkpoint(
+            tmp_path,
+            step=2,
+            weight_version=2,
+            learner=OnAFullDisk(name),
+            tokenizer=tiny_tokenizer(),
+            config={},
+            keep=1,
+        )
+    assert "step-000002' cannot be written" in str(refused.value)
+    assert f"the last one is {str(earlier.path)!r}, untouched" in str(refused.value)
+    assert [path.name for path in checkpoints_folder(tmp_path).iterdir()] == ["step-000001"]
+    assert latest_checkpoint(tmp_path) == earlier

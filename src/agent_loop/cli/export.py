@@ -36,9 +36,9 @@ def export_command(
         agent-loop export runs/lora --out adapter --keep-adapter
     """
     # late: keeps `--help` quick
-    from agent_loop.training.checkpoint import named_checkpoint
+    from agent_loop.training.checkpoint import MODEL_FOLDER, named_checkpoint
     from agent_loop.training.export import export_model
 
-    checkpoint = named_checkpoint(source)
+    checkpoint = named_checkpoint(source, parts=[MODEL_FOLDER])
     export_model(checkpoint, out, dtype=dtype, keep_adapter=keep_adapter)
     typer.echo(f"step {checkpoint.step} is in {out}")

@@ -4,18 +4,20 @@ checkpoints/step-000040/
     model/       what `transformers` loads: weights, config, tokenizer
     critic/      the same for the critic, where there is one
     trainer/     what `torch.distributed.checkpoint` loads into any number of processes: optimiser, random states
-    state.json   step, weight version, configuration, and the size of every other file
+    state.json   step, weight version, configuration, the size and CRC-32 of every other file, and a CRC-32 of itself
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Generator, Mapping
+import zlib
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,13 +26,18 @@ from pickle import UnpicklingError
 from typing import Any, Protocol, cast
 
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
+from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
 
 STATE_FILE = "state.json"
 TRAINER_FOLDER = "trainer"
 MODEL_FOLDER = "model"
+_UNWRITTEN = (OSError, SafetensorError, CheckpointException)
+"""What writing a checkpoint raises on a disk that is full or read-only, by way of the libraries that write it."""
+logger = logging.getLogger(__name__)
 
 
 class SavesPretrained(Protocol):
@@ -74,29 +81,44 @@ def save_checkpoint(
     config: Mapping[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint, then removes all but the last `keep` of the run."""
+    """Write a checkpoint, then remove all but the last `keep` of the run.
+
+    Raises:
+        CheckpointError: It cannot be written. What was written of it is removed; the checkpoints before are untouched.
+    """
     folder = checkpoints_folder(run_dir)
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
-    for half_written in folder.glob(".step-*.tmp"):
-        shutil.rmtree(half_written)
-    temporary.mkdir(parents=True)
-    learner.save(temporary)
-    tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
-    state = {
-        "step": step,
-        "weight_version": weight_version,
-        "version": version("agent-loop"),
-        "config_digest": config_digest(config),
-        "config": dict(config),
-        "files": {str(path.relative_to(temporary)): path.stat().st_size for path in _files(temporary)},
-    }
-    (temporary / STATE_FILE).write_text(json.dumps(state, indent=2), encoding="utf-8")
-    for path in [*_files(temporary), temporary]:
-        _sync(path)
-    os.replace(temporary, final)
-    _sync(folder)
+    try:
+        for half_written in folder.glob(".step-*.tmp"):
+            shutil.rmtree(half_written)
+        temporary.mkdir(parents=True)
+        learner.save(temporary)
+        tokenizer.save_pretrained(str(temporary / MODEL_FOLDER))
+        state = {
+            "step": step,
+            "weight_version": weight_version,
+            "version": version("agent-loop"),
+            "config_digest": config_digest(config),
+            "config": dict(config),
+            "files": manifest_form(manifest_of(temporary)),
+        }
+        signed = {**state, "crc32": _checksum(json.loads(json.dumps(state)))}
+        (temporary / STATE_FILE).write_text(json.dumps(signed, indent=2), encoding="utf-8")
+        for path in [*_files(temporary), temporary]:
+            _sync(path)
+        os.replace(temporary, final)
+        _sync(folder)
+    except _UNWRITTEN as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint {str(final)!r} cannot be written ({_first_line(error)}); {_last_good(run_dir)} Free the "
+            "disk or correct the permissions, then resume"
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     for old in list_checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -116,7 +138,7 @@ def load_state(state: dict[str, Any], checkpoint: Checkpoint) -> None:
         with _in_any_number_of_processes():
             cast(Any, dcp).load(state, checkpoint_id=checkpoint.path / TRAINER_FOLDER)
     except (CheckpointException, RuntimeError, UnpicklingError, EOFError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise _damaged(checkpoint.path, f"{TRAINER_FOLDER} cannot be read ({reason})") from error
 
 
@@ -134,8 +156,12 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def latest_checkpoint(run_dir: Path) -> Checkpoint:
+def latest_checkpoint(run_dir: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
     """The last checkpoint of a run.
+
+    Args:
+        run_dir: The folder of the run.
+        parts: Check the files of these subfolders alone; None checks all.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -146,26 +172,30 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint:
             f"{str(checkpoints_folder(run_dir))!r} holds no checkpoint; start without resume, or set "
             "trainer.run_dir to the folder of the run to go on with"
         )
-    return open_checkpoint(checkpoints[-1])
+    return open_checkpoint(checkpoints[-1], parts=parts)
 
 
-def named_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in this folder, or the last one of the run in it.
+def named_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
+    """The checkpoint in this folder, or the last one of the run in it; see `latest_checkpoint`.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
     if list_checkpoints(path):
-        return latest_checkpoint(path)
+        return latest_checkpoint(path, parts=parts)
     if path.is_dir() and not (path / STATE_FILE).is_file():
         raise CheckpointError(
             f"{str(path)!r} holds no run (checkpoints/step-...) and no checkpoint ({STATE_FILE}); give one"
         )
-    return open_checkpoint(path)
+    return open_checkpoint(path, parts=parts)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads what a checkpoint says of itself and checks that its files are there in full.
+def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
+    """Read what a checkpoint says of itself, and check that its files are what was written. That reads each of them.
+
+    Args:
+        path: The folder of the checkpoint.
+        parts: Check the files of these subfolders alone; None checks all.
 
     Raises:
         CheckpointError: It is missing or damaged.
@@ -174,23 +204,25 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint {str(path)!r} does not exist; give a folder like .../step-000040")
     try:
         state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-        sizes: Mapping[str, int] = state["files"]
+        manifest = read_manifest(state["files"])
+        has_checksums = "crc32" in state or any(facts.crc32 is not None for facts in manifest.values())
+        if has_checksums and state.pop("crc32", None) != _checksum(state):
+            raise ValueError("it is not what was written; its checksum differs")
         checkpoint = Checkpoint(
             path=path,
             step=int(state["step"]),
             weight_version=int(state["weight_version"]),
-            config=state["config"],
+            config=dict(state["config"]),
             config_digest=str(state["config_digest"]),
             version=str(state["version"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise _damaged(path, f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})") from error
-    for name, size in sizes.items():
-        file = path / name
-        if not file.is_file():
-            raise _damaged(path, f"{name} is missing")
-        if file.stat().st_size != size:
-            raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size}")
+    complaint = find_damage(path, manifest, parts=parts)
+    if complaint is not None:
+        raise _damaged(path, complaint)
+    if not has_checksums:
+        logger.warning("the checkpoint %s has no checksums: only the sizes of its files were checked", path)
     return checkpoint
 
 
@@ -204,10 +236,33 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def _checksum(state: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of what a state file says, however it is laid out."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {str(path)!r} is damaged: {why}; remove it and resume from the one before it"
+    earlier = [each for each in list_checkpoints(path.parent.parent) if step_of(each) < _step_in(path)]
+    advice = (
+        f"move that folder elsewhere and resume, which takes the checkpoint before it, {str(earlier[-1])!r}"
+        if earlier
+        else "copy it again from where it is whole; its run has no earlier checkpoint"
     )
+    return CheckpointError(f"checkpoint {str(path)!r} is damaged: {why}; {advice}")
+
+
+def _step_in(path: Path) -> int:
+    """Return the step in the name of a checkpoint; 0 if it has another name."""
+    return step_of(path) if re.fullmatch(r"step-\d{6,}", path.name) else 0
+
+
+def _last_good(run_dir: Path) -> str:
+    earlier = list_checkpoints(run_dir)
+    return f"the last one is {str(earlier[-1])!r}, untouched." if earlier else "there was none before."
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
 @contextmanager

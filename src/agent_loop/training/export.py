@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import is_adapter_folder, merged_adapters
-from agent_loop.training.checkpoint import Checkpoint, named_checkpoint
+from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, named_checkpoint
+from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
 from agent_loop.training.policy import compute_dtype
 
 MERGED_FOLDER = "merged"
@@ -59,13 +62,24 @@ def evaluated_model(path: Path) -> Path:
         CheckpointError: It is missing or damaged.
         ConfigError: The model below the adapters is gone.
     """
-    checkpoint = named_checkpoint(path)
+    checkpoint = named_checkpoint(path, parts=[MODEL_FOLDER])
     if not is_adapter_folder(checkpoint.model_path):
         return checkpoint.model_path
-    merged = checkpoint.path / MERGED_FOLDER
-    if not merged.is_dir():
+    merged, kept = checkpoint.path / MERGED_FOLDER, checkpoint.path / f"{MERGED_FOLDER}.json"
+    if not _is_whole(merged, kept):
+        shutil.rmtree(merged, ignore_errors=True)
         export_model(checkpoint, merged)
+        kept.write_text(json.dumps(manifest_form(manifest_of(merged))), encoding="utf-8")
     return merged
+
+
+def _is_whole(folder: Path, kept: Path) -> bool:
+    """Whether a folder is what was written, by the manifest that was kept of it."""
+    try:
+        manifest = read_manifest(json.loads(kept.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return False
+    return bool(manifest) and find_damage(folder, manifest) is None
 
 
 def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:
@@ -76,7 +90,7 @@ def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:
         model = loader.from_pretrained(
             source, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{str(checkpoint.path)!r} is of a training of {source!r}, which cannot be loaded: {error}; run where it is"
         ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config
-from agent_loop.errors import RolloutError, TrainingError
+from agent_loop.errors import CheckpointError, RolloutError, TrainingError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler
@@ -107,7 +107,10 @@ class TrainingLoop:
                 while self._completed < total_steps and not self._interrupt.is_requested:
                     metrics = await self._step(ahead) or metrics
         except RolloutError:
-            await self._save()
+            try:
+                await self._save()
+            except CheckpointError as error:  # the first error says why the run ends
+                self._progress.say(str(error))
             raise
         if self._time is not None:
             self._progress.say(f"all steps  {self._time}")

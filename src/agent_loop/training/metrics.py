@@ -7,13 +7,16 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
+from agent_loop.boundary import describe_error
 from agent_loop.chat.drift import find_drift
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.errors import OutputError
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.tracing.delivery import Delivery
 from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
@@ -244,10 +247,20 @@ class MetricsWriter:
         self._loggers = loggers
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line is on disk, as far as the system is asked, when this returns."""
+        """Append a line, which the operating system has when this returns.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({STEP: step, **values}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({STEP: step, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(
+                f"the metrics {self._file.name!r} cannot be written ({describe_error(error)}); free the disk, then "
+                "resume"
+            ) from error
         for logger in self._loggers:
             logger.put(Scalars(step, {name: value for name, value in values.items() if value is not None}))
 
@@ -257,7 +270,8 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a line that could not be written before
+            self._file.close()
         for logger in self._loggers:
             logger.close(timeout_s=LOGGER_TIMEOUT_S)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -50,7 +51,7 @@ def _load(config: ModelConfig, *, path: str | Path) -> PreTrainedModel:
     try:
         loader = auto_model_class(path, trust_remote_code=config.trust_remote_code)
         return loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise _cannot_load(path, error) from error
 
 
