@@ -56,7 +56,8 @@ class LoopOutputs(Struct, frozen=True):
         num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is PROMPT])
         num_response_tokens = sum([len(s.token_ids) for s in output.segments]) - num_prompt_tokens
         output = _checked(output, num_response_tokens=num_response_tokens)
-        _check_ids(output.segments, vocab_size=self.context.template.vocab_size)
+        if output.segments:
+            _check_ids(output.segments, vocab_size=self.context.template.vocab_size)
         if num_prompt_tokens > limits.prompt_length:
             output = self._with_prompt_limit(output, num_prompt_tokens)
         if output.segments and num_response_tokens > limits.response_length:
