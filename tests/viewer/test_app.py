@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from agent_loop.viewer.app import create_viewer_app
+from agent_loop.viewer.app import ANSWERS, create_viewer_app
 from agent_loop.viewer.page import static_files
 from agent_loop.viewer.source import RunSource
 
@@ -95,3 +95,38 @@ def test_the_data_are_those_of_the_run(client: TestClient) -> None:
     assert client.get("/api/metrics", params={"place": part["place"]}).json()["lines"] == []
     assert len(client.get("/api/timeline?split=train&step=2").json()) == 16
     assert client.get("/api/table?files=0,1").headers["content-type"] == "application/octet-stream"
+
+
+HOSTILE = [
+    "",
+    "-1",
+    "9" * 20,
+    "9" * 5000,
+    "1e5",
+    "NaN",
+    "\u0663",
+    "\u00b2",
+    "1,2,,3",
+    ",".join(["1"] * 20_000),
+    "%00",
+    "%ff",
+    "%ed%a0%80",
+    "../../etc/passwd",
+    "x" * 50_000,
+    "'\"<script>",
+]
+
+
+@pytest.mark.parametrize("name", [*ANSWERS, "none"])
+def test_a_query_of_any_values_is_answered_or_refused(run_folder: Path, name: str) -> None:
+    app = create_viewer_app(RunSource(run_folder), hosts=None)
+    client = TestClient(app, raise_server_exceptions=False)
+    usual = {"files": "0", "text": "a", "split": "train", "step": "1", "id": "x", "place": ""}
+    for field in usual:
+        for value in HOSTILE:
+            query = "&".join(f"{key}={given}" for key, given in {**usual, field: value}.items())
+            reply = client.get(f"/api/{name}?{query}")
+            assert reply.status_code in (200, 400, 404), (field, value[:80], reply.text[:200])
+            if reply.status_code != 200:
+                assert reply.json()["error"]
+                assert len(reply.text) < 500

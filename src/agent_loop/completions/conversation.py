@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, cast
 
+from agent_loop.boundary import one_line
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
 from agent_loop.completions.requests import ChatMessage
 from agent_loop.errors import RequestError
@@ -62,7 +63,8 @@ def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
             f"{where}.image_url: only images in the request itself are read; give a data URL", param=where
         )
     raise RequestError(
-        f"{where}: type is {json.dumps(kind)}; give text (with a text) or image_url", param=where
+        f"{where}: type is {one_line(json.dumps(kind), max_length=80)}; give text (with a text) or image_url",
+        param=where,
     )
 
 

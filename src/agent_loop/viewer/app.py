@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from agent_loop.boundary import one_line
 from agent_loop.errors import DataError
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
 from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
@@ -34,6 +35,10 @@ HEADERS = {
 }
 MAX_TEXT = 500
 """Characters of what is searched for."""
+MAX_DIGITS = 18
+"""Of a number in a query: what a column of 64 bits holds."""
+MAX_MESSAGE = 300
+"""Characters of an error."""
 
 
 def create_viewer_app(source: RunSource, *, hosts: Iterable[str] | None) -> Starlette:
@@ -146,7 +151,7 @@ def _answering(
         try:
             reply = answer(source, request)
         except DataError as error:
-            raise HTTPException(404, str(error)) from error
+            raise HTTPException(404, one_line(str(error), max_length=MAX_MESSAGE)) from error
         if isinstance(reply, bytes):
             return Response(reply, media_type="application/octet-stream")
         return Response(as_bytes(reply), media_type="application/json")
@@ -156,16 +161,26 @@ def _answering(
 
 def _step(request: Request) -> tuple[str, int]:
     split, step = request.query_params.get("split", ""), request.query_params.get("step", "")
-    if not split or not step.isdecimal():
-        raise HTTPException(400, f"split is {split!r} and step is {step!r}; give a name and a number")
-    return split, int(step)
+    number = _number(step)
+    if not split or number is None:
+        raise HTTPException(
+            400, f"split is {split[:80]!r} and step is {step[:80]!r}; give a name and a number"
+        )
+    return split, number
 
 
 def _numbers(request: Request) -> list[int]:
     given = request.query_params.get("files", "")
-    if not all(part.isdecimal() for part in given.split(",")):
+    numbers = [_number(part) for part in given.split(",")]
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers):
         raise HTTPException(400, f"files is {given[:80]!r}; give numbers, with commas between them")
-    return [int(part) for part in given.split(",")]
+    return known
+
+
+def _number(text: str) -> int | None:
+    """The whole number that a text holds; None if it holds none, or one of too many digits."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
 def _on_http_error(_: Request, error: Exception) -> Response:

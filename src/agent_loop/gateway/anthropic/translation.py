@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
+from agent_loop.boundary import one_line
 from agent_loop.completions.replies import AssistantMessage, ChatCompletion, FinishReason, Usage
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.errors import RequestError
@@ -110,7 +111,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
     for index, block in enumerate(blocks):
         kind = block.get("type")
         if kind == "thinking":
-            thoughts.append(str(block.get("thinking") or ""))
+            thoughts.append(_string(block, "thinking", where=f"{where}.content[{index}]"))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"type": "function", "id": block.get("id"), "function": function})
@@ -133,11 +134,27 @@ def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[s
             yield {"role": "user", "content": parts}
             continue
         for index, block in run:
-            content: Any = block.get("content") or ""
-            if not isinstance(content, str):
-                inner = cast(Sequence[Mapping[str, Any]], content)
-                content = [_part(part, where=f"{where}.content[{index}]") for part in inner]
-            yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
+            place = f"{where}.content[{index}]"
+            call_id = _string(block, "tool_use_id", where=place)
+            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, where=place)}
+
+
+def _result(block: Mapping[str, Any], *, where: str) -> str | list[dict[str, Any]]:
+    """The content of a result: nothing, a text, or blocks."""
+    content: Any = block.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    blocks = cast(list[Any], content) if isinstance(content, list) else None
+    if blocks is None or not all(isinstance(inner, dict) for inner in blocks):
+        raise RequestError(f"{where}.content must be a text or a list of blocks", param=f"{where}.content")
+    return [_part(inner, where=f"{where}.content[{number}]") for number, inner in enumerate(blocks)]
+
+
+def _string(block: Mapping[str, Any], name: str, *, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    return value
 
 
 def _text(block: Mapping[str, Any], *, where: str) -> str:
@@ -159,9 +176,9 @@ def _part(block: Mapping[str, Any], *, where: str) -> dict[str, Any]:
                 "type": "image_url",
                 "image_url": {"url": f"data:{image.get('media_type')};base64,{image.get('data')}"},
             }
+    shown = one_line(json.dumps(kind), max_length=80)
     raise RequestError(
-        f"{where}: a block of type {json.dumps(kind)} is not read here; give text, an image as base64, tool_use or "
-        "tool_result",
+        f"{where}: a block of type {shown} is not read here; give text, an image as base64, tool_use or tool_result",
         param=where,
     )
 

@@ -1,0 +1,92 @@
+"""Requests whose parts are not what they should be."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+DEEP: Any = json.loads("[" * 150 + "]" * 150)
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    7,
+    -1,
+    0,
+    10**20,
+    10**300,
+    1.5,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "x" * 5000,
+    "<|im_end|>",
+    [],
+    [None],
+    [7],
+    [[]],
+    ["x"],
+    [{}],
+    {},
+    {"": None},
+    {"type": 7},
+    {"type": ["text"], "text": {}},
+    [{"type": "text", "text": 7}],
+    [{"type": "tool_result", "content": 7}],
+    [{"type": "image", "source": {"type": "base64", "media_type": 7, "data": []}}],
+    [{"type": "image_url", "image_url": {"url": "data:;base64,AAAA"}}],
+    DEEP,
+)
+RAW = (
+    b"",
+    b"null",
+    b"7",
+    b"[]",
+    b'"x"',
+    b"{",
+    b"NaN",
+    b'{"model": NaN}',
+    b'{"model": "\\ud800"}',
+    b'{"\\ud800": 1}',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"model": ' + b"9" * 5000 + b"}",
+    b'{"max_tokens": 1e999}',
+)
+"""Bodies that are no JSON, or hold what it cannot mean."""
+
+
+def mutated(body: Any) -> Iterator[Any]:
+    """Copies of a body in which one part after the other is replaced by each of `VALUES`, or left out."""
+    for path in _paths(body):
+        for value in VALUES:
+            yield _with(body, path, value)
+        if path:
+            yield _with(body, path, ...)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _paths(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _paths(inner, (*path, index))
+
+
+def _with(body: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    changed = copy.deepcopy(body)
+    parent = changed
+    for part in path[:-1]:
+        parent = parent[part]
+    if value is ...:
+        del parent[path[-1]]
+    else:
+        parent[path[-1]] = value
+    return changed

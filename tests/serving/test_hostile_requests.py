@@ -1,0 +1,87 @@
+"""Requests that no client should send are refused in OpenAI's shape, and never break the server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.servers.scripted import ScriptedServer
+from agent_loop.serving.app import Served, create_app
+from tests.gateway.test_hostile_requests import CHAT
+from tests.helpers import hermes_template, says
+from tests.hostile_json import RAW, mutated
+from tests.serving.harness import MODEL
+
+TEXT = {
+    "model": MODEL,
+    "prompt": ["hi", "ho"],
+    "max_tokens": 4,
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "stop": "x",
+    "seed": 3,
+    "stop_token_ids": [1],
+    "session_id": "s",
+    "stream": False,
+    "stream_options": {"include_usage": True},
+}
+IDS = {"model": MODEL, "prompt": [[1, 2], [3]], "max_tokens": 4}
+
+
+@pytest.fixture
+def client() -> TestClient:
+    pool = AsyncLLMServerManager([ScriptedServer(lambda _: says("Yes."))])
+    app = create_app(Served(pool=pool, template=hermes_template(), model=MODEL, max_model_len=4096))
+    return TestClient(app, raise_server_exceptions=False)
+
+
+def refused(status: int, reply: bytes) -> bool:
+    error = json.loads(reply)["error"]
+    return status in (400, 404) and bool(error["message"]) and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("chat/completions", {**CHAT, "model": MODEL}), ("completions", TEXT), ("completions", IDS)],
+)
+def test_a_request_with_one_wrong_part_is_answered_or_refused(
+    client: TestClient, path: str, body: Any
+) -> None:
+    bodies = [*(json.dumps(changed).encode() for changed in mutated(body)), *RAW]
+    json_type = {"content-type": "application/json"}
+    replies = [(sent, client.post(f"/v1/{path}", content=sent, headers=json_type)) for sent in bodies]
+    faults = [
+        (reply.status_code, sent[:300], reply.content[:300])
+        for sent, reply in replies
+        if reply.status_code != 200 and not refused(reply.status_code, reply.content)
+    ]
+    assert faults == []
+    assert {reply.status_code for _, reply in replies} >= {200, 400}
+
+
+@pytest.mark.parametrize(
+    "content_type", ["", "text/plain", "multipart/form-data", "application/xml", "x/\x7f"]
+)
+def test_other_types_of_content_are_refused(client: TestClient, content_type: str) -> None:
+    body = json.dumps({**CHAT, "model": MODEL}).encode()
+    reply = client.post("/v1/chat/completions", content=body, headers={"content-type": content_type})
+    assert reply.status_code == 200 or refused(reply.status_code, reply.content)
+
+
+@pytest.mark.parametrize("name", ["9" * 5000, "%00", "%ff", "..%2f", "a/b/c", "\u2028"])
+def test_a_model_of_any_name_is_looked_up(client: TestClient, name: str) -> None:
+    reply = client.get(f"/v1/models/{name}")
+    assert refused(reply.status_code, reply.content)
+
+
+@pytest.mark.parametrize("session", ["", "x" * 257, "\xff"])
+def test_a_session_of_any_name_is_answered_or_refused(client: TestClient, session: str) -> None:
+    headers = {"x-session-id": session.encode("latin-1"), "content-type": "application/json"}
+    body = json.dumps({**CHAT, "model": MODEL}).encode()
+    reply = client.post("/v1/chat/completions", content=body, headers=headers)
+    assert reply.status_code == 200 or refused(reply.status_code, reply.content)
