@@ -116,3 +116,15 @@ def test_a_request_with_one_wrong_part_is_answered_or_refused(path: str, body: A
             assert error["error"]["message"]
             assert error["error"]["type"] == "invalid_request_error"
             assert path != "/messages" or error["type"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/messages", {"max_tokens": 8}), ("/chat/completions", {"continue_final_message": True})],
+)
+def test_an_answer_that_a_program_began_is_refused_with_the_reason(path: str, fields: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "It is"}]
+    body = json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
+    [(status, _, reply)] = run_virtual(answers(path, [body]))
+    assert status == 400
+    assert "continue" in json.loads(reply)["error"]["message"]

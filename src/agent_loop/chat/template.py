@@ -137,6 +137,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         read: Sequence[ReadMedium] | None = None,
+        prefill: str = "",
     ) -> Encoded:
         """As `open`, with the images that are attached to the tokens.
 
@@ -144,15 +145,25 @@ class ChatTemplate:
             messages: The conversation so far.
             tools: OpenAI function schemas.
             read: The images in the messages, if they were read before.
+            prefill: Text with which the assistant's turn begins. Control tokens in it count as text.
 
         Raises:
-            ChatTemplateError: The template does not accept these messages, or has nothing that reads their images.
+            ChatTemplateError: The template does not accept these messages, has nothing that reads their images, or
+                begins the assistant's turn with reasoning, in which no prefill belongs.
             DataError: An image cannot be read.
         """
         messages, media = self._split(messages)
-        ids = self._prompts.ids(messages, tools=tools)
+        ids = None if prefill else self._prompts.ids(messages, tools=tools)
         if ids is None:
-            ids = as_token_ids(self.encoder.encode(self.renderer.text(messages, tools=tools)))
+            rendered = self.renderer.text(messages, tools=tools)
+            ids = as_token_ids(self.encoder.encode(rendered))
+            if prefill and self._opened_at_end(ids):
+                raise ChatTemplateError(
+                    "the chat template begins each turn of the assistant with reasoning, so that its answer "
+                    "cannot be begun for it; let the model answer from the beginning"
+                )
+            if prefill:
+                ids = as_token_ids(self.encoder.encode(rendered + self.encoder.mask(prefill)))
         return self._attached(ids, media, read)
 
     def bridge(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.conversation import conversation_of
+from agent_loop.completions.conversation import conversation_of, split_prefill
 from agent_loop.completions.reading import CompletionReader
 from agent_loop.completions.replies import ChatChoice, ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
@@ -26,7 +26,12 @@ def completion_reader(
 ) -> CompletionReader:
     """What reads a completion of this request, which follows these tokens."""
     prompt_end = template.decode(prompt_ids[-PROMPT_END_TOKENS:])
-    return CompletionReader(template.tool_parser, tools=request.tools_in_use, prompt_end=prompt_end)
+    return CompletionReader(
+        template.tool_parser,
+        tools=request.tools_in_use,
+        prompt_end=prompt_end,
+        continues=bool(request.continue_final_message),
+    )
 
 
 async def chat_completion(
@@ -107,9 +112,9 @@ class _Chat:
     async def prepared(
         cls, request: ChatCompletionRequest, *, template: ChatTemplate, sampler: Sampler
     ) -> _Chat:
-        messages = conversation_of(request.messages)
+        messages, prefill = split_prefill(request, conversation_of(request.messages))
         read = await template.read(messages)
-        prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read)
+        prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read, prefill=prefill)
         writer = ChatWriter(request, template, prompt.token_ids)
         return cls(request, template, sampler, prompt, writer)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from agent_loop.boundary import one_line
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
-from agent_loop.completions.requests import ChatMessage
+from agent_loop.completions.requests import ChatCompletionRequest, ChatMessage
 from agent_loop.errors import RequestError
 from agent_loop.types import Message
 
@@ -23,6 +23,39 @@ def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
         RequestError: A part is of an unknown kind, an image is not in the request, or a call cannot be read.
     """
     return [_message(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """Return the messages to answer, and the text with which the answer begins; empty unless it is asked for.
+
+    Raises:
+        RequestError: There is no text of an assistant to continue.
+    """
+    continues = bool(request.continue_final_message)
+    if request.add_generation_prompt is not None and request.add_generation_prompt == continues:
+        raise RequestError(
+            f"add_generation_prompt is {str(continues).lower()}, and so is continue_final_message; leave it out",
+            param="add_generation_prompt",
+        )
+    if not continues:
+        return list(messages), ""
+    *earlier, last = messages
+    text = last["content"]
+    is_text_alone = (
+        isinstance(text, str) and text and not last.get("tool_calls") and not last.get("reasoning_content")
+    )
+    if last["role"] != "assistant" or not is_text_alone:
+        raise RequestError(
+            "continue_final_message: the last message must be an assistant's, with a text and neither tool_calls nor "
+            "reasoning_content; leave continue_final_message out, or end with such a message",
+            param="continue_final_message",
+        )
+    if not earlier:
+        raise RequestError(
+            "continue_final_message: there is nothing before the last message; begin with what it answers",
+            param="messages",
+        )
+    return earlier, text
 
 
 def _message(message: ChatMessage, *, where: str) -> Message:

@@ -48,10 +48,16 @@ class CompletionReader:
         parser: Of the model's format.
         tools: What may be called.
         prompt_end: The last characters of the prompt's text, which may open reasoning.
+        continues: The completion continues a text, so that white space at its beginning is kept.
     """
 
     def __init__(
-        self, parser: ToolParser, *, tools: Sequence[Mapping[str, Any]] = (), prompt_end: str = ""
+        self,
+        parser: ToolParser,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt_end: str = "",
+        continues: bool = False,
     ) -> None:
         self._parser = parser
         self._tools = tools
@@ -69,7 +75,7 @@ class CompletionReader:
         """Text outside of reasoning, as it was written."""
         self._held: list[str] = []
         """Everything from the first opening of a call on."""
-        self._content = _Trimmed(None)
+        self._content = _Trimmed(None, is_at_start=not continues)
         self._reasoning = _Trimmed("\n")
 
     def feed(self, text: str) -> Reading:
@@ -164,13 +170,14 @@ class _Trimmed:
 
     Args:
         space: The characters that are left out; None is all white space.
+        is_at_start: Space before the first text is left out too.
     """
 
-    def __init__(self, space: str | None) -> None:
+    def __init__(self, space: str | None, *, is_at_start: bool = True) -> None:
         self._space = space
         self._before = ""
         """Stands before the next text."""
-        self._is_at_start = True
+        self._is_at_start = is_at_start
         self._waiting: list[str] = []
         self._parts: list[str] = []
 

@@ -135,6 +135,10 @@ class ChatCompletionRequest(SamplingRequest):
     tool_choice: Annotated[Any, Only("auto", "none")] = None
     """A call cannot be forced."""
     parallel_tool_calls: Annotated[Any, Only(True)] = None
+    continue_final_message: bool | None = None
+    """Extension: continue the last message, which is an assistant's text, instead of answering it."""
+    add_generation_prompt: bool | None = None
+    """Extension: may only say the opposite of `continue_final_message`."""
     logprobs: bool | None = None
     """The log-prob of each sampled token: `log_softmax(logits / temperature)`."""
     top_logprobs: Annotated[Any, Only(0)] = None

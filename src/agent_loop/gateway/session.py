@@ -110,6 +110,12 @@ class Session:
                 "answers",
                 param="n",
             )
+        if request.continue_final_message:
+            raise RequestError(
+                "continue_final_message: an answer that a program began cannot be continued in a session, where all "
+                "answers are the model's; end with a user's message or a tool's",
+                param="continue_final_message",
+            )
         messages = conversation_of(request.messages)
         forms = links(messages)
         fingerprint = fingerprint_of(request, forms)

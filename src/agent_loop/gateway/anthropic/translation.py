@@ -27,6 +27,13 @@ def chat_request_of(request: MessagesRequest) -> ChatCompletionRequest:
     Raises:
         RequestError: A block is of a kind that is not read here.
     """
+    if request.messages[-1].role == "assistant":
+        raise RequestError(
+            "messages ends with an assistant message, which the answer would have to continue (prefill); that is not "
+            "offered, since all that an answer says is the model's: end with a user message, and say there how the "
+            "answer should begin",
+            param="messages",
+        )
     messages: list[dict[str, Any]] = []
     if request.system:
         messages.append({"role": "system", "content": _system(request.system)})
