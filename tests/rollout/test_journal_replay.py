@@ -18,6 +18,7 @@ from agent_loop.config import MultiTurnConfig
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import register
 from agent_loop.recording.record import Kind
 from agent_loop.rewards.function import RewardFunction
@@ -208,6 +209,41 @@ def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_s
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
     assert "tool 'add' had been used, and does not say that it can be replayed" in incident.detail
+
+
+class Sums:
+    """An environment whose reward is read at the end."""
+
+    def reset(self, **row: Any) -> None:
+        self.total = 0
+
+    def add(self, a: int, b: int) -> int:
+        """Adds two integers.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        self.total += 1
+        return a + b
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+def test_an_environment_that_was_used_has_its_row_begin_anew_since_its_reward_is_read_later(
+    tmp_path: Path,
+) -> None:
+    path, row = tmp_path / "j", {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
+    sums = {"sums": EnvironmentFactory(Sums, where="sums")}
+    run_journaled(path, Stage(Talker(seed=1, per_turn=2), environments=sums), [row])
+    path.write_bytes(cut_after(path.read_bytes(), Kind.CALL_ENDED, count=4))
+    [trajectory] = run_journaled(
+        path, Stage(Talker(seed=2, per_turn=2), environments=sums), [row], resume=True
+    )
+    assert trajectory.output.failure is None
+    assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
+    assert trajectory.reward == 4.0
 
 
 def test_a_call_that_may_not_be_run_again_and_did_not_end_has_its_row_begin_anew(tmp_path: Path) -> None:
