@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agent_loop.config import MAX_SAMPLES, Config, load_config
-from agent_loop.errors import ConfigError
+from agent_loop.errors import CheckpointError, ConfigError, DataError
+from agent_loop.file_kinds import (
+    CHECKPOINT,
+    MODEL,
+    SETTINGS,
+    STORED_TRAJECTORIES,
+    explain,
+    kind_of,
+    model_in,
+    only_run,
+    runs_in,
+)
+
+if TYPE_CHECKING:
+    from agent_loop.storage.run import StoredRun
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse an option that is infinite or not a number. A callback of options."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+def above_0(value: float) -> float:
+    """Refuse an option that is not a finite number above 0. A callback of options."""
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"{value} is not a finite number above 0")
+    return value
+
 
 ConfigArgument = Annotated[Path, typer.Argument(help="YAML file.", show_default=False)]
 OverridesArgument = Annotated[
@@ -40,10 +70,78 @@ StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this
 SplitOption = Annotated[
     str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
 ]
+CheckTimeoutOption = Annotated[
+    float, typer.Option(min=0, callback=finite, help="Time limit of each check, in seconds.")
+]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Only the first so many rows.")]
 SamplesOption = Annotated[
     int | None, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Trajectories per row.")
 ]
+
+
+WANTED_RUN = "the folder of a run, or a Parquet file of trajectories"
+
+
+def find_run(path: Path) -> Path:
+    """Return the run that a path names: the path itself, or the only run that lies in it.
+
+    Raises:
+        DataError: The path holds something else; the error says what, and which command reads that.
+    """
+    path = only_run(path)
+    kind = kind_of(path)
+    is_other = kind in (CHECKPOINT, MODEL) or (path.is_file() and kind is not STORED_TRAJECTORIES)
+    if is_other or not path.exists() or (kind is None and len(runs_in(path)) > 1):
+        raise DataError(explain(path, wanted=WANTED_RUN))
+    return path
+
+
+def find_checkpoint_source(path: Path) -> Path:
+    """Return the checkpoint or the run that a path names, or the only run that lies in it.
+
+    Raises:
+        CheckpointError: The path is a file, or is not there.
+    """
+    if not path.is_dir():
+        raise CheckpointError(explain(path, wanted="a checkpoint, or the folder of a training run"))
+    return only_run(path)
+
+
+def refuse_no_model(name: str) -> None:
+    """Refuse a file or a folder that holds no model. A name that is neither may be one of the hub.
+
+    Raises:
+        ConfigError: What the path holds instead.
+    """
+    path = Path(name)
+    if path.is_file() or (path.is_dir() and kind_of(path) is not MODEL):
+        model = model_in(path)
+        such_as = f", such as {str(model)!r}" if model is not None else ""
+        raise ConfigError(explain(path, wanted=f"the folder of a model{such_as}"))
+
+
+def nothing_stored(stored: StoredRun, *, step: int | None, split: str | None) -> DataError:
+    """Return the error that no trajectories are of this step and split, with the steps and splits that there are."""
+    places: Any = stored.scalars(columns=("step", "split")).to_pylist()
+    steps: dict[str, set[int]] = {}
+    for place in places:
+        steps.setdefault(place["split"], set()).add(place["step"])
+    wanted = " ".join(filter(None, (split, None if step is None else f"step {step}"))) or "any step"
+    there = ", ".join(f"{name}: step {_ranges(numbers)}" for name, numbers in sorted(steps.items()))
+    return DataError(
+        f"{str(stored.path)!r} holds no trajectories of {wanted}; there are {there or 'none at all'}"
+    )
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as `1 to 20, 40`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
 
 
 def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | None = None) -> Config:
@@ -52,6 +150,9 @@ def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | Non
     Raises:
         ConfigError: It is missing or wrong.
     """
+    kind = kind_of(path)
+    if kind not in (None, SETTINGS):
+        raise ConfigError(explain(path, wanted="a YAML file of settings"))
     extra = [] if model is None else [f"model.path={model}"]
     return load_config(path, overrides=[*(overrides or []), *extra])
 

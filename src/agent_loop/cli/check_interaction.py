@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
+from agent_loop.cli.arguments import CheckTimeoutOption, ConfigArgument, OverridesArgument, read_config
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, did_you_mean
@@ -35,7 +35,7 @@ def check_interaction_command(
             "--answer", help="What the model says; give it once per turn. Default: words, a number, words."
         ),
     ] = None,
-    timeout_s: Annotated[float, typer.Option(min=0, help="Time limit of each check, in seconds.")] = 60.0,
+    timeout_s: CheckTimeoutOption = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON.")] = False,
 ) -> None:
     """Try every sentence of the contract on the interactions of a configuration.

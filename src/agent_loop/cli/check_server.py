@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from agent_loop.cli.arguments import ConfigArgument, ModelOption, OverridesArgument, read_config
+from agent_loop.cli.arguments import (
+    CheckTimeoutOption,
+    ConfigArgument,
+    ModelOption,
+    OverridesArgument,
+    finite,
+    read_config,
+)
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.concurrency import run_shielded
 from agent_loop.config import Config
@@ -34,9 +41,12 @@ def check_server_command(
         ),
     ] = True,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Of log-probs, in nats: 1e-3 for float32, 0.1 for bfloat16.")
+        float,
+        typer.Option(
+            min=0, callback=finite, help="Of log-probs, in nats: 1e-3 for float32, 0.1 for bfloat16."
+        ),
     ] = 1e-3,
-    timeout_s: Annotated[float, typer.Option(min=0, help="Time limit of each check, in seconds.")] = 120.0,
+    timeout_s: CheckTimeoutOption = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Start one server of the configuration and try every sentence of the contract on it.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
+from agent_loop.cli.arguments import CheckTimeoutOption
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import parse_section
 from agent_loop.errors import ConfigError, did_you_mean
@@ -46,7 +47,7 @@ def check_tool_command(
     execute_kwargs: Annotated[
         str, typer.Option("--execute-kwargs", help="What a row gives to `execute`, as JSON.")
     ] = "{}",
-    timeout_s: Annotated[float, typer.Option(min=0, help="Time limit of each check, in seconds.")] = 60.0,
+    timeout_s: CheckTimeoutOption = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Try every sentence of the contract on a tool.

@@ -18,6 +18,7 @@ from agent_loop.cli.arguments import (
     ModelOption,
     OverridesArgument,
     SamplesOption,
+    find_checkpoint_source,
     load_named_rows,
     read_config,
 )
@@ -212,7 +213,7 @@ def _model_folder(path: Path) -> Path:
         return path
     from agent_loop.training.export import evaluated_model  # late: needs torch
 
-    return evaluated_model(path)
+    return evaluated_model(find_checkpoint_source(path))
 
 
 def _other(path: Path, *, rows: Sequence[Row]) -> EvaluationSummary:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from agent_loop.cli.arguments import find_checkpoint_source
+
 
 def export_command(
     source: Annotated[
@@ -39,6 +41,6 @@ def export_command(
     from agent_loop.training.checkpoint import MODEL_FOLDER, named_checkpoint
     from agent_loop.training.export import export_model
 
-    checkpoint = named_checkpoint(source, parts=[MODEL_FOLDER])
+    checkpoint = named_checkpoint(find_checkpoint_source(source), parts=[MODEL_FOLDER])
     export_model(checkpoint, out, dtype=dtype, keep_adapter=keep_adapter)
     typer.echo(f"step {checkpoint.step} is in {out}")

@@ -11,7 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.cli.arguments import OverridesArgument, RunArgument, SplitOption, StepOption, read_config
+from agent_loop.cli.arguments import (
+    OverridesArgument,
+    RunArgument,
+    SplitOption,
+    StepOption,
+    find_run,
+    read_config,
+)
 from agent_loop.cli.show import find_row
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError
@@ -74,7 +81,7 @@ def replay_command(
     from agent_loop.storage.reading import to_trajectory
     from agent_loop.storage.run import StoredRun
 
-    stored = StoredRun(run)
+    stored = StoredRun(find_run(run))
     settings = _settings(config or stored.folder / CONFIG_FILE, overrides)
     found = find_row(stored, row, split=split, step=step)
     old = to_trajectory(found)

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_loop.boundary import describe_error
-from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption
-from agent_loop.errors import ConfigError, DataError, RewardError
+from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
+from agent_loop.errors import ConfigError, RewardError
 from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
 
@@ -75,11 +75,13 @@ def rescore_command(
     threshold: Annotated[
         float | None,
         typer.Option(
-            "--threshold", help="A new reward of at least this is a success; by default that of the run."
+            "--threshold",
+            callback=finite,
+            help="A new reward of at least this is a success; by default that of the run.",
         ),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, help="Seconds for one trajectory.")
+        float, typer.Option("--timeout", min=0.1, callback=finite, help="Seconds for one trajectory.")
     ] = 60.0,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Disagreements that are listed.")] = 20,
 ) -> None:
@@ -102,10 +104,10 @@ def rescore_command(
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out is {str(out)!r}; give a file that ends in .parquet")
-    function, console, stored = load_reward(reward, timeout_s=timeout_s), Console(), StoredRun(run)
+    function, console, stored = load_reward(reward, timeout_s=timeout_s), Console(), StoredRun(find_run(run))
     rows = list(stored.rows(split=split, step=step))
     if not rows:
-        raise DataError(f"{str(run)!r} holds no trajectories of that step and split; see `agent-loop show`")
+        raise nothing_stored(stored, step=step, split=split)
     new_threshold = stored.files()[0].success_threshold if threshold is None else threshold
     rescored = asyncio.run(_score_all(rows, function))
     console.print(_comparison(rescored, threshold=new_threshold))

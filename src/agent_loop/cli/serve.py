@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from agent_loop.cli.arguments import OverridesArgument
+from agent_loop.cli.arguments import OverridesArgument, refuse_no_model
 from agent_loop.config import Config, load_config
 from agent_loop.errors import ConfigError
 from agent_loop.plain_values import parse_json
@@ -134,6 +134,7 @@ def _settings(
     max_model_len: int | None,
 ) -> Config:
     options = [f"{key}={value}" for key, value in given.items() if value is not None]
+    refuse_no_model(str(given["model.path"]))
     longest = _context_length(Path(str(given["model.path"])))
     if max_model_len is not None and longest is not None and max_model_len > longest:
         raise ConfigError(

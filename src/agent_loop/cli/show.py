@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption
+from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, nothing_stored
 from agent_loop.errors import DataError
 from agent_loop.trajectory import mean_over_rollouts
 
@@ -90,7 +90,7 @@ def show_command(
     from agent_loop.storage.query import Condition, find
     from agent_loop.storage.run import StoredRun
 
-    stored, console = StoredRun(run), Console()
+    stored, console = StoredRun(find_run(run)), Console()
     if not console.is_terminal:
         console.width = WIDTH_OF_FILES
     if row is not None:
@@ -102,6 +102,8 @@ def show_command(
         raise DataError("--tokens shows the tokens of one trajectory; give --row too")
     conditions = [Condition.parse(each) for each in where or ()]
     found = find(stored, split=split, step=step, where=conditions, text=text, sort=sort)
+    if not found.num_rows and not stored.scalars(split=split, step=step, columns=("step",)).num_rows:
+        raise nothing_stored(stored, step=step, split=split)
     console.print(_table(found.slice(0, limit)))
     console.print(_summary(found, num_shown=min(limit, found.num_rows)), markup=False, highlight=False)
 
@@ -113,6 +115,8 @@ def find_row(run: StoredRun, row: str, *, split: str | None, step: int | None) -
         DataError: There is none.
     """
     table = run.scalars(split=split, step=step, columns=("step", "split", "trajectory_id"))
+    if not table.num_rows:
+        raise nothing_stored(run, step=step, split=split)
     places = [place for place in table.to_pylist() if place["trajectory_id"] == row]
     if not places:
         names = sorted({place["trajectory_id"] for place in table.to_pylist()})

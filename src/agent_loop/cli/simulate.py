@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from agent_loop.cli.arguments import SamplesOption
+from agent_loop.cli.arguments import SamplesOption, above_0, finite
 from agent_loop.collector import frozen_objects
 from agent_loop.errors import ConfigError, did_you_mean
 
@@ -33,9 +34,11 @@ def simulate_command(
     servers: Annotated[int, typer.Option("--servers", min=1, help="How many.")] = 512,
     trajectories: Annotated[int, typer.Option("--trajectories", min=1, help="Of the workload.")] = 100_000,
     n: SamplesOption = None,
-    slow_share: Annotated[float, typer.Option("--slow-share", min=0, max=1, help="Of the servers.")] = 0.0,
+    slow_share: Annotated[
+        float, typer.Option("--slow-share", min=0, max=1, callback=finite, help="Of the servers.")
+    ] = 0.0,
     slow_speed: Annotated[
-        float, typer.Option("--slow-speed", help="Of those, relative to the others.")
+        float, typer.Option("--slow-speed", callback=above_0, help="Of those, relative to the others.")
     ] = 0.5,
     policy: Annotated[str, typer.Option("--policy", help=f"Who gets a request: {POLICIES}.")] = "least-work",
     order: Annotated[
@@ -68,9 +71,15 @@ def simulate_command(
     batch: Annotated[
         int, typer.Option("--batch", min=1, help="Requests that a server computes at once.")
     ] = 64,
-    step_ms: Annotated[float, typer.Option("--step-ms", help="A decoding step beside its requests.")] = 12.0,
-    request_ms: Annotated[float, typer.Option("--request-ms", help="That each adds to a step.")] = 0.25,
-    prefill: Annotated[float, typer.Option("--prefill", help="Prompt tokens per second.")] = 20_000.0,
+    step_ms: Annotated[
+        float, typer.Option("--step-ms", callback=above_0, help="A decoding step beside its requests.")
+    ] = 12.0,
+    request_ms: Annotated[
+        float, typer.Option("--request-ms", min=0, callback=finite, help="That each adds to a step.")
+    ] = 0.25,
+    prefill: Annotated[
+        float, typer.Option("--prefill", callback=above_0, help="Prompt tokens per second.")
+    ] = 20_000.0,
     kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=1, help="In a server's KV cache.")] = 400_000,
     perfect: Annotated[
         bool,
@@ -197,7 +206,10 @@ def _fault(text: str) -> Fault:
     server, _, times = text.partition("@")
     at_s, _, for_s = times.partition("+")
     try:
-        return Fault(int(server), float(at_s), float(for_s or "inf"))
+        fault = Fault(int(server), float(at_s), float(for_s or "inf"))
+        if not (0 <= fault.at_s < math.inf and fault.for_s > 0):
+            raise ValueError
+        return fault
     except ValueError:
         raise ConfigError(
             f"--fail is {text!r}; give a server's number and seconds, as in 3@60 or 3@60+120"

@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from agent_loop.errors import DataError
+from agent_loop.file_kinds import TRACES, explain, kind_of
+
 
 def traces_command(
     path: Annotated[
@@ -52,6 +55,9 @@ def traces_command(
     from agent_loop.tracing.stored import event_lines, read_traces, send
     from agent_loop.tracing.writers import make_writer
 
+    is_empty = path.is_file() and not path.stat().st_size
+    if kind_of(path) is not TRACES and not is_empty:
+        raise DataError(explain(path, wanted="what rollout.trace.path named"))
     traces = (
         (form, account)
         for form, account in read_traces(path)

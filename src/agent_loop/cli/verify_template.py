@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from agent_loop.cli.arguments import refuse_no_model
 from agent_loop.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def _load(template: str, chat_template: Path | None) -> ChatTemplate:
     path = Path(template)
     if path.is_file() and chat_template is None:
         return ChatTemplate(makeshift_tokenizer(path.read_text(encoding="utf-8")))
+    refuse_no_model(template)
     return load_chat_template(
         template, chat_template_path=None if chat_template is None else str(chat_template)
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from agent_loop.cli.arguments import find_run
 from agent_loop.errors import ConfigError
 
 NEEDS = ("starlette", "uvicorn")
@@ -45,15 +46,15 @@ def view_command(
 
     Examples:
 
-        agent-loop view runs/demo
+        agent-loop view runs/demo/train
 
         agent-loop view eval.parquet --no-open --port 8080
 
-        agent-loop view runs/demo --export report.html
+        agent-loop view runs/demo/train --export report.html
     """
     if any(find_spec(package) is None for package in NEEDS):
         raise ConfigError('agent-loop view needs: pip install "agent-loop[view]"')
-    console = Console()
+    console, run = Console(), find_run(run)
     if export is not None:
         from agent_loop.viewer.export import write_export  # late: keeps `--help` quick
 

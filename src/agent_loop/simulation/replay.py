@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.errors import DataError
+from agent_loop.file_kinds import explain
 from agent_loop.plain_values import parse_json
 from agent_loop.simulation.workload import Plan, Turn
 from agent_loop.types import Origin
@@ -56,11 +57,15 @@ def _records(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
     for file in files:
         if not file.is_file():
             raise DataError(f"{str(file)!r} does not exist; give the records of a run")
-        with file.open(encoding="utf-8") as lines:
+        with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     record = parse_json(line)
                 except ValueError as error:
+                    if number == 1:
+                        raise DataError(
+                            explain(file, wanted="what `agent-loop rollout --out` wrote")
+                        ) from error
                     raise DataError(f"{str(file)!r} line {number} is not JSON: {error}") from error
                 if isinstance(record, dict) and "segments" in record:
                     yield cast(Mapping[str, Any], record)

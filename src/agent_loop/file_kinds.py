@@ -1,0 +1,164 @@
+"""Recognise the files and folders that this package reads and writes, for errors about one of the wrong kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from agent_loop.plain_values import parse_json
+
+MAX_LINE = 1 << 24
+"""Bytes of a first line that are looked at: records of long trajectories are lines of megabytes."""
+PARQUET_MAGIC = b"PAR1"
+JOURNAL_MAGIC = b"agent-loop journal"
+TRACE_START = b'{"version":'
+STORED = b"agent_loop.schema_version"
+"""The key of the metadata of Parquet files that hold trajectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """What a file or a folder is, and the commands that read it."""
+
+    what: str
+    """The end of a sentence that begins with "it is"."""
+    read_by: str
+    """The commands, as one types them."""
+
+
+RUN = FileKind("the folder of a training run", "`agent-loop show`, `view`, `rescore`, `replay` and `export`")
+EVALUATION = FileKind(
+    "the folder of an evaluation", "`agent-loop show`, `view`, `rescore` and `eval --compare`"
+)
+CHECKPOINT = FileKind("a checkpoint", "`agent-loop export`, `eval --checkpoint` and `train --resume-from`")
+MODEL = FileKind("the folder of a model", "`agent-loop serve`, `verify-template` and the setting model.path")
+STORED_TRAJECTORIES = FileKind(
+    "a Parquet file of trajectories", "`agent-loop show`, `view`, `rescore` and `replay`"
+)
+OTHER_PARQUET = FileKind(
+    "a Parquet file without trajectories", "`agent-loop rollout --data`, if it holds rows"
+)
+DAMAGED_PARQUET = FileKind("a Parquet file that is damaged or not complete", "no command")
+RECORDS = FileKind(
+    "a file of trajectories as JSON lines",
+    "`agent-loop simulate --replay`; the other commands read what `agent-loop rollout --out FILE.parquet` writes",
+)
+TRACES = FileKind("a file of traces", "`agent-loop traces`")
+METRICS = FileKind("the metrics of a run", "`agent-loop view`, given the folder that it is in")
+ROWS = FileKind("a file of rows", "`agent-loop rollout --data` and `eval --data`")
+JOURNAL = FileKind(
+    "the journal of a rollout that did not end", "`agent-loop rollout --resume`, given its `--out`"
+)
+SETTINGS = FileKind("a YAML file of settings", "`agent-loop train`, `rollout` and `eval`")
+
+
+def explain(path: Path, *, wanted: str) -> str:
+    """Return an error about a path of the wrong kind: what it is, which command reads it, and what to give instead.
+
+    Args:
+        wanted: What to give, as in `the folder of a run`.
+    """
+    named = repr(str(path))
+    if not path.exists():
+        return f"{named} does not exist; give {wanted}"
+    kind = kind_of(path)
+    if kind is not None:
+        return f"{named} is {kind.what} (read by {kind.read_by}); give {wanted}"
+    runs = runs_in(path)
+    if runs:
+        return f"{named} is a folder of runs; give one of them: {', '.join(map(str, runs))}"
+    return f"{named} is a {'folder' if path.is_dir() else 'file'} of another kind; give {wanted}"
+
+
+def kind_of(path: Path) -> FileKind | None:
+    """Return what a file or a folder is; None if that is not known, or if it cannot be read."""
+    try:
+        return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
+    except OSError:
+        return None
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder holds a training run or an evaluation."""
+    return path.is_dir() and kind_of(path) in (RUN, EVALUATION)
+
+
+def runs_in(path: Path) -> list[Path]:
+    """Return the runs that lie directly in a folder, as `runs/demo/train` lies in `runs/demo`."""
+    try:
+        return sorted(inner for inner in path.iterdir() if is_run(inner))
+    except OSError:
+        return []
+
+
+def only_run(path: Path) -> Path:
+    """Return the run that lies in a folder that holds no other; else the path itself."""
+    if not path.is_dir() or kind_of(path) is not None or any(path.glob("*.parquet")):
+        return path
+    runs = runs_in(path)
+    return runs[0] if len(runs) == 1 else path
+
+
+def model_in(path: Path) -> Path | None:
+    """Return the folder of a model that lies in a checkpoint, or in the last checkpoint of a run."""
+    checkpoints = [
+        path,
+        *sorted(path.glob("checkpoints/step-*"), reverse=True),
+        *path.glob("*/checkpoints/step-*"),
+    ]
+    models = (checkpoint / "model" for checkpoint in checkpoints)
+    return next((model for model in models if kind_of(model) is MODEL), None)
+
+
+def _kind_of_folder(path: Path) -> FileKind | None:
+    marks = [
+        (RUN, ("checkpoints", "metrics.jsonl", "trajectories")),
+        (EVALUATION, ("summary.json", "rollout.journal")),
+        (CHECKPOINT, ("state.json",)),
+        (MODEL, ("config.json",)),
+    ]
+    for kind, names in marks:
+        if any((path / name).exists() for name in names):
+            return kind
+    return None
+
+
+def _kind_of_file(path: Path) -> FileKind | None:
+    with path.open("rb") as file:
+        first_line = file.readline(MAX_LINE)
+    if first_line.startswith(PARQUET_MAGIC):
+        return _kind_of_parquet(path)
+    if first_line.startswith(JOURNAL_MAGIC):
+        return JOURNAL
+    if path.suffix in (".yaml", ".yml"):
+        return SETTINGS
+    if first_line.startswith(TRACE_START):
+        return TRACES  # (whether the line is whole or not)
+    try:
+        value: Any = parse_json(first_line)
+    except ValueError:
+        return ROWS if path.suffix == ".json" and first_line.lstrip().startswith(b"[") else None
+    if isinstance(value, list):
+        return ROWS if path.suffix == ".json" else None
+    return _kind_of_record({*cast(dict[str, Any], value)}) if isinstance(value, dict) else None
+
+
+def _kind_of_record(names: set[str]) -> FileKind | None:
+    if {"trajectory_id", "segments"} <= names:
+        return RECORDS
+    if "step" in names and any("/" in name for name in names):
+        return METRICS
+    return ROWS if names & {"prompt", "raw_prompt", "question", "agent_name"} else None
+
+
+def _kind_of_parquet(path: Path) -> FileKind:
+    arrow: Any = import_module("pyarrow")  # late: takes long to import
+    parquet: Any = import_module("pyarrow.parquet")
+    try:
+        metadata: Mapping[bytes, bytes] = parquet.read_metadata(path).metadata or {}
+    except (OSError, arrow.ArrowException):
+        return DAMAGED_PARQUET
+    return STORED_TRAJECTORIES if STORED in metadata else OTHER_PARQUET

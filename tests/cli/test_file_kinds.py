@@ -1,0 +1,195 @@
+"""A command that is given a file of another kind says what it is, and which command reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from agent_loop.cli import main
+from agent_loop.file_kinds import (
+    CHECKPOINT,
+    DAMAGED_PARQUET,
+    EVALUATION,
+    JOURNAL,
+    METRICS,
+    MODEL,
+    OTHER_PARQUET,
+    RECORDS,
+    ROWS,
+    RUN,
+    SETTINGS,
+    STORED_TRAJECTORIES,
+    TRACES,
+    FileKind,
+    kind_of,
+)
+from agent_loop.rollout.journal.frames import HEADER
+from tests.cli.stored_project import make_stored_project, run
+
+KINDS = {
+    "rows.jsonl": ROWS,
+    "rows.json": ROWS,
+    "config.yaml": SETTINGS,
+    "model": MODEL,
+    "sampled.jsonl": RECORDS,
+    "sampled.parquet": STORED_TRAJECTORIES,
+    "traces.jsonl": TRACES,
+    "torn.jsonl": TRACES,
+    "evaluated": EVALUATION,
+    "runs/demo/train": RUN,
+    "runs/demo/train/metrics.jsonl": METRICS,
+    "runs/demo/train/checkpoints/step-000003": CHECKPOINT,
+    "rollout.journal": JOURNAL,
+    "rows.parquet": OTHER_PARQUET,
+    "cut.parquet": DAMAGED_PARQUET,
+    "task.py": None,
+    "runs": None,
+    "missing": None,
+}
+Command = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of each kind, written by the commands themselves where they are quick."""
+    folder = tmp_path_factory.mktemp("kinds")
+    make_stored_project(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        trace = ["rollout.trace.backend=file", "rollout.trace.path=${trainer.run_dir}.jsonl"]
+        run("rollout", "config.yaml", "--out", "sampled.jsonl", "trainer.run_dir=traces", *trace)
+        run("eval", "config.yaml", "--out", "evaluated")
+        shutil.copy("evaluated/trajectories.parquet", "sampled.parquet")
+    (folder / "torn.jsonl").write_bytes((folder / "traces.jsonl").read_bytes()[:200])
+    (folder / "rows.json").write_text('[\n{"prompt": "x"}]')
+    (folder / "rollout.journal").write_bytes(HEADER)
+    parquet.write_table(pa.table({"prompt": ["x"]}), folder / "rows.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "sampled.parquet").read_bytes()[:1000])
+    train = folder / "runs" / "demo" / "train"
+    checkpoint = train / "checkpoints" / "step-000003"
+    shutil.copytree(folder / "model", checkpoint / "model")
+    (checkpoint / "state.json").write_text("{}")
+    (train / "trajectories").mkdir()
+    shutil.copy(folder / "sampled.parquet", train / "trajectories" / "eval-000000.parquet")
+    (train / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def command(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["agent-loop", *arguments])
+        exit_code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            exit_code = int(ended.code or 0)
+        captured = capsys.readouterr()
+        return exit_code, captured.out + captured.err
+
+    return call
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS.items())
+def test_every_kind_of_file_is_recognised(project: Path, name: str, kind: FileKind | None) -> None:
+    assert kind_of(project / name) is kind
+
+
+READERS = {
+    "show": [RUN, EVALUATION, STORED_TRAJECTORIES],
+    "view": [RUN, EVALUATION, STORED_TRAJECTORIES],
+    "rescore": [RUN, EVALUATION, STORED_TRAJECTORIES],
+    "replay": [RUN, EVALUATION, STORED_TRAJECTORIES],
+    "traces": [TRACES],
+    "export": [RUN, CHECKPOINT],
+    "train": [SETTINGS],
+    "rollout": [SETTINGS],
+    "eval": [SETTINGS],
+    "check-server": [SETTINGS],
+}
+MORE = {
+    "view": ["--no-open"],
+    "rescore": ["--reward", "script.py:reward"],
+    "replay": ["group=0/rollout=0"],
+    "export": ["--out", "exported"],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_of_another_kind_is_refused_with_what_it_is(command: Command, name: str) -> None:
+    for file, kind in KINDS.items():
+        if kind is None or kind in READERS[name] or file == "torn.jsonl":
+            continue
+        exit_code, said = command(name, file, *MORE.get(name, []))
+        said = " ".join(said.split())
+        assert exit_code == 2, (name, file)
+        assert file in said
+        assert "Traceback" not in said
+        assert kind.what in said or "is a folder; give" in said or "holds no run" in said, said
+        assert "remove" not in said, said
+
+
+def test_a_step_that_is_not_stored_is_refused_with_those_that_are(command: Command) -> None:
+    for arguments in (
+        ["show", "evaluated", "--step", "99"],
+        ["show", "evaluated", "--split", "train"],
+        ["show", "evaluated", "--row", "group=0/rollout=0", "--step", "99"],
+        ["rescore", "evaluated", "--reward", "script.py:reward", "--step", "99"],
+        ["replay", "evaluated", "group=0/rollout=0", "--step", "99", "--config", "config.yaml"],
+    ):
+        exit_code, said = command(*arguments)
+        assert exit_code == 2
+        assert "there are eval: step 0" in said
+
+
+def test_the_only_run_in_a_folder_is_taken(command: Command) -> None:
+    for arguments in (["show", "runs/demo"], ["view", "runs/demo", "--export", "page.html"]):
+        exit_code, said = command(*arguments)
+        assert exit_code == 0, said
+    exit_code, said = command("show", ".")
+    assert exit_code == 2 or "trajectories" in said
+
+
+def test_serve_names_the_model_in_a_run(command: Command) -> None:
+    exit_code, said = command("serve", "runs/demo/train", "--port", "0")
+    assert exit_code == 2
+    assert "is the folder of a training run" in said
+    assert "runs/demo/train/checkpoints/step-000003/model" in said
+
+
+def test_a_context_that_the_model_does_not_take_is_refused_in_the_words_of_the_command(
+    command: Command,
+) -> None:
+    exit_code, said = command("serve", "model", "--max-model-len", "40000", "--port", "0")
+    assert exit_code == 2
+    assert "--max-model-len is 40000, but the model ends at 32768 positions; give at most 32768" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["simulate", "--slow-speed", "nan"],
+        ["simulate", "--prefill", "0"],
+        ["simulate", "--step-ms", "-1"],
+        ["simulate", "--fail", "1@nan"],
+        ["simulate", "--replay", "sampled.parquet"],
+        ["rescore", "evaluated", "--reward", "script.py:reward", "--threshold", "nan"],
+        ["check-tool", "calculator", "--call", "[" * 100_000],
+        ["check-tool", "calculator", "--call", "{}", "--timeout-s", "inf"],
+    ],
+    ids=lambda arguments: " ".join(arguments)[:40],
+)
+def test_an_option_that_makes_no_sense_is_refused(command: Command, arguments: list[str]) -> None:
+    exit_code, said = command(*arguments)
+    assert exit_code == 2
+    assert "Traceback" not in said
