@@ -103,7 +103,7 @@ def test_rescore_with_a_function_that_raises_ends_with_1() -> None:
 def test_rescore_refuses_what_it_cannot_use() -> None:
     with pytest.raises(ConfigError, match="nothing"):
         run("rescore", "run", "--reward", "script.py:nothing")
-    with pytest.raises(DataError, match="no trajectories of that step"):
+    with pytest.raises(DataError, match="holds no trajectories of val; there are rollout: step 0"):
         run("rescore", "run", "--reward", "script.py:reward", "--split", "val")
     with pytest.raises(ConfigError, match=r"ends in \.parquet"):
         run("rescore", "run", "--reward", "script.py:reward", "--out", "new.jsonl")

@@ -236,3 +236,40 @@ def test_a_query_without_a_word_is_told_to_the_model(tmp_path: Path) -> None:
     index = SearchIndex([str(tmp_path / "corpus.jsonl")], cache_dir=tmp_path)
     with pytest.raises(ToolError, match="holds no word"):
         index.search("...", limit=1, snippet_words=None)
+
+
+def test_a_long_document_of_equal_words_is_searched_in_time(tmp_path: Path) -> None:
+    write_corpus(tmp_path, [{"title": "Echo", "text": " ".join(["river"] * 200_000)}, *ROWS])
+    result = ask(tool_of(tmp_path, topk=1), query_list=["rivers"])
+    assert result.incident is None
+    assert result.response.text is not None
+    assert result.response.text.startswith("Doc 1 (Title: Echo)\nriver river")
+    assert result.response.text.endswith(" ... ")
+
+
+def test_the_part_of_a_long_document_that_fits_best_is_shown(tmp_path: Path) -> None:
+    noise = [f"word{n}" for n in range(3000)]
+    noise[100:102] = ["rivers", "flow"]
+    noise[2000:2004] = ["Otters", "swam", "in", "rivers"]
+    write_corpus(tmp_path, [{"title": "Long", "text": " ".join(noise)}])
+    result = ask(tool_of(tmp_path, snippet_words=8), query_list=["river otter swims"])
+    text = str(result.response.text).removeprefix("Doc 1 (Title: Long)\n")
+    assert len(text.replace(" ... ", "").split()) == 8
+    assert "Otters swam in rivers" in text
+    assert text.startswith(" ... ")
+
+
+def test_half_a_surrogate_is_replaced_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_corpus(tmp_path, [*ROWS, {"title": "Half", "text": "a broken \ud800 glyph"}])
+    result = ask(tool_of(tmp_path, topk=1), query_list=["glyph"])
+    assert "a broken \N{REPLACEMENT CHARACTER} glyph" in str(result.response.text)
+    assert f"{path} line 4 holds half a surrogate" in caplog.text
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "deep"])
+def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, value: str) -> None:
+    path = write_corpus(tmp_path)
+    with path.open("a") as file:
+        file.write(f'{{"text": "x", "more": {value}}}')
+    with pytest.raises(DataError, match=r"corpus.jsonl line 4 is not JSON: it (holds|is nested)"):
+        tool_of(tmp_path)

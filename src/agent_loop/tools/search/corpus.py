@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from agent_loop.errors import ConfigError, DataError
+from agent_loop.plain_values import parse_json
 
 TITLE_FIELDS = ("title", "name")
 TEXT_FIELDS = ("text", "contents", "content", "body", "passage")
 PASSAGE_WORDS = 120
 """A plain file is cut into passages of about so many, at the ends of paragraphs."""
+
+HALVES = re.compile("[\ud800-\udfff]")
+logger = logging.getLogger(__name__)
 
 
 class Passage(NamedTuple):
@@ -70,7 +75,15 @@ def as_passage(document: Any, *, where: str) -> Passage:
     if title is None:
         title, _, text = text.strip().partition("\n")
         title, text = title.strip().strip('"'), text or title
-    return Passage(title, text.strip())
+    return Passage(_encodable(title, where=where), _encodable(text.strip(), where=where))
+
+
+def _encodable(text: str, *, where: str) -> str:
+    """Replace halves of surrogates, which JSON can write and no file and no index can hold."""
+    if not HALVES.search(text):
+        return text
+    logger.warning("%s holds half a surrogate; it is replaced by U+FFFD", where)
+    return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _read_json_lines(file: Path) -> Iterator[Passage]:
@@ -80,9 +93,9 @@ def _read_json_lines(file: Path) -> Iterator[Passage]:
                 if line.strip():
                     where = f"{file} line {number}"
                     try:
-                        document = json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise DataError(f"{where} is not JSON: {error.msg}") from error
+                        document = parse_json(line)
+                    except ValueError as error:
+                        raise DataError(f"{where} is not JSON: {error}") from error
                     yield as_passage(document, where=where)
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is not UTF-8 text: {error}") from error

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
@@ -19,7 +20,11 @@ from agent_loop.tools.search.corpus import Passage, corpus_files, read_passages
 
 FORMAT = 1
 """Of the file; an index of another format is built anew."""
+TOKENIZER = "porter unicode61"
 MAX_QUERY_WORDS = 64
+LONG_TEXT = 2000
+"""Characters from which on the part of a text that fits is found here: SQLite's time grows with the square of the
+text."""
 TITLE_WEIGHT = 2.0
 """How much more a word counts in a title."""
 _WORD = re.compile(r"\w+")
@@ -63,14 +68,20 @@ class SearchIndex:
         words = _WORD.findall(query)[:MAX_QUERY_WORDS]
         if not words:
             raise ToolError(f"the query {query!r} holds no word to search for")
-        text = "text" if snippet_words is None else f"snippet(passages, 1, '', '', ' ... ', {snippet_words})"
+        text = "text"
+        if snippet_words is not None:
+            short = f"snippet(passages, 1, '', '', ' ... ', {snippet_words})"
+            text = f"CASE WHEN length(text) > {LONG_TEXT} THEN text ELSE {short} END"
+        expression = " OR ".join(f'"{word}"' for word in words)
         with closing(self._connect()) as connection:
             found = connection.execute(
                 f"SELECT title, {text} FROM passages WHERE passages MATCH ? "
                 f"ORDER BY bm25(passages, {TITLE_WEIGHT}, 1.0), rowid LIMIT ?",
-                (" OR ".join(f'"{word}"' for word in words), limit),
+                (expression, limit),
             ).fetchall()
-        return [Passage(*row) for row in found]
+        if snippet_words is None:
+            return [Passage(*row) for row in found]
+        return [Passage(title, excerpt(text, expression, num_words=snippet_words)) for title, text in found]
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(f"file:{quote(str(self.path.resolve()))}?mode=ro&immutable=1", uri=True)
@@ -90,7 +101,7 @@ class SearchIndex:
                 connection.execute("PRAGMA journal_mode = OFF")
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute(
-                    "CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')"
+                    f"CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = '{TOKENIZER}')"
                 )
                 connection.executemany("INSERT INTO passages VALUES (?, ?)", _passages(files))
                 connection.execute("INSERT INTO passages (passages) VALUES ('optimize')")
@@ -101,6 +112,51 @@ class SearchIndex:
             raise ConfigError(f"the search index {self.path} cannot be built: {error}") from error
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def excerpt(text: str, expression: str, *, num_words: int) -> str:
+    """Return the part of a long text that fits a query best, in time linear in the text; a shorter text as it is.
+
+    The part with the most different words of the query is taken; of several such parts, the one in which these words
+    are most frequent, and of those the first.
+
+    Args:
+        expression: The query, as SQLite's FTS5 takes it.
+        num_words: Length of the part.
+    """
+    if len(text) <= LONG_TEXT:
+        return text
+    spans = [match.span() for match in _WORD.finditer(text)]
+    if len(spans) <= num_words:
+        return text
+    words = [text[start:end].lower() for start, end in spans]
+    hits = _matching({*words}, expression)
+    counts: Counter[str] = Counter()
+    best, first, num_hits = (-1, -1), 0, 0
+    for place, word in enumerate(words):
+        if word in hits:
+            counts[word] += 1
+        if place >= num_words and (left := words[place - num_words]) in hits:
+            counts[left] -= 1
+            if not counts[left]:
+                del counts[left]
+        num_hits += word in hits
+        num_hits -= place >= num_words and words[place - num_words] in hits
+        score = (len(counts), num_hits)
+        if place >= num_words - 1 and score > best:
+            best, first = score, place - num_words + 1
+    last = first + num_words - 1
+    before, after = " ... " if first else "", " ... " if last < len(words) - 1 else ""
+    return f"{before}{text[spans[first][0] : spans[last][1]]}{after}"
+
+
+def _matching(words: Collection[str], expression: str) -> set[str]:
+    """Return those of the words that a query finds, by the same rules as in the index."""
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.execute(f"CREATE VIRTUAL TABLE words USING fts5(word, tokenize = '{TOKENIZER}')")
+        connection.executemany("INSERT INTO words VALUES (?)", ((word,) for word in words))
+        found = connection.execute("SELECT word FROM words WHERE words MATCH ?", (expression,))
+        return {word for (word,) in found}
 
 
 def _passages(files: Sequence[Path]) -> Iterator[Passage]:
