@@ -41,7 +41,10 @@ STORED_TRAJECTORIES = FileKind(
 OTHER_PARQUET = FileKind(
     "a Parquet file without trajectories", "`agent-loop rollout --data`, if it holds rows"
 )
-DAMAGED_PARQUET = FileKind("a Parquet file that is damaged or not complete", "no command")
+DAMAGED_PARQUET = FileKind(
+    "a Parquet file that is damaged or was cut off",
+    "no command: copy it again, or move it away to read the others",
+)
 RECORDS = FileKind(
     "a file of trajectories as JSON lines",
     "`agent-loop simulate --replay`; the other commands read what `agent-loop rollout --out FILE.parquet` writes",
@@ -65,6 +68,9 @@ def explain(path: Path, *, wanted: str) -> str:
     if not path.exists():
         return f"{named} does not exist; give {wanted}"
     kind = kind_of(path)
+    same = path.with_suffix(".parquet")
+    if kind is RECORDS and same.is_file():
+        wanted = f"{str(same)!r}, which holds the same"
     if kind is not None:
         return f"{named} is {kind.what} (read by {kind.read_by}); give {wanted}"
     runs = runs_in(path)

@@ -180,12 +180,12 @@ def test_no_good_file_is_to_be_removed(command: Command) -> None:
     Path("nothing.parquet").touch()
     for path, advice in {
         "runs/eval/trajectories.jsonl": "give 'runs/eval/trajectories.parquet', which holds the same",
-        "sampled.jsonl": "roll out into a file that ends in .parquet",
-        "rows.jsonl": "holds JSON, but not trajectories",
-        "config.yaml": "is not a Parquet file",
-        "cut.parquet": "is a Parquet file that is damaged or was cut off; copy it again",
+        "sampled.jsonl": "what `agent-loop rollout --out FILE.parquet` writes",
+        "rows.jsonl": "is a file of rows",
+        "config.yaml": "is a YAML file of settings",
+        "cut.parquet": "is a Parquet file that is damaged or was cut off (read by no command: copy it again",
         "sampled.journal": "is the journal of a rollout that did not end",
-        "nothing.parquet": "is not a Parquet file",
+        "nothing.parquet": "is a file of another kind",
     }.items():
         result = command("show", path)
         assert result.exit_code == 2

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import DataError
+from agent_loop.file_kinds import explain
 from agent_loop.storage.arrow import compute, mask_of_rows, pa, parquet
 from agent_loop.storage.files import FOLDER, parquet_files
 from agent_loop.storage.metrics_file import METRICS_FILE, read_metrics
-from agent_loop.storage.misread import what_is
 from agent_loop.storage.schema import METADATA, SCALARS, SCHEMA, SCHEMA_VERSION, VOCABULARY_FILE
 from agent_loop.storage.vocabulary import Piece, read_vocabulary
 
@@ -126,7 +126,9 @@ def _described(path: Path) -> StoredFile:
             metadata = _text(stored.metadata.metadata or {})
             num_trajectories = int(stored.metadata.num_rows)
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{str(path)!r} cannot be read as Parquet: it {what_is(path)}") from error
+        raise DataError(
+            explain(path, wanted="the folder of a run, or a Parquet file of trajectories")
+        ) from error
     version = metadata.get(METADATA.schema_version)
     if version != SCHEMA_VERSION:
         kind = (
