@@ -66,6 +66,19 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_runs(command: 
     assert f"OutputError: trainer.run_dir is '{out}', which cannot be written or locked" in trained.err
 
 
+def test_scores_that_cannot_be_written_are_not_computed(command: Command) -> None:
+    assert command("rollout", "config.yaml", "--out", "sampled.parquet", "--max-rows", "1").exit_code == 0
+    Path("scores.py").write_text(
+        "from pathlib import Path\ndef other(output, row):\n    Path('ran').touch()\n"
+    )
+    result = command(
+        "rescore", "sampled.parquet", "--reward", "scores.py:other", "--out", "/proc/out.parquet"
+    )
+    assert result.exit_code == 2
+    assert "OutputError: --out is '/proc/out.parquet', which cannot be written or locked" in result.err
+    assert not Path("ran").exists()
+
+
 def test_a_second_run_in_the_same_place_is_refused_and_the_first_is_named(command: Command) -> None:
     with (
         exclusive_folder(Path("run"), name="trainer.run_dir"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.errors import DataError
+from agent_loop.errors import DataError, OutputError
 from agent_loop.training.metrics import MetricsWriter, forget_steps_after, read_metrics, rollout_metrics
 from agent_loop.trajectory import (
     AgentLoopMetrics,
@@ -113,3 +113,11 @@ def test_malformed_calls_and_invalid_turns_are_shares_of_all_calls_and_turns() -
 
     assert metrics["rollout/malformed_call_share"] == 3 / 8
     assert metrics["rollout/invalid_turn_share"] == 1 / 5
+
+
+def test_metrics_that_do_not_fit_the_disk_end_the_run_by_name() -> None:
+    with (
+        pytest.raises(OutputError, match="the metrics '/dev/full' cannot be written"),
+        MetricsWriter(Path("/dev/full")) as writer,
+    ):
+        writer.write(1, {"loss": 0.5})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,8 @@ from rich.table import Table
 
 from agent_loop.boundary import describe_error
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
-from agent_loop.errors import ConfigError, RewardError
+from agent_loop.errors import ConfigError, OutputError, RewardError
+from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
 
@@ -109,12 +111,13 @@ def rescore_command(
     if not rows:
         raise nothing_stored(stored, step=step, split=split)
     new_threshold = stored.files()[0].success_threshold if threshold is None else threshold
-    rescored = asyncio.run(_score_all(rows, function))
-    console.print(_comparison(rescored, threshold=new_threshold))
-    _print_disagreements(rescored, console, limit=limit)
-    if out is not None:
-        _write(out, rescored, threshold=new_threshold)
-        console.print(f"{len(rescored)} trajectories in {out}", markup=False)
+    with nullcontext() if out is None else exclusive_file(out, name="--out"):
+        rescored = asyncio.run(_score_all(rows, function))
+        console.print(_comparison(rescored, threshold=new_threshold))
+        _print_disagreements(rescored, console, limit=limit)
+        if out is not None:
+            _write(out, rescored, threshold=new_threshold)
+            console.print(f"{len(rescored)} trajectories in {out}", markup=False)
     if any(each.error for each in rescored):
         raise typer.Exit(EXIT_FAILED)
 
@@ -183,4 +186,9 @@ def _write(out: Path, rescored: Sequence[Rescored], *, threshold: float) -> None
     from agent_loop.storage.writer import rewrite_scores
 
     scores = [(each.trajectory.reward, each.trajectory.reward_extra) for each in rescored]
-    rewrite_scores(out, [each.stored for each in rescored], scores, success_threshold=threshold)
+    try:
+        rewrite_scores(out, [each.stored for each in rescored], scores, success_threshold=threshold)
+    except OSError as error:
+        raise OutputError(
+            f"--out is {str(out)!r}, which cannot be written ({describe_error(error)})"
+        ) from error
