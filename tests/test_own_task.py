@@ -11,8 +11,10 @@ import pytest
 
 from agent_loop.boundary import run_bounded
 from agent_loop.concurrency import SHIELD_GRACE_S, run_shielded
-from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, Abandonments, DeadlineExpired, num_abandoned
+from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, num_abandoned
+from agent_loop.row_notes import RowNotes
 from agent_loop.testing import run_virtual
+from agent_loop.trajectory import IncidentKind
 
 LIMIT_S = 3.0
 COLOR: ContextVar[str] = ContextVar("color")
@@ -43,12 +45,14 @@ def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_gr
 ) -> None:
     async def scenario() -> float:
         deaf = Deaf()
-        with Abandonments("group=0/rollout=0") as abandoned:
+        with RowNotes("group=0/rollout=0") as notes:
             with pytest.raises(Abandoned, match=r"longer than 3 s, went on for 5 s after it was cancelled"):
                 await run_bounded(deaf, timeout_s=LIMIT_S, name="tool 'x'")
             took_s = asyncio.get_running_loop().time()
         assert num_abandoned() == 1
-        assert abandoned.details == ["tool 'x' went on for 5 s after it was cancelled and was abandoned"]
+        [incident] = notes.incidents
+        assert incident.kind is IncidentKind.ABANDONED
+        assert incident.detail == "tool 'x' went on for 5 s after it was cancelled and was abandoned"
         await deaf.release()
         assert num_abandoned() == 0
         return took_s

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, EpisodeError
+from agent_loop.foreign_values import safe_repr, safe_str, type_name
 from agent_loop.identifiers import new_id
 from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, OwnTask
 from agent_loop.threads import run_in_thread
@@ -122,7 +123,7 @@ def as_finite_number(value: Any) -> float | None:
     try:
         scalar = value.item() if hasattr(value, "item") else value
         number = float(scalar) if isinstance(scalar, Real) else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
+    except BaseException:  # noqa: BLE001  (its methods are foreign code)
         return None
     return number if math.isfinite(number) else None
 
@@ -137,23 +138,20 @@ def as_reward(value: Any) -> float | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and message on one line; the type alone if the message cannot be read."""
-    try:
-        message = one_line(str(error), max_length=500)
-    except Exception:  # noqa: BLE001  (an exception is foreign code, too)
-        message = ""
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+    """Type and message on one line, whatever the error's own code does."""
+    message, name = one_line(safe_str(error), max_length=500), type_name(type(error))
+    return f"{name}: {message}" if message else name
 
 
 def describe_value(value: Any) -> str:
-    """Value and type on one line."""
-    text = one_line(repr(value), max_length=80)
-    return text if value is None else f"{text} ({type(value).__name__})"
+    """Value and type on one line, whatever the value's own code does."""
+    text = one_line(safe_repr(value), max_length=80)
+    return text if value is None else f"{text} ({type_name(type(value))})"
 
 
 def one_line(text: str, *, max_length: int) -> str:
     """The text with its white space run together, cut to `max_length` characters."""
-    text = " ".join(text.split())
+    text = " ".join(text[: 8 * max_length].split())
     return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 

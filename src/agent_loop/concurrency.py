@@ -148,27 +148,25 @@ async def run_abortable(
     """
     if signal is not None and signal.is_set():
         raise Cut
-    loop = asyncio.get_running_loop()
-    moved = loop.create_future()
-    wake = partial(_resolve, moved)
-    task = loop.create_task(_followed_by(wake, function()))
+    task = OwnTask(function, name="a completion")
+    wake = partial(_resolve, task.ended)
     listener = None if signal is None else signal.listen(wake)
     try:
         try:
-            await moved
+            await task.ended
         finally:
             if signal is not None:
                 signal.leave(listener)
-        if not task.done():
+        if not task.has_ended:
             await _ask_to_end(task, abort, grace_s=grace_s)
     except BaseException:
         try:
             await _ask_to_end(task, abort, grace_s=grace_s)
         finally:
-            if not task.cancelled() and task.exception() is None:
+            if task.has_result:
                 keep_partial(task.result())
         raise
-    if task.cancelled():
+    if task.was_cancelled or not task.has_ended:
         raise Cut
     return task.result()
 
@@ -310,33 +308,22 @@ _SIGNALS: WeakValueDictionary[int, Signal] = WeakValueDictionary()
 """By the ids of their events, which they keep alive."""
 
 
-async def _followed_by(tell: Callable[[], object], call: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """A call that tells when it ends: whoever waits is woken a turn of the event loop earlier than by a callback."""
-    try:
-        return await call
-    finally:
-        tell()
-
-
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
 
 
-async def _ask_to_end(
-    task: asyncio.Future[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float
-) -> None:
-    """Has a task end by itself, or by cancellation."""
+async def _ask_to_end(task: OwnTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float) -> None:
+    """Have a task end by itself, or by cancellation; abandon it if it does neither."""
 
     async def abort_and_wait() -> None:
         await abort()
-        await asyncio.wait({task})
+        await task.wait()
 
     try:
-        if not task.done():
+        if not task.has_ended:
             with contextlib.suppress(Exception):  # a server that cannot abort is no reason to wait
                 await run_shielded(abort_and_wait, timeout_s=grace_s)
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task})
+        if not task.has_ended:
+            await task.stop(grace_s=SHIELD_GRACE_S)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar, Token, copy_context
-from typing import Any, Generic, Self, TypeVar
+from contextvars import Context, copy_context
+from typing import Any, Generic, TypeVar
 
+from agent_loop.row_notes import RowNotes, note_on_row
 from agent_loop.time_scope import TimeScope
+from agent_loop.trajectory.incidents import IncidentKind
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
@@ -57,6 +59,15 @@ class OwnTask(Generic[ResultT]):
     def was_cancelled(self) -> bool:
         """Whether the call ended with CancelledError."""
         return isinstance(self._error, asyncio.CancelledError)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the call has ended and raised nothing."""
+        return self._task.done() and self._error is None
+
+    async def wait(self) -> None:
+        """Wait until the call has ended."""
+        await asyncio.wait({self._task})
 
     async def stop(self, *, grace_s: float = ABANDON_GRACE_S) -> bool:
         """Cancel the call and wait until it has ended; abandon it if it has not ended after `grace_s`.
@@ -111,16 +122,14 @@ class OwnTask(Generic[ResultT]):
         error = self._error
         try:
             if error is None:
-                for variable in self._context:
-                    value = self._context[variable]
-                    if variable.get(_UNSET) is not value:
-                        variable.set(value)
+                if copy_context() != self._context:  # (compares one pointer where no variable was set)
+                    _adopt(self._context)
                 return self._result
             if isinstance(error, asyncio.CancelledError):
                 raise RuntimeError("it raised CancelledError although nobody cancelled it") from error
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 raise error
-            raise RuntimeError(_refused(error)) from error
+            raise RuntimeError(refusal_of(error)) from error
         finally:
             del error  # it holds this frame
 
@@ -134,28 +143,6 @@ class OwnTask(Generic[ResultT]):
                 self.ended.set_result(None)
 
 
-class Abandonments:
-    """The tasks that were abandoned while the body of a `with` block ran, its tasks included.
-
-    Args:
-        owner: Whose code runs in the block, for the log.
-    """
-
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
-        self.details: list[str] = []
-        """One line for each abandoned task."""
-        self._token: Token[Abandonments | None] | None = None
-
-    def __enter__(self) -> Self:
-        self._token = _OWNER.set(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._token is not None:
-            _OWNER.reset(self._token)
-
-
 def num_abandoned() -> int:
     """Return how many abandoned tasks still run in this process."""
     for task in [task for task in _ABANDONED if task.get_loop().is_closed()]:
@@ -165,15 +152,14 @@ def num_abandoned() -> int:
 
 def _abandon(task: asyncio.Task[Any], what: str) -> None:
     """Leave a task to itself. `asyncio.run` does not wait for it."""
-    owner = _OWNER.get()
-    where = f" of {owner.owner}" if owner is not None else ""
+    notes = RowNotes.current()
+    where = "" if notes is None else f" of {notes.owner}"
     logger.warning(
         "%s%s and was abandoned: its task runs on until it ends by itself; let CancelledError pass",
         what,
         where,
     )
-    if owner is not None:
-        owner.details.append(f"{what} and was abandoned")
+    note_on_row(IncidentKind.ABANDONED, f"{what} and was abandoned")
     num_abandoned()
     _ABANDONED.add(task)
     task.add_done_callback(_ABANDONED.discard)
@@ -183,7 +169,15 @@ def _abandon(task: asyncio.Task[Any], what: str) -> None:
     task._log_destroy_pending = False  # pyright: ignore  (as asyncio itself sets it for tasks it leaves)
 
 
-def _refused(error: BaseException) -> str:
+def _adopt(context: Context) -> None:
+    """Set the variables that code in another context has set."""
+    for variable, value in context.items():
+        if variable.get(_UNSET) is not value:
+            variable.set(value)
+
+
+def refusal_of(error: BaseException) -> str:
+    """Return the sentence about an exception that is not for foreign code to raise."""
     kind = type(error).__name__
     if isinstance(error, SystemExit):
         return f"it raised {kind} to end the process"
@@ -193,6 +187,5 @@ def _refused(error: BaseException) -> str:
 
 
 _UNSET = object()
-_OWNER: ContextVar[Abandonments | None] = ContextVar("agent_loop_abandonments", default=None)
 _ABANDONED: set[asyncio.Task[Any]] = set()
 """Tasks that run on unheard. asyncio itself holds tasks weakly."""

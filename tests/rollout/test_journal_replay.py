@@ -360,7 +360,9 @@ def test_a_failed_row_of_an_unfinished_rollout_is_tried_again_from_its_last_turn
     assert facts(again) == facts(mended)
 
 
-def test_a_result_that_has_no_form_in_the_journal_costs_its_row_the_way_back(tmp_path: Path) -> None:
+def test_a_result_that_has_no_form_in_the_journal_is_recorded_as_text_and_its_row_is_resumed(
+    tmp_path: Path,
+) -> None:
     class Odd(Adder):
         on_replay = OnReplay.RECORDED
 
@@ -371,8 +373,8 @@ def test_a_result_that_has_no_form_in_the_journal_costs_its_row_the_way_back(tmp
     run_journaled(path, Stage(Talker(seed=1), tools=[Odd()]), ROWS[:1])
     path.write_bytes(cut_after(path.read_bytes(), Kind.OBSERVATION))
     [trajectory] = run_journaled(path, Stage(Talker(seed=2), tools=[Odd()]), ROWS[:1], resume=True)
-    [incident] = trajectory.output.incidents
-    assert "the answer at turn 2 could not be kept" in incident.detail
+    assert trajectory.output.feedback[0].extra == {"handle": "<object object>"}
+    assert IncidentKind.RESTARTED not in {incident.kind for incident in trajectory.output.incidents}
 
 
 def test_branches_come_back_with_the_same_segments_for_what_they_have_in_common() -> None:

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 from agent_loop.cancellation import Cancellation
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.concurrency import Cut
+from agent_loop.copying import copied
 from agent_loop.deadlines import Deadlines, TimeLimit
 from agent_loop.episode.sampling import Question, TurnSampler
 from agent_loop.episode.stopwatch import Stopwatch
@@ -261,7 +262,7 @@ class Episode:
 
     def record_message(self, message: Message) -> None:
         """Keeps a message that the model does not see, for the conversation's record."""
-        self._transcript.messages.append(message)
+        self._transcript.messages.append(copied(message))
 
     def output(
         self,
@@ -352,8 +353,8 @@ class Episode:
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The conversation so far."""
-        return tuple(self._transcript.messages)
+        """A copy of the conversation so far."""
+        return tuple(copied(self._transcript.messages))
 
     @property
     def context(self) -> IntArray:

@@ -9,6 +9,7 @@ from typing import Any
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.off_loop import encoded_off_loop
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.copying import copied
 from agent_loop.episode.turns import Completion, EpisodeMark
 from agent_loop.ledger import TokenLedger
 from agent_loop.trajectory import Incident, IncidentKind
@@ -32,7 +33,7 @@ class Transcript:
         template: ChatTemplate,
         tool_schemas: Sequence[Mapping[str, Any]],
     ) -> None:
-        self.messages: list[Message] = list(messages)
+        self.messages: list[Message] = copied(list(messages))
         self.ledger = TokenLedger()
         self.tool_schemas = tool_schemas
         self.assistant_turns = 0
@@ -106,7 +107,7 @@ class Transcript:
 
     def add_reply(self, messages: Sequence[Message], encoded: Encoded, *, max_tokens: int) -> bool:
         """Keeps what was said to the model; tells whether it fits, without which the model does not see it."""
-        self.messages += messages
+        self.messages += copied(list(messages))
         num_tokens = len(encoded.token_ids)
         if num_tokens > max_tokens:
             self.note(

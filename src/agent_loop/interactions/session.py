@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from agent_loop.boundary import (
     REWARD_LIMIT,
@@ -18,10 +18,14 @@ from agent_loop.boundary import (
     describe_value,
     run_bounded,
 )
+from agent_loop.copying import copied
 from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
+from agent_loop.foreign_values import plain_mapping
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.trajectory import Incident
 from agent_loop.types import Message
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class InteractionSession:
             raise InteractionBug(
                 f"start_interaction of {self._where} returned {describe_value(words)}; return a str, or None"
             )
-        return InteractionReply(words)
+        return InteractionReply(str.__str__(words))
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """The answer to the conversation so far.
@@ -128,7 +132,7 @@ class InteractionSession:
         """
         if self._is_closed:
             raise EpisodeError(f"{self._where} was used after close(); use one session per trajectory")
-        return read_reply(await self._bounded(partial(self._reply, messages)), where=self._where)
+        return await self._bounded(partial(self._reply, messages))
 
     async def calculate_score(self) -> float | None:
         """The verdict on the whole trajectory; None if there is none, or the interaction was not used.
@@ -138,20 +142,21 @@ class InteractionSession:
         """
         if self._instance.instance_id is None:
             return None
-        verdict = partial(self._interaction.calculate_score, self._instance.instance_id)
+        verdict = partial(self._verdict, self._instance.instance_id)
         try:
-            score = await run_bounded(
+            return await run_bounded(
                 verdict, timeout_s=self._config.close_timeout_s, name=f"calculate_score of {self._where}"
             )
         except DeadlineExpired as error:
             raise InteractionBug(
                 f"calculate_score of {self._where} {error}; mend it, or raise close_timeout_s"
             ) from error
+        except InteractionBug:
+            raise
         except Exception as error:
             raise InteractionBug(
                 f"calculate_score of {self._where} raised {describe_error(error)}; mend it"
             ) from error
-        return None if score is None else read_score(score, where=f"calculate_score of {self._where}")
 
     async def close(self) -> list[Incident]:
         """Finalizes the interaction if it was started, to the end even if cancelled meanwhile.
@@ -167,12 +172,12 @@ class InteractionSession:
         )
         return list(self._incidents)
 
-    async def _bounded(self, function: Callable[[], Awaitable[Any]]) -> Any:
+    async def _bounded(self, function: Callable[[], Awaitable[ResultT]]) -> ResultT:
         try:
             return await run_bounded(function, timeout_s=self._config.timeout_s, name=self._where)
         except DeadlineExpired as error:
             raise InteractionBug(f"{self._where} {error}; mend it, or raise interaction_timeout_s") from error
-        except InteractionUnavailable:
+        except (InteractionUnavailable, InteractionBug):
             raise
         except Exception as error:
             raise InteractionBug(f"{self._where} raised {describe_error(error)}; mend it") from error
@@ -180,9 +185,16 @@ class InteractionSession:
     async def _start(self, instance_id: str) -> None:
         self._first_words = await self._interaction.start_interaction(instance_id, **self._kwargs)
 
-    async def _reply(self, messages: Sequence[Message]) -> Any:
+    async def _reply(self, messages: Sequence[Message]) -> InteractionReply:
         instance_id = await self._instance.open()
-        return await self._interaction.generate_response(instance_id, list(messages), **self._kwargs)
+        returned = await self._interaction.generate_response(
+            instance_id, copied(list(messages)), **self._kwargs
+        )
+        return read_reply(returned, where=self._where)
+
+    async def _verdict(self, instance_id: str) -> float | None:
+        score = await self._interaction.calculate_score(instance_id)
+        return None if score is None else read_score(score, where=f"calculate_score of {self._where}")
 
 
 def read_reply(returned: Any, *, where: str) -> InteractionReply:
@@ -204,7 +216,8 @@ def read_reply(returned: Any, *, where: str) -> InteractionReply:
     if not isinstance(extra, dict):
         raise InteractionBug(f"{where} returned {describe_value(extra)} in the fourth place; return a dict")
     score = read_score(score, where=where)
-    return InteractionReply(content, score=score, is_over=is_over, extra=cast(dict[str, Any], extra))
+    extra = plain_mapping(cast(dict[Any, Any], extra), where=f"extra of {where}")
+    return InteractionReply(str.__str__(content), score=score, is_over=is_over, extra=extra)
 
 
 def read_score(score: Any, *, where: str) -> float:

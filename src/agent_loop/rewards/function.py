@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 from agent_loop.boundary import (
@@ -17,7 +16,9 @@ from agent_loop.boundary import (
     describe_value,
     run_bounded,
 )
+from agent_loop.copying import copied
 from agent_loop.errors import ConfigError, RewardError
+from agent_loop.foreign_values import plain_mapping
 from agent_loop.loading import load_object
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Row
@@ -56,23 +57,29 @@ class RewardFunction:
         self.name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
-        """Scores one trajectory.
+        """Scores one trajectory. The function gets copies of the messages, the fields and the row.
 
         Raises:
             RewardError: The function raised, took too long, or returned no reward.
         """
-        call = partial(call_function, self.function, output, row)
+        source = f"reward function {self.name}"
+
+        async def score() -> Score:
+            returned = await call_function(self.function, output.copied(), copied(dict(row)))
+            return read_score(returned, source=source)
+
         try:
-            returned = await run_bounded(call, timeout_s=self.timeout_s, name=f"reward function {self.name}")
+            return await run_bounded(score, timeout_s=self.timeout_s, name=source)
         except DeadlineExpired as error:
             raise RewardError(
                 f"reward function {self.name} {error}; mend it, or raise reward.timeout_s"
             ) from error
+        except RewardError:
+            raise
         except Exception as error:
             raise RewardError(
                 f"reward function {self.name} raised {describe_error(error)}; mend it"
             ) from error
-        return read_score(returned, source=f"reward function {self.name}")
 
 
 def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
@@ -119,7 +126,8 @@ def read_score(returned: Any, *, source: str) -> Score:
     for key in REWARD_NAMES:
         if key in values:
             reward = values.pop(key)
-            return Score(_read_reward(reward, what=f"{source} returned {key}"), values)
+            extra = plain_mapping(values, where=f"reward_extra of {source}")
+            return Score(_read_reward(reward, what=f"{source} returned {key}"), extra)
     raise RewardError(f"{source} returned a mapping with the keys {sorted(map(str, values))}; add 'reward'")
 
 

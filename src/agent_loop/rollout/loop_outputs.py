@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 
 from agent_loop.boundary import REWARD_LIMIT, as_reward, describe_value
 from agent_loop.errors import EpisodeError
+from agent_loop.foreign_values import plain_mapping
 from agent_loop.loops.base import LoopContext
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import (
@@ -231,7 +232,9 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
     for name in extra_fields:
         if not isinstance(name, str):
             raise EpisodeError(f"extra_fields has the key {describe_value(name)}; give names as text")
-    return output
+    if not extra_fields:
+        return output
+    return output.with_only_extra_fields(plain_mapping(extra_fields, where="extra_fields of the loop"))
 
 
 def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:

@@ -15,17 +15,20 @@ from agent_loop.boundary import describe_error, run_bounded
 from agent_loop.cancellation import FINISH_GRACE_S
 from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_together
+from agent_loop.copying import copied
 from agent_loop.episode import EpisodeStopped
 from agent_loop.errors import AgentLoopError, ConfigError, JournalError
+from agent_loop.foreign_tasks import containing_tasks
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
-from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, Abandonments, DeadlineExpired
+from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.oversight import Oversight
+from agent_loop.row_notes import RowNotes
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
@@ -34,6 +37,8 @@ from agent_loop.waits import Activity, WaitKind, waiting_for
 BEGIN_AT_ONCE = 64
 """So many trajectories are set up and send their first request before the next ones are: else all requests of a large
 rollout would wait until the last trajectory is set up."""
+MAX_TRACEBACK = 100_000
+"""Characters of a failure's traceback; the middle of a longer one is left out."""
 DEADLINE_GRACE_S = 15.0
 """A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
 
@@ -146,7 +151,7 @@ class AgentLoopWorker:
             self._renew_cancellation()
         context, asked_at = self._context, asyncio.get_running_loop().time()
         watching = nullcontext() if self._oversight is None else self._oversight.watching()
-        with rare_collections():
+        with rare_collections(), containing_tasks():
             async with self.gate.adapting(), watching:
                 parts = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
         return [trajectory for part in parts for trajectory in part]
@@ -184,7 +189,7 @@ class AgentLoopWorker:
         assert task is not None
         trajectory_id = job.trajectory_id
         self._running[trajectory_id] = task
-        with Abandonments(trajectory_id) as abandoned:
+        with RowNotes(trajectory_id) as notes:
             try:
                 outputs = await self._run_loop(job, context)
                 if job.log is not None and job.log.mismatch is not None:
@@ -198,8 +203,8 @@ class AgentLoopWorker:
                 trajectories = await run_together(
                     self._scored(output, job, branch=n) for n, output in enumerate(outputs)
                 )
-        for detail in abandoned.details:
-            trajectories[0] = trajectories[0].noted(Incident(IncidentKind.ABANDONED, detail))
+        for incident in notes.incidents:
+            trajectories[0] = trajectories[0].noted(incident)
         if job.log is not None:
             with waiting_for(WaitKind.JOURNAL):
                 await job.log.end(trajectories)
@@ -231,10 +236,11 @@ class AgentLoopWorker:
         """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
         loop: AgentLoopBase | None = None
 
-        async def run() -> tuple[AgentLoopBase, Any]:
+        async def run() -> AgentLoopOutput | list[AgentLoopOutput]:
             nonlocal loop
             loop = self._make_loop(job, context)
-            return loop, await loop.run(dict(job.sampling_params), **job.columns)
+            returned = await loop.run(dict(job.sampling_params), **copied(dict(job.columns)))
+            return self._accepted(returned, loop, job, completions=completions)
 
         deadline_s = context.limits.deadline_s
         new_log = None if job.log is None else job.log.new_lane
@@ -242,13 +248,12 @@ class AgentLoopWorker:
         try:
             with context.server_manager.scope() as server_manager:
                 context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
-                ran, returned = await run_bounded(
+                return await run_bounded(
                     run,
                     timeout_s=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
                     name="agent loop",
                     grace_s=loop_grace_s(context),
                 )
-            return self._accepted(returned, ran, job, completions=completions)
         except EpisodeStopped as stopped:
             return _record(loop, stopped.reason)
         except asyncio.CancelledError:
@@ -360,4 +365,10 @@ def _failed_replay(log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]
 def _failure(error: Exception) -> Failure:
     """An error of this package that names a user's exception is kept with the traceback of the latter."""
     root = error.__cause__ if isinstance(error, AgentLoopError) and error.__cause__ else error
-    return Failure(error=describe_error(error), traceback="".join(traceback.format_exception(root)))
+    try:
+        lines = "".join(traceback.format_exception(root))
+    except BaseException:  # noqa: BLE001  (an exception's methods are foreign code)
+        lines = describe_error(root)
+    if len(lines) > MAX_TRACEBACK:
+        lines = f"{lines[: MAX_TRACEBACK // 2]}\n...\n{lines[-MAX_TRACEBACK // 2 :]}"
+    return Failure(error=describe_error(error), traceback=lines)

@@ -11,6 +11,7 @@ from pydantic_core import to_jsonable_python
 
 from agent_loop.boundary import REWARD_LIMIT, as_reward, describe_error, describe_value, one_line
 from agent_loop.errors import ToolBug
+from agent_loop.foreign_values import plain_mapping
 from agent_loop.tools.base import ToolResponse
 from agent_loop.trajectory import Incident, IncidentKind
 
@@ -65,9 +66,11 @@ def read_result(returned: Any, *, name: str) -> ToolResult:
         raise ToolBug(f"tool {name!r} returned {describe_value(extra)} in the third place; return a dict")
     if reward is not None:
         reward = read_reward(reward, where=f"tool {name!r}")
-    if response.text and not response.text.isascii():
-        response = structs.replace(response, text=_encodable(response.text))
-    return ToolResult(response, reward=reward, extra=cast(dict[str, Any], extra))
+    text = response.text
+    if text is not None and (type(text) is not str or not text.isascii()):
+        response = structs.replace(response, text=_encodable(str.__str__(text)))
+    extra = plain_mapping(cast(dict[Any, Any], extra), where=f"extra of tool {name!r}")
+    return ToolResult(response, reward=reward, extra=extra)
 
 
 _SHAPE = "return (ToolResponse, reward or None, dict), or the ToolResponse, a str or a dict alone"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,9 @@ from agent_loop.boundary import (
     one_line,
     run_bounded,
 )
+from agent_loop.copying import copied
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
+from agent_loop.foreign_values import MAX_TEXT, safe_str
 from agent_loop.identifiers import new_id
 from agent_loop.own_task import Abandoned
 from agent_loop.tools.base import BaseTool, check_declarations
@@ -138,7 +139,7 @@ class ToolSession:
             name=f"tool {call.name!r}",
         )
         try:
-            returned = await (run() if tool.max_concurrent is None else in_turn(tool, run))
+            return await (run() if tool.max_concurrent is None else in_turn(tool, run))
         except Abandoned as error:
             raise ToolBug(
                 f"tool {call.name!r} {error}; let CancelledError pass, or raise rollout.multi_turn.tool_timeout_s"
@@ -146,16 +147,18 @@ class ToolSession:
         except DeadlineExpired as error:
             return refusal(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
         except ToolUnavailable as error:
-            return refusal(IncidentKind.TOOL_UNAVAILABLE, str(error) or f"{call.name} is not available")
+            return refusal(IncidentKind.TOOL_UNAVAILABLE, safe_str(error) or f"{call.name} is not available")
         except ToolError as error:
-            return refusal(IncidentKind.TOOL_ERROR, str(error) or f"{call.name} did not work")
+            detail = safe_str(error, max_length=MAX_TEXT) or f"{call.name} did not work"
+            return refusal(IncidentKind.TOOL_ERROR, detail)
+        except ToolBug:
+            raise
         except Exception as error:
             arguments = one_line(repr(call.arguments), max_length=200)
             raise ToolBug(
                 f"tool {call.name!r} raised {describe_error(error)} when called with {arguments}; "
                 "mend it, or raise ToolError where the model should be told"
             ) from error
-        return read_result(returned, name=call.name)
 
     async def calc_rewards(self) -> dict[str, float]:
         """The verdict of each tool that was used and has one, by name.
@@ -182,14 +185,16 @@ class ToolSession:
                 continue
             where = f"calc_reward of tool {name!r}"
             kwargs = self._kwargs_of(name, "calc_reward_kwargs")
-            verdict = partial(tool.calc_reward, instance.instance_id, **kwargs)
+            verdict = partial(self._verdict, name, instance.instance_id, kwargs)
             try:
                 reward = await run_bounded(verdict, timeout_s=self._config.close_timeout_s, name=where)
             except DeadlineExpired as error:
                 raise ToolBug(f"{where} {error}; mend it, or raise close_timeout_s") from error
+            except ToolBug:
+                raise
             except Exception as error:
                 raise ToolBug(f"{where} raised {describe_error(error)}; mend it") from error
-            verdicts[name] = None if reward is None else read_reward(reward, where=where)
+            verdicts[name] = reward
         return verdicts
 
     async def close(self) -> list[Incident]:
@@ -206,11 +211,16 @@ class ToolSession:
         )
         return list(self._incidents)
 
-    async def _run(self, tool: BaseTool, call: ToolCall) -> Any:
+    async def _run(self, tool: BaseTool, call: ToolCall) -> ToolResult:
         instance_id = await self._instance(tool, name=call.name).open()
-        return await tool.execute(
-            instance_id, _copied(call.arguments), **self._kwargs_of(call.name, "execute_kwargs")
+        returned = await tool.execute(
+            instance_id, copied(call.arguments), **self._kwargs_of(call.name, "execute_kwargs")
         )
+        return read_result(returned, name=call.name)
+
+    async def _verdict(self, name: str, instance_id: str, kwargs: Mapping[str, Any]) -> float | None:
+        reward = await self._tools[name].calc_reward(instance_id, **kwargs)
+        return None if reward is None else read_reward(reward, where=f"calc_reward of tool {name!r}")
 
     def _instance(self, tool: BaseTool, *, name: str) -> TrajectoryInstance:
         if name not in self._instances:
@@ -225,14 +235,6 @@ class ToolSession:
 
     def _kwargs_of(self, name: str, key: str) -> dict[str, Any]:
         return self._kwargs.get(name, {}).get(key, {})
-
-
-def _copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for a tool to do with as it likes."""
-    for value in arguments.values():
-        if isinstance(value, (dict, list)):
-            return copy.deepcopy(arguments)
-    return dict(arguments)
 
 
 def _read_tools_kwargs(

@@ -35,6 +35,7 @@ class IncidentKind(StrEnum):
     TURN_TIMEOUT = "turn_timeout"
     FAILED_REQUEST = "failed_request"
     ABANDONED = "abandoned"
+    UNSTORABLE_VALUE = "unstorable_value"
 
 
 class Incident(Struct, frozen=True):

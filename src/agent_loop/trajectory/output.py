@@ -13,6 +13,7 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from agent_loop.attachments import Attachment
+from agent_loop.copying import copied
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident
 from agent_loop.trajectory.segments import (
@@ -229,9 +230,24 @@ class AgentLoopOutput:
     def answer(self) -> str:
         """The text of the last assistant message; empty if there is none."""
         for message in reversed(self.messages):
-            if message["role"] == "assistant":
+            if message.get("role") == "assistant":
                 return str(message.get("content") or "")
         return ""
+
+    def with_only_extra_fields(self, extra_fields: Mapping[str, Any]) -> Self:
+        """Return the same trajectory with these `extra_fields` and no others."""
+        return self._with(extra_fields=extra_fields)
+
+    def copied(self) -> Self:
+        """Return the same trajectory with messages, schemas and fields of its own, for code that may change them."""
+        return self._with(
+            messages=tuple(copied(list(self.messages))),
+            tool_schemas=tuple(copied(list(self.tool_schemas))),
+            feedback=tuple(
+                [f if not f.extra else structs.replace(f, extra=copied(f.extra)) for f in self.feedback]
+            ),
+            extra_fields=copied(self.extra_fields),
+        )
 
     def _with(self, **changes: Any) -> Self:
         """As `dataclasses.replace`, in a fraction of the time. What cached properties hold is copied too."""

@@ -12,6 +12,7 @@ from agent_loop.boundary import OnReplay, describe_value
 from agent_loop.checks import CheckSkipped, place_held, require, require_no_blocking
 from agent_loop.interactions.check.subject import Subject
 from agent_loop.interactions.session import read_score
+from agent_loop.row_notes import RowNotes
 from agent_loop.types import Message
 
 CheckFunction: TypeAlias = Callable[[Subject], Coroutine[Any, Any, str | None]]
@@ -61,7 +62,11 @@ async def _replies(subject: Subject) -> str:
 
 @check("what a reply records can be written to a file")
 async def _extra(subject: Subject) -> None:
-    for reply in await subject.conversation():
+    with RowNotes("check") as notes:
+        replies = await subject.conversation()
+    for incident in notes.incidents:
+        require(False, f"JSON has no form for it: {incident.detail}")
+    for reply in replies:
         try:
             json.dumps(dict(reply.extra))
         except (TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ from agent_loop.boundary import OnReplay, describe_value
 from agent_loop.checks import CheckFailed, CheckSkipped, place_held, require, require_no_blocking
 from agent_loop.concurrency import run_together
 from agent_loop.errors import ToolError
+from agent_loop.row_notes import RowNotes
 from agent_loop.threads import run_in_thread
 from agent_loop.tools.base import check_declarations
 from agent_loop.tools.check.edges import edge_arguments
@@ -63,8 +64,10 @@ async def _answers(subject: Subject) -> str:
 async def _extra(subject: Subject) -> None:
     async with subject.created() as instance_id:
         for arguments in subject.calls:
-            with suppress(ToolError):
+            with suppress(ToolError), RowNotes("check") as notes:
                 extra = (await subject.result(instance_id, arguments)).extra
+                for incident in notes.incidents:
+                    raise CheckFailed(f"JSON has no form for it: {incident.detail}")
                 try:
                     json.dumps(dict(extra))
                 except (TypeError, ValueError) as error:
