@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from agent_loop.boundary import OnReplay
 from agent_loop.errors import ToolError
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.trajectory import AgentLoopOutput
@@ -69,6 +70,7 @@ class LookupTool(BaseTool):
 
     key: ClassVar[str]
     """What the table is about; the tool's only parameter."""
+    on_replay = OnReplay.RECORDED
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
         super().__init__(config, tool_schema)

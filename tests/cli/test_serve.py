@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,3 +158,12 @@ def call(
     with pytest.raises(SystemExit) as stopped:
         main()
     return int(stopped.value.code or 0), capsys.readouterr().err.partition(", or 0")[0].strip()
+
+
+def test_without_options_the_context_is_what_the_model_takes(project: Path, tmp_path: Path) -> None:
+    model = tmp_path / "short"
+    shutil.copytree(project / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
+    with running(tmp_path, "short") as served:
+        assert "short on 1 server, contexts of 300 tokens" in served.said
