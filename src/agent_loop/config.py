@@ -379,7 +379,7 @@ class OptimConfig(Section):
     share_prefixes: bool = False
     """Compute what rows of a micro-batch begin with alike, such as the prompt of a group, once for all of them; packs
     rows too. Needs a model with full attention that takes a mask of any form, which is tried at the start."""
-    grad_clip: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """The norm to which gradients are cut."""
     loss_agg_mode: AggregationMode = "token-mean"
     """`token-mean`: every token counts the same. `seq-mean-token-mean`: every trajectory does.

@@ -124,7 +124,7 @@ def _kind_of_folder(path: Path) -> FileKind | None:
         (RUN, ("checkpoints", "metrics.jsonl", "trajectories")),
         (EVALUATION, ("summary.json", "rollout.journal")),
         (CHECKPOINT, ("state.json",)),
-        (MODEL, ("config.json",)),
+        (MODEL, ("config.json", "tokenizer_config.json", "tokenizer.json")),
     ]
     for kind, names in marks:
         if any((path / name).exists() for name in names):
@@ -135,7 +135,7 @@ def _kind_of_folder(path: Path) -> FileKind | None:
 def _kind_of_file(path: Path) -> FileKind | None:
     with path.open("rb") as file:
         first_line = file.readline(MAX_LINE)
-    if first_line.startswith(PARQUET_MAGIC):
+    if first_line.startswith(PARQUET_MAGIC) or path.suffix == ".parquet":
         return _kind_of_parquet(path)
     if first_line.startswith(JOURNAL_MAGIC):
         return JOURNAL

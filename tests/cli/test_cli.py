@@ -124,7 +124,7 @@ def test_help_has_examples(command: Command, name: str) -> None:
         (["config.yaml", "trainer.run_dir=task.py"], "'task.py'"),
         (["config.yaml", "trainer.run_dir=/proc/nowhere/run"], "/proc/nowhere"),
         (["config.yaml", "data.train_files=[task.py:crawls]"], "task.py:crawls raised TypeError"),
-        (["rows.jsonl"], "config file 'rows.jsonl' is not valid YAML"),
+        (["rows.jsonl"], "'rows.jsonl' is a file of rows"),
         (["config.yaml", "rollout.multi_turn.format=hermis"], "did you mean 'hermes'"),
         (["config.yaml", "rollout.agent.default_agent_loop=tool_agnet"], "did you mean 'tool_agent'"),
         (["config.yaml", "reward.function=task.py:breaks"], "ZeroDivisionError"),

@@ -56,7 +56,7 @@ def test_what_holds_no_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         read_plans(tmp_path / "missing.jsonl")
     (tmp_path / "torn.jsonl").write_text('{"segments": [', encoding="utf-8")
-    with pytest.raises(DataError, match=r"torn.jsonl', line 1, is no JSON"):
+    with pytest.raises(DataError, match=r"torn.jsonl' line 1 is not JSON"):
         read_plans(tmp_path)
 
 

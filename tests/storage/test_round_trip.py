@@ -125,7 +125,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no stored trajectories"):
         StoredRun(tmp_path)
     (tmp_path / "other.parquet").write_bytes(b"not Parquet")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
+    with pytest.raises(DataError, match="a Parquet file that is damaged or was cut off"):
         StoredRun(tmp_path).files()
 
 

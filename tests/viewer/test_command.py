@@ -25,7 +25,7 @@ def test_a_run_that_is_not_there_is_told_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run_main(monkeypatch, str(tmp_path / "none"), "--no-open") == 2
-    assert "DataError: there is no run at" in capsys.readouterr().err
+    assert "none' does not exist; give the folder of a run" in capsys.readouterr().err
 
 
 def test_a_taken_port_is_an_error_if_it_was_asked_for(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.errors import DataError
-from agent_loop.file_kinds import explain
+from agent_loop.file_kinds import explain, kind_of
 from agent_loop.plain_values import parse_json
 from agent_loop.simulation.workload import Plan, Turn
 from agent_loop.types import Origin
@@ -62,7 +62,7 @@ def _records(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
                 try:
                     record = parse_json(line)
                 except ValueError as error:
-                    if number == 1:
+                    if number == 1 and kind_of(file) is not None:
                         raise DataError(
                             explain(file, wanted="what `agent-loop rollout --out` wrote")
                         ) from error
