@@ -59,7 +59,7 @@ def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_gr
 
     with caplog.at_level(logging.WARNING):
         assert run_virtual(scenario()) == LIMIT_S + ABANDON_GRACE_S
-    assert "tool 'x' went on for 5 s after it was cancelled of group=0/rollout=0" in caplog.text
+    assert "group=0/rollout=0: tool 'x' went on for 5 s after it was cancelled" in caplog.text
 
 
 def test_a_caller_that_is_cancelled_leaves_code_that_swallows_the_cancellation_after_its_grace() -> None:

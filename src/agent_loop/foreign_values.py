@@ -7,11 +7,12 @@ import datetime
 import decimal
 import enum
 import fractions
+import math
 import pathlib
 import reprlib
 import sys
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -67,6 +68,15 @@ def plain_mapping(value: Mapping[Any, Any], *, where: str) -> dict[str, Any]:
 def plain_value(value: Any) -> Any:
     """Return a value as `plain_mapping` has it, without an incident."""
     return _Reader().read(value, path="", depth=0)
+
+
+def finite(value: Any) -> Any:
+    """Return a plain value with None for each number that is not finite, as JSON has it."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def safe_repr(value: Any, *, max_length: int = 200) -> str:

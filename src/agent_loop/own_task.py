@@ -153,11 +153,10 @@ def num_abandoned() -> int:
 def _abandon(task: asyncio.Task[Any], what: str) -> None:
     """Leave a task to itself. `asyncio.run` does not wait for it."""
     notes = RowNotes.current()
-    where = "" if notes is None else f" of {notes.owner}"
     logger.warning(
         "%s%s and was abandoned: its task runs on until it ends by itself; let CancelledError pass",
+        "" if notes is None else f"{notes.owner}: ",
         what,
-        where,
     )
     note_on_row(IncidentKind.ABANDONED, f"{what} and was abandoned")
     num_abandoned()

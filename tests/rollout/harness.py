@@ -99,11 +99,16 @@ class Stage:
         max_concurrent: int | None = None,
         silence_s: float | None = None,
         template: ChatTemplate | None = None,
+        server: ScriptedServer | None = None,
+        request_timeout_s: float | None = None,
+        vocab_size: int | None = None,
         **limits: Any,
     ) -> None:
         multi_turn = multi_turn or MultiTurnConfig()
-        self.server = ScriptedServer(script)
-        self.server_manager = AsyncLLMServerManager([self.server])
+        self.server = server or ScriptedServer(script)
+        self.server_manager = AsyncLLMServerManager(
+            [self.server], request_timeout_s=request_timeout_s, vocab_size=vocab_size
+        )
         defaults = {
             "prompt_length": 4096,
             "response_length": 4096,

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from agent_loop.foreign_values import plain_value
+
 _LENGTH = struct.Struct("<I")
 _MARK = "\0"
 """Begins the one key of a mapping that stands for packed bytes; see `pack`."""
@@ -97,7 +99,10 @@ def unpack(data: bytes) -> Any:
 
 def digest(value: Any) -> str:
     """Tells values apart: 16 hexadecimal digits, the same in every process. Objects of unknown types count by type."""
-    text = value if isinstance(value, str) else _DIGESTED.encode(value)
+    try:
+        text = value if isinstance(value, str) else _DIGESTED.encode(value)
+    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+        text = _DIGESTED.encode(plain_value(value))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

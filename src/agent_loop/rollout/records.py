@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from typing import Any
 from msgspec import structs
 
 from agent_loop.chat.sources import without_pixels
+from agent_loop.storage.json_text import to_json
 from agent_loop.trajectory import Segment, Trajectory
 
 
@@ -47,7 +47,10 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one line per trajectory, all of them or none. Values that JSON does not know are written as text.
+    """Write one line per trajectory, all of them or none.
+
+    Values that JSON does not know are written as text, numbers that are not finite as null, and half a surrogate as
+    U+FFFD.
 
     Raises:
         OSError: The file cannot be written; what was there before is untouched.
@@ -67,11 +70,10 @@ def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
 def writing_records(path: Path) -> Generator[Callable[[Trajectory], None]]:
     """Begins a file anew, and yields what adds a trajectory's line to it, which others can read from then on."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # (half a surrogate in a tool's reply is written as JSON's escape for it)
-    file = path.open("w", encoding="utf-8", errors="backslashreplace", buffering=1)
+    file = path.open("w", encoding="utf-8", buffering=1)
 
     def write(trajectory: Trajectory) -> None:
-        file.write(json.dumps(to_record(trajectory), ensure_ascii=False, default=str) + "\n")
+        file.write(to_json(to_record(trajectory)) + "\n")
 
     try:
         yield write

@@ -259,13 +259,13 @@ class AgentLoopWorker:
         except asyncio.CancelledError:
             if not self._was_cancelled_alone(job):
                 raise
-            await _close_behind(loop)
+            await _close_behind(loop, StopReason.CANCELLED)
             return _record(loop, StopReason.CANCELLED)
         except JournalError:
             raise
         except DeadlineExpired as error:
             if isinstance(error, Abandoned):
-                await _close_behind(loop)
+                await _close_behind(loop, StopReason.DEADLINE)
             return _record(loop, StopReason.DEADLINE)
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
             return _record(loop, StopReason.FAILED, failure=_failure(error))
@@ -339,10 +339,10 @@ def loop_grace_s(context: LoopContext) -> float:
     return FINISH_GRACE_S + 3 * ABANDON_GRACE_S + 2 * close_s
 
 
-async def _close_behind(loop: AgentLoopBase | None) -> None:
+async def _close_behind(loop: AgentLoopBase | None, reason: StopReason) -> None:
     """Close the tools and the interaction of a loop that was abandoned."""
     if loop is not None and loop.last_episode is not None:
-        await loop.last_episode.abandon(StopReason.CANCELLED)
+        await loop.last_episode.abandon(reason)
 
 
 def _record(

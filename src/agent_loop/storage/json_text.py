@@ -12,6 +12,7 @@ import numpy as np
 
 from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
+from agent_loop.foreign_values import plain_value, safe_str
 from agent_loop.types import Message
 
 HALVES = re.compile("[\ud800-\udfff]")
@@ -22,12 +23,12 @@ MAX_TEXT = 2000
 
 
 def to_json(value: Any) -> str:
-    """JSON of a value. Arrays become lists, what JSON does not know is described, and numbers that are not finite
-    become null."""
+    """Return the JSON of a value, whatever the value is. Arrays become lists, what JSON does not know is described, and
+    numbers that are not finite become null."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
-    except (ValueError, TypeError):
-        text = json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"))
+    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+        text = json.dumps(_plain(plain_value(value)), ensure_ascii=False, separators=(",", ":"))
     return to_text(text)
 
 
@@ -64,4 +65,4 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (np.ndarray, bytes)) or hasattr(value, "size"):
         return describe_source(value)
-    return str(value)[:MAX_TEXT]
+    return safe_str(value, max_length=MAX_TEXT)

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from agent_loop.foreign_values import safe_repr
+
 MAX_CHARACTERS = 4000
 MAX_ITEMS = 32
 MAX_DEPTH = 4
@@ -21,6 +23,13 @@ _SHORT.maxother = _SHORT.maxstring = _SHORT.maxlong = 200
 def bounded(value: Any, *, depth: int = MAX_DEPTH) -> Any:
     """What JSON can hold of a value: long texts and sequences cut, with their length said; numbers that are not finite
     as null; what else there is, described."""
+    try:
+        return _bounded(value, depth)
+    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+        return safe_repr(value)
+
+
+def _bounded(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):

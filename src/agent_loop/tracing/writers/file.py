@@ -12,6 +12,7 @@ import numpy as np
 import orjson
 
 from agent_loop.config import TraceConfig
+from agent_loop.foreign_values import finite, plain_value
 from agent_loop.tracing.bounded import bounded
 from agent_loop.tracing.forms import Form
 
@@ -57,7 +58,10 @@ def line_of(form: Form) -> bytes:
     try:
         return orjson.dumps(form, default=_plain, option=options)
     except orjson.JSONEncodeError:
-        text = json.dumps(form, default=_plain, ensure_ascii=False)
+        try:
+            text = json.dumps(finite(form), default=_plain, ensure_ascii=False)
+        except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+            text = json.dumps(finite(plain_value(form)), default=_plain, ensure_ascii=False)
         return text.encode("utf-8", "replace") + b"\n"
 
 

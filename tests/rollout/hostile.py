@@ -1,0 +1,702 @@
+"""Foreign code that does everything wrong: what it does (`DEEDS`, `VALUES`), and the parts in which it does it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from agent_loop.boundary import call_function
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import TokenOutput
+from tests.helpers import calls, says, small_tokenizer, user
+from tests.rollout.harness import Adder
+
+
+class Released:
+    """What frees everything that hangs, at the end of a test."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.threads = threading.Event()
+
+    def set(self) -> None:
+        self.event.set()
+        self.threads.set()
+
+
+RELEASED: list[Released] = []
+"""Of the running test, one."""
+
+
+# -- what foreign code does --------------------------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As extensions in other languages raise it."""
+
+
+class EvilError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise SystemExit(7)
+
+    __repr__ = __str__
+
+
+class OddError(Exception):
+    """Its text is no text."""
+
+    def __str__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
+class EvilStop(StopIteration):
+    """No future takes it."""
+
+
+class Evil:
+    """Every method of it raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise KeyboardInterrupt(name)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise SystemExit(8)
+
+    __repr__ = __str__ = __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __getstate__ = __reduce_ex__ = (
+        _refuse
+    )
+    __float__ = __int__ = __index__ = __format__ = __call__ = __contains__ = __getitem__ = _refuse
+
+
+class EvilDict(dict[Any, Any]):
+    def items(self) -> Any:
+        raise SystemExit(9)
+
+    __iter__ = keys = values = items
+
+
+class EvilText(str):
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        raise SystemExit(10)
+
+    encode = isascii = strip = split = __repr__ = __str__
+
+
+class EvilFloat(float):
+    def __float__(self) -> float:
+        raise SystemExit(11)
+
+    __repr__ = __str__ = __float__  # type: ignore[assignment]
+
+
+class BadYield:
+    """Awaits what nothing can be awaited on."""
+
+    def __await__(self) -> Any:
+        yield 7
+
+
+async def hang() -> None:
+    await asyncio.sleep(math.inf)
+
+
+async def swallow() -> None:
+    released = RELEASED[0].event
+    while not released.is_set():
+        with suppress(asyncio.CancelledError):
+            await released.wait()
+
+
+async def swallow_everything() -> None:
+    released = RELEASED[0].event
+    while not released.is_set():
+        try:
+            await asyncio.shield(asyncio.sleep(3600))
+        except BaseException:
+            await asyncio.sleep(0)
+
+
+async def cancel_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(1)
+
+
+async def exit_in_a_task() -> None:
+    async def exits() -> None:
+        raise SystemExit(3)
+
+    task = asyncio.get_running_loop().create_task(exits())
+    await asyncio.wait({task})
+    task.result()
+
+
+async def exit_in_a_group() -> None:
+    async def interrupts() -> None:
+        await asyncio.sleep(0.5)
+        raise KeyboardInterrupt
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(interrupts())
+        group.create_task(asyncio.sleep(100))
+
+
+async def overflow_the_stack() -> None:
+    await overflow_the_stack()
+
+
+async def await_garbage() -> None:
+    await BadYield()
+
+
+def raising(error: BaseException) -> Callable[[], Awaitable[None]]:
+    async def deed() -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    return deed
+
+
+DEEDS: dict[str, Callable[[], Awaitable[None]]] = {
+    "hangs": hang,
+    "swallows": swallow,
+    "swallows_everything": swallow_everything,
+    "cancels_itself": cancel_itself,
+    "task_exits": exit_in_a_task,
+    "group_exits": exit_in_a_group,
+    "recursion": overflow_the_stack,
+    "bad_yield": await_garbage,
+    "raises": raising(ValueError("a bug")),
+    "long_error": raising(ValueError("x" * 5_000_000)),
+    "evil_error": raising(EvilError()),
+    "odd_error": raising(OddError()),
+    "system_exit": raising(SystemExit(3)),
+    "keyboard_interrupt": raising(KeyboardInterrupt()),
+    "generator_exit": raising(GeneratorExit()),
+    "panic": raising(Panic("core dumped")),
+    "cancelled_error": raising(asyncio.CancelledError()),
+    "stop_iteration": raising(StopIteration(1)),
+    "stop_async_iteration": raising(StopAsyncIteration()),
+    "error_group": raising(BaseExceptionGroup("g", [SystemExit(1), ValueError("x")])),
+}
+ABANDONED = frozenset({"swallows", "swallows_everything"})
+
+
+def _recursive() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["itself"] = [value]
+    return value
+
+
+def _deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(5000):
+        value = [value]
+    return value
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "evil": Evil,
+    "evil_dict": lambda: EvilDict(a=1),
+    "evil_text": lambda: EvilText("x"),
+    "evil_float": lambda: EvilFloat(1.0),
+    "recursive": _recursive,
+    "deep": _deep,
+    "tuple_keys": lambda: {(1, 2): 3, None: 4, 5: 6},
+    "evil_key": lambda: {frozenset(): 1, object(): 2},
+    "huge_integer": lambda: 10**5000,
+    "integer_of_80_bits": lambda: 2**80,
+    "nan": lambda: math.nan,
+    "infinite": lambda: -math.inf,
+    "half_surrogate": lambda: "a\ud800b",
+    "long_text": lambda: "x" * 2_000_000,
+    "many_values": lambda: list(range(150_000)),
+    "generator": lambda: (n for n in range(3)),
+    "lock": threading.Lock,
+    "array_of_objects": lambda: np.array([object(), None], dtype=object),
+    "bytes": lambda: b"\xff\x00",
+    "set": lambda: {1, 2},
+}
+
+
+# -- the parts in which it does that -----------------------------------------------------------------------------------
+
+
+async def _maybe(deed: str | None) -> None:
+    if deed is not None:
+        await DEEDS[deed]()
+
+
+def _extra(value: str | None) -> dict[Any, Any]:
+    return {} if value is None else {"ok": 1, "odd": VALUES[value]()}
+
+
+class HostileTool(Adder):
+    """Adds, and does its deed where the row says."""
+
+    has_verdict = True
+
+    async def create(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        await _maybe(deed)
+
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        *,
+        deed: str | None = None,
+        value: str | None = None,
+        returns: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        await _maybe(deed)
+        response = ToolResponse(text=str(parameters["a"] + parameters["b"]))
+        match returns:
+            case None:
+                return response, 0.5, _extra(value)
+            case "nothing":
+                return None
+            case "evil":
+                return Evil()
+            case "evil_response":
+                return Evil(), None, {}
+            case "evil_text":
+                return EvilText("3"), None, {}
+            case "evil_reward":
+                return response, Evil(), {}
+            case "nan_reward":
+                return response, math.nan, {}
+            case "huge_reward":
+                return response, 1e308, {}
+            case "long_text":
+                return "x" * 3_000_000, None, {}
+            case "mutates":
+                parameters.clear()
+                return response, None, {}
+            case _:
+                raise AssertionError(returns)
+
+    async def calc_reward(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> Any:
+        await _maybe(deed)
+        returns = kwargs.get("returns")
+        return None if returns is None else VALUES[returns]()
+
+    async def release(self, instance_id: str, *, deed: str | None = None, **kwargs: Any) -> None:
+        await super().release(instance_id)
+        await _maybe(deed)
+
+
+class HostileInteraction(BaseInteraction):
+    """Says one thing, and does its deed in the method that the row names."""
+
+    def __init__(self) -> None:
+        super().__init__({"name": "hostile"})
+        self._deeds: dict[str, Mapping[str, Any]] = {}
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> str | None:
+        self._deeds[instance_id] = kwargs
+        await self._do("start", kwargs)
+        return None
+
+    async def generate_response(self, instance_id: str, messages: list[Any], **kwargs: Any) -> Any:
+        await self._do("respond", kwargs)
+        if kwargs.get("mutates"):
+            for message in messages:
+                message.clear()
+            messages.clear()
+        if kwargs.get("returns") == "evil":
+            return Evil()
+        if kwargs.get("returns") == "evil_parts":
+            return Evil(), EvilText("x"), Evil(), EvilDict()
+        if kwargs.get("returns") == "evil_content":
+            return True, EvilText("x"), 0.5, EvilDict()
+        if kwargs.get("returns") == "short":
+            return (True,)
+        return True, "good bye", 0.25, _extra(kwargs.get("value"))
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> Any:
+        await self._do("score", self._deeds[instance_id])
+        returns = self._deeds[instance_id].get("verdict")
+        return None if returns is None else VALUES[returns]()
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        await self._do("finalize", self._deeds.pop(instance_id, {}))
+
+    async def _do(self, where: str, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("where") == where:
+            await DEEDS[kwargs["deed"]]()
+
+
+@register("hostile_loop")
+class HostileLoop(AgentLoopBase):
+    """One turn, then what the row says."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        deed, returns = row.get("deed"), row.get("returns")
+        if row.get("mutates"):
+            row["raw_prompt"].clear()
+            return AgentLoopOutput(segments=())
+        if row.get("bare"):
+            return await self._bare(sampling_params, row)
+        async with self.episode(row["raw_prompt"]) as episode:
+            await episode.generate(sampling_params)
+            if row.get("goes_on"):
+                await self._go_on_although_cancelled(episode, sampling_params)
+            await _maybe(deed)
+        output = episode.output(reward_score=1.0)
+        if "value" in row:
+            return replace(output, extra_fields=_extra(row["value"]))
+        match returns:
+            case "nothing":
+                return None
+            case "empty":
+                return []
+            case "list_of_garbage":
+                return [output, 5]
+            case "evil":
+                return Evil()
+            case "evil_reward":
+                return replace(output, reward_score=Evil())
+            case "nan_reward":
+                return replace(output, reward_score=math.nan)
+            case "huge_reward":
+                return replace(output, reward_score=1e308)
+            case "text_reward":
+                return replace(output, reward_score="x")
+            case "garbage_messages":
+                return replace(output, messages=[5])
+            case "two":
+                return [output, output]
+            case _:
+                return output
+
+    async def _go_on_although_cancelled(self, episode: Any, sampling_params: Mapping[str, Any]) -> None:
+        while not RELEASED[0].event.is_set():
+            try:
+                await asyncio.sleep(1)
+                await self.server_manager.generate(
+                    "again", prompt_ids=[1, 2], sampling_params=dict(sampling_params)
+                )
+            except BaseException:
+                await asyncio.sleep(1)
+
+    async def _bare(self, sampling_params: Mapping[str, Any], row: Mapping[str, Any]) -> AgentLoopOutput:
+        prompt_ids = await self.apply_chat_template(row["raw_prompt"])
+        completion = await self.server_manager.generate(
+            f"bare {id(row)}", prompt_ids=prompt_ids, sampling_params=dict(sampling_params)
+        )
+        ids = list(completion.token_ids)
+        arguments: dict[str, Any] = {
+            "prompt_ids": prompt_ids,
+            "response_ids": ids,
+            "response_mask": [1] * len(ids),
+            "response_logprobs": [-0.5] * len(ids),
+        }
+        arguments |= {
+            "short_mask": lambda: {"response_mask": [1]},
+            "nan_log_probs": lambda: {"response_logprobs": [math.nan] * len(ids)},
+            "positive_log_probs": lambda: {"response_logprobs": [3.0] * len(ids)},
+            "too_long": lambda: {
+                "response_ids": [5] * 9000,
+                "response_mask": [1] * 9000,
+                "response_logprobs": None,
+            },
+            "negative_ids": lambda: {"response_ids": [-5] * len(ids)},
+            "unknown_ids": lambda: {"response_ids": [10**6] * len(ids)},
+        }[row["bare"]]()
+        return AgentLoopOutput(reward_score=1.0, **arguments)
+
+
+class HostileServer(ScriptedServer):
+    """Answers by what is in the prompt, and replies wrongly to prompts that ask for it."""
+
+    async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, **more: Any) -> Any:
+        text = small_tokenizer().decode(prompt_ids.tolist())
+        if "server:" not in text:
+            return await super().generate(prompt_ids, sampling_params, request_id, **more)
+        name = text.partition("server:")[2].split()[0]
+        if name in DEEDS:
+            await DEEDS[name]()
+        return REPLIES[name]() if name in REPLIES else None
+
+
+def _reply(**changes: Any) -> TokenOutput:
+    values: dict[str, Any] = {"token_ids": [5, 6, 7], "log_probs": [-0.5] * 3, "stop_reason": "stop"}
+    values |= {"weight_version": 0}
+    return TokenOutput(**(values | changes))
+
+
+REPLIES: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
+    "evil": Evil,
+    "text": lambda: "hello",
+    "coroutine": lambda: [1, 2],
+    "negative_ids": lambda: _reply(token_ids=[5, -1, 7]),
+    "unknown_ids": lambda: _reply(token_ids=[5, 10**6, 7]),
+    "huge_ids": lambda: _reply(token_ids=[5, 2**70, 7]),
+    "text_ids": lambda: _reply(token_ids=["a", "b", "c"]),
+    "evil_ids": lambda: _reply(token_ids=[Evil(), 6, 7]),
+    "short_log_probs": lambda: _reply(log_probs=[-0.5]),
+    "nan_log_probs": lambda: _reply(log_probs=[math.nan] * 3),
+    "positive_log_probs": lambda: _reply(log_probs=[2.0] * 3),
+    "text_log_probs": lambda: _reply(log_probs=["x"] * 3),
+    "huge_version": lambda: _reply(weight_version=2**40),
+    "text_version": lambda: _reply(weight_version="x"),
+    "stop_reason": lambda: _reply(stop_reason="banana"),
+    "too_long": lambda: _reply(token_ids=[5] * 100_000, log_probs=[-0.5] * 100_000),
+}
+
+
+def script(request: ScriptedRequest) -> ScriptedReply:
+    """Calls the tool first where the prompt asks for it, and answers then."""
+    text = small_tokenizer().decode(request.prompt_ids.tolist())
+    if "add" in text and request.turn == 0:
+        return calls("add", a=1, b=2)
+    return says(f"{len(request.prompt_ids) % 7}", latency_s=0.25)
+
+
+async def async_reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:
+    """The reward of a harmless row is told by its answer."""
+    told = row.get("reward_does", {})
+    if told.get("mutates"):
+        for message in output.messages:
+            message.clear()
+        row["raw_prompt"].clear()
+        row.clear()  # type: ignore[attr-defined]
+        output.extra_fields.clear()  # type: ignore[attr-defined]
+    await _maybe(told.get("deed"))
+    if "in_thread" in told:
+        return await call_function(in_threads()[told["in_thread"]])
+    if "returns" in told:
+        return VALUES[told["returns"]]()
+    if "value" in told:
+        return {"reward": 1.0, "odd": VALUES[told["value"]]()}
+    return {"reward": len(output.response_ids) % 3 / 2, "length": len(output.response_ids)}
+
+
+def in_threads() -> dict[str, Callable[[], Any]]:
+    """Return what functions do that run in threads."""
+
+    def raises(error: BaseException) -> None:
+        raise error
+
+    return {
+        "hangs": RELEASED[0].threads.wait,
+        "exits": partial(raises, SystemExit(4)),
+        "interrupts": partial(raises, KeyboardInterrupt()),
+        "generator_exit": partial(raises, GeneratorExit()),
+        "stop_iteration": partial(raises, StopIteration(5)),
+        "evil_stop": partial(raises, EvilStop(5)),
+        "cancelled": partial(raises, asyncio.CancelledError()),
+        "panics": partial(raises, Panic()),
+        "returns_evil": Evil,
+    }
+
+
+IN_THREADS = (
+    *("hangs", "exits", "interrupts", "generator_exit", "stop_iteration", "evil_stop", "cancelled", "panics"),
+    "returns_evil",
+)
+
+
+# -- the rows ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of hostile part."""
+
+    name: str
+    columns: Mapping[str, Any]
+    text: str
+    ends: Sequence[str]
+    """How its row may end: the stop reason, and for `failed` the type of the failure."""
+    num_abandoned: int = 0
+
+    def row(self, number: int) -> dict[str, Any]:
+        """Return one row of this kind."""
+        return {**self.columns, "raw_prompt": user(f"{self.text} {number}"), "kind": self.name}
+
+
+def kinds() -> list[Kind]:
+    """Return all kinds."""
+    return [
+        *_tool_kinds(),
+        *_interaction_kinds(),
+        *_reward_kinds(),
+        *_loop_kinds(),
+        *_server_kinds(),
+        *_row_kinds(),
+    ]
+
+
+def _tool_kinds() -> list[Kind]:
+    found: list[Kind] = []
+    for deed in DEEDS:
+        abandoned = int(deed in ABANDONED)
+        slow = deed in ABANDONED | {"hangs"}
+        for method in ("create", "execute"):
+            ends = ["failed ToolBug"] if deed != "hangs" else ["answered"]
+            columns = {"tools_kwargs": {"add": {f"{method}_kwargs": {"deed": deed}}}}
+            found.append(Kind(f"tool {method} {deed}", columns, "add", ends, abandoned))
+        columns = {"tools_kwargs": {"add": {"calc_reward_kwargs": {"deed": deed}}}}
+        found.append(Kind(f"tool calc_reward {deed}", columns, "add", ["failed ToolBug"], abandoned))
+        columns = {"tools_kwargs": {"add": {"release_kwargs": {"deed": deed}}}}
+        found.append(Kind(f"tool release {deed}", columns, "add", ["answered"], abandoned if slow else 0))
+    for value in VALUES:
+        columns = {"tools_kwargs": {"add": {"execute_kwargs": {"value": value}}}}
+        found.append(Kind(f"tool extra {value}", columns, "add", ["answered"]))
+    for value in ("evil", "evil_text", "nan", "huge_integer", "infinite", "recursive", "array_of_objects"):
+        columns = {"tools_kwargs": {"add": {"calc_reward_kwargs": {"returns": value}}}}
+        found.append(Kind(f"tool verdict {value}", columns, "add", ["failed ToolBug"]))
+    for returns in ("nothing", "evil", "evil_response", "evil_reward", "nan_reward", "huge_reward"):
+        columns = {"tools_kwargs": {"add": {"execute_kwargs": {"returns": returns}}}}
+        found.append(Kind(f"tool returns {returns}", columns, "add", ["failed ToolBug"]))
+    for returns in ("evil_text", "long_text", "mutates"):
+        columns = {"tools_kwargs": {"add": {"execute_kwargs": {"returns": returns}}}}
+        ends = ["answered", "response_length"]
+        found.append(Kind(f"tool returns {returns}", columns, "add", ends))
+    return found
+
+
+def _interaction_kinds() -> list[Kind]:
+    def kind(name: str, ends: Sequence[str], num_abandoned: int = 0, **kwargs: Any) -> Kind:
+        columns = {"interaction_kwargs": {"name": "hostile", **kwargs}}
+        return Kind(f"interaction {name}", columns, "hello", ends, num_abandoned)
+
+    found: list[Kind] = []
+    for deed in DEEDS:
+        abandoned = int(deed in ABANDONED)
+        for method in ("start", "respond", "score"):
+            ends = ["failed InteractionBug"]
+            found.append(kind(f"{method} {deed}", ends, abandoned, where=method, deed=deed))
+        over = ["interaction_finished"]
+        found.append(kind(f"finalize {deed}", over, abandoned, where="finalize", deed=deed))
+    found += [kind(f"extra {value}", ["interaction_finished"], value=value) for value in VALUES]
+    found += [
+        kind(f"returns {returns}", ["failed InteractionBug"], returns=returns)
+        for returns in ("evil", "evil_parts", "short")
+    ]
+    found.append(kind("returns evil_content", ["interaction_finished"], returns="evil_content"))
+    found.append(kind("mutates", ["interaction_finished"], mutates=True))
+    for value in ("evil", "nan", "huge_integer", "deep"):
+        found.append(kind(f"verdict {value}", ["failed InteractionBug"], verdict=value))
+    return found
+
+
+def _reward_kinds() -> list[Kind]:
+    def kind(name: str, ends: Sequence[str], num_abandoned: int = 0, **does: Any) -> Kind:
+        return Kind(f"reward {name}", {"reward_does": does}, "hello", ends, num_abandoned)
+
+    failed = ["failed RewardError"]
+    found = [kind(deed, failed, int(deed in ABANDONED), deed=deed) for deed in DEEDS]
+    found += [kind(f"extra {value}", ["answered"], value=value) for value in VALUES]
+    found += [
+        kind(f"returns {value}", failed, returns=value)
+        for value in ("evil", "evil_dict", "nan", "infinite", "huge_integer", "deep", "long_text", "lock")
+    ]
+    found += [kind(f"thread {name}", failed, in_thread=name) for name in IN_THREADS]
+    found.append(kind("mutates", ["answered"], mutates=True))
+    return found
+
+
+def _loop_kinds() -> list[Kind]:
+    def kind(name: str, ends: Sequence[str], num_abandoned: int = 0, **columns: Any) -> Kind:
+        return Kind(f"loop {name}", {"agent_name": "hostile_loop", **columns}, "hello", ends, num_abandoned)
+
+    ends_of = {
+        "hangs": ["deadline"],
+        "swallows": ["deadline"],
+        "swallows_everything": ["deadline"],
+        "raises": ["failed ValueError"],
+        "long_error": ["failed ValueError"],
+        "evil_error": ["failed EvilError"],
+        "odd_error": ["failed OddError"],
+        "recursion": ["failed RecursionError"],
+        "stop_async_iteration": ["failed StopAsyncIteration"],
+        "group_exits": ["failed ExceptionGroup"],
+    }
+    found = [
+        kind(deed, ends_of.get(deed, ["failed RuntimeError"]), int(deed in ABANDONED), deed=deed)
+        for deed in DEEDS
+    ]
+    found += [kind(f"extra {value}", ["answered"], value=value) for value in VALUES]
+    found += [
+        kind(f"returns {returns}", ["failed EpisodeError"], returns=returns)
+        for returns in ("nothing", "empty", "list_of_garbage", "nan_reward", "huge_reward", "text_reward")
+    ]
+    found.append(kind("returns evil", ["failed RuntimeError", "failed EpisodeError"], returns="evil"))
+    found.append(kind("returns evil_reward", ["failed EpisodeError"], returns="evil_reward"))
+    found.append(kind("returns garbage_messages", ["failed EpisodeError"], returns="garbage_messages"))
+    found.append(kind("returns two", ["answered"], returns="two"))
+    found.append(kind("goes on although it is cancelled", ["deadline"], 1, goes_on=True))
+    found.append(kind("mutates its row", ["answered"], mutates=True))
+    for bare in ("short_mask", "nan_log_probs", "positive_log_probs", "negative_ids", "unknown_ids"):
+        found.append(kind(f"bare {bare}", ["failed EpisodeError"], bare=bare))
+    found.append(kind("bare too_long", ["response_length"], bare="too_long"))
+    return found
+
+
+def _server_kinds() -> list[Kind]:
+    found = [
+        Kind(
+            f"server {deed}",
+            {},
+            f"server:{deed}",
+            ["failed ServerTimeout", "deadline"]
+            if deed in ABANDONED | {"hangs"}
+            else ["failed BadServerReply"],
+            int(deed in ABANDONED),
+        )
+        for deed in DEEDS
+    ]
+    found += [
+        Kind(f"server replies {name}", {}, f"server:{name}", ["failed BadServerReply"]) for name in REPLIES
+    ]
+    return found
+
+
+def _row_kinds() -> list[Kind]:
+    return [Kind(f"row {value}", {"odd": VALUES[value]()}, "hello", ["answered"]) for value in VALUES]
+
+
+def harmless_row(number: int) -> dict[str, Any]:
+    """Return a row that does nothing wrong; a third of them use each of the parts."""
+    row: dict[str, Any] = {"raw_prompt": user(f"{'add' if number % 3 == 0 else 'hello'} {number}")}
+    if number % 3 == 1:
+        row["interaction_kwargs"] = {"name": "hostile"}
+    return row
+
+
+def hostile_tools() -> list[BaseTool]:
+    """Return the tool of all rows."""
+    return [HostileTool()]
+
+
+def json_lines(text: str) -> list[dict[str, Any]]:
+    """Read JSON lines as a strict reader does."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
