@@ -11,6 +11,7 @@ from aiohttp import web
 
 from agent_loop.errors import BadServerReply, ServerDied, ServerTimeout
 from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.servers.openai_compatible import OpenAIServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -83,6 +84,44 @@ def test_an_answer_that_is_not_json_is_a_bad_reply() -> None:
         async with engine(answering(body=b'"\xff"')) as client:
             with pytest.raises(BadServerReply, match="not UTF-8"):
                 await client.post_json("/generate", {}, request_id="r")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("body", [b"9" * 5000, b"[" * 100_000], ids=["digits", "depth"])
+def test_json_that_cannot_be_read_is_a_bad_reply(body: bytes) -> None:
+    async def main() -> None:
+        async with engine(answering(body=body)) as client:
+            with pytest.raises(BadServerReply, match="else than JSON"):
+                await client.post_json("/generate", {})
+
+    asyncio.run(main())
+
+
+def test_a_line_of_a_stream_that_is_too_long_is_a_bad_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent_loop.servers.http.MAX_LINE_BYTES", 1000)
+
+    async def long(request: web.Request) -> web.StreamResponse:
+        return await events(request, "data: " + "x" * 5000)
+
+    async def main() -> None:
+        async with engine(long) as client:
+            with pytest.raises(BadServerReply, match="not an event stream"):
+                [event async for event in client.stream_events("/generate", {})]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("body", [b"7", b"[]", b'{"data": 3}', b'{"data": [3]}', b'{"data": [{}]}', b"null"])
+def test_json_of_another_form_at_the_start_is_a_bad_reply(body: bytes) -> None:
+    async def main() -> None:
+        async with engine(answering(body=body)) as client:
+            server = OpenAIServer(client.url, name="gpu-1")
+            with pytest.raises(
+                BadServerReply, match="server gpu-1: /v1/models was answered with JSON of another"
+            ):
+                await server.start()
+            await server.close()
 
     asyncio.run(main())
 

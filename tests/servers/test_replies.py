@@ -7,16 +7,19 @@ import math
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from agent_loop.chat.template import load_chat_template
 from agent_loop.concurrency import run_together
 from agent_loop.errors import BadServerReply, JournalError, ServerDied, ServerError, ServerTimeout
 from agent_loop.own_task import ABANDON_GRACE_S, num_abandoned
 from agent_loop.servers.base import Ability, ServerHealth
+from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import MAX_BAD_REPLIES
 from agent_loop.servers.reply_check import ReplyCheck
@@ -24,6 +27,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.servers.setting_aside import SetsRequestsAside
 from agent_loop.testing import run_virtual
 from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+from tests.helpers import small_tokenizer
 
 VOCAB_SIZE = 100
 GOOD = TokenOutput([7, 8], [-0.5, -0.25], "stop", weight_version=3)
@@ -307,6 +311,20 @@ def test_a_vocabulary_that_nobody_knows_bounds_nothing_but_int32() -> None:
     )
     with pytest.raises(BadServerReply, match="expected int <= 2147483647"):
         check.output(changed(token_ids=[7, 2**31]), server="s", request_id="r")
+
+
+def test_the_vocabulary_is_that_of_the_model_and_not_of_its_tokenizer(tmp_path: Path) -> None:
+    small_tokenizer().save_pretrained(tmp_path)
+    assert load_chat_template(str(tmp_path)).vocab_size == len(small_tokenizer()) < 512
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 512}', encoding="utf-8")
+    assert load_chat_template(str(tmp_path)).vocab_size == 512
+
+
+def test_loops_on_token_ids_have_the_same_vocabulary() -> None:
+    manager = AsyncLLMServerManager([Says(changed(token_ids=[7, 100]))], vocab_size=VOCAB_SIZE)
+    for each in (manager.scope(), RememberingServerManager(manager, CompletionMemory())):
+        with pytest.raises(BadServerReply, match="expected int <= 99"):
+            run_virtual(ask(each))
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from agent_loop.boundary import describe_error, one_line
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
@@ -103,6 +104,22 @@ class HttpClient:
                         return
                     yield self._parsed(value, path=path, request_id=request_id)
 
+    @contextmanager
+    def reading(self, path: str) -> Generator[None]:
+        """Read fields of an answer in the body.
+
+        Raises:
+            BadServerReply: The answer lacks a field, or has one of another type.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise BadServerReply(
+                f"{path} was answered with JSON of another form ({describe_error(error)}); see that the URL is that of "
+                "an engine which rollout.engine names",
+                server=self._server,
+            ) from error
+
     async def close(self) -> None:
         """Closes the connections. What still waits fails, and so does what is asked later."""
         self._is_closed = True
@@ -180,7 +197,7 @@ class HttpClient:
     def _parsed(self, text: str, *, path: str, request_id: str) -> Any:
         try:
             return json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadServerReply(
                 f"{path} was answered with something else than JSON ({error}): {one_line(text, max_length=200)}",
                 server=self._server,
@@ -214,6 +231,12 @@ class HttpClient:
         except UnicodeDecodeError as error:
             raise BadServerReply(
                 f"{path} was answered with bytes that are not UTF-8",
+                server=self._server,
+                request_id=request_id,
+            ) from error
+        except (ValueError, HttpProcessingError) as error:  # aiohttp's, of a line that is too long
+            raise BadServerReply(
+                f"{path} was answered with something that is not an event stream ({describe_error(error)})",
                 server=self._server,
                 request_id=request_id,
             ) from error

@@ -95,7 +95,8 @@ class OpenAIServer(AsyncServerBase):
             ServerError: It cannot be reached.
         """
         served = await self._client.get_json("/v1/models")
-        names = [str(model["id"]) for model in served.get("data", [])]
+        with self._client.reading("/v1/models"):
+            names = [str(model["id"]) for model in served.get("data", [])]
         if self._model is None and names:
             self._model = names[0]
         if self._model not in names:
@@ -111,7 +112,9 @@ class OpenAIServer(AsyncServerBase):
                 f"{self._client.url} refuses a prompt of token ids ({error}); only servers that take and give token "
                 "ids can be used"
             ) from error
-        if answer["choices"][0].get("token_ids") is None:
+        with self._client.reading(COMPLETIONS):
+            gives_ids = answer["choices"][0].get("token_ids") is not None
+        if not gives_ids:
             raise ConfigError(
                 f"{self._client.url} gives no token_ids, so that its text would have to be encoded again; only servers "
                 "that take and give token ids can be used"
@@ -239,9 +242,11 @@ class OpenAIServer(AsyncServerBase):
 
     def _read(self, event: Any, request_id: str) -> TokenChunk | None:
         """A part of the completion; None for an event without one, such as the usage at the end."""
-        if "error" in event:
-            raise ServerError(f"the server failed: {event['error']}", server=self.name, request_id=request_id)
         try:
+            if "error" in event:
+                raise ServerError(
+                    f"the server failed: {event['error']}", server=self.name, request_id=request_id
+                )
             if not event["choices"]:
                 return None
             choice = event["choices"][0]
@@ -254,7 +259,7 @@ class OpenAIServer(AsyncServerBase):
                     raise ValueError(f"{len(token_ids)} token ids with {len(log_probs)} log-probs")
             reason: str | None = choice.get("finish_reason")
             stop_reason = None if reason is None else STOP_REASONS[reason]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BadServerReply(
                 f"an event of {COMPLETIONS} cannot be read ({error!r}): {str(event)[:200]}",
                 server=self.name,

@@ -158,7 +158,7 @@ def read_part(event: Any, *, num_seen: int, server: str, request_id: str) -> Par
         scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
         finish: Mapping[str, Any] | None = meta["finish_reason"]
         versions = _versions(meta.get("weight_versions")) or [_as_version(meta.get("weight_version"))]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise bad(f"{type(error).__name__} {error}") from error
     if not 0 <= num_new <= min(len(output_ids), len(scored)):
         raise bad(f"{num_new} new tokens, but {len(output_ids)} ids and {len(scored)} log-probs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, cast
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -51,8 +51,9 @@ async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
     if await _has_extension(http):
         workers = await _ask_workers(http, "agent_loop_hello")
         await _ask_workers(http, "agent_loop_scale_log_probs")
-        label = (await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)).get("weight_version")
-        version = as_version(label, default=0)
+        info = await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
+        with http.reading("/weight_info"):
+            version = as_version(info.get("weight_version"), default=0)
         await http.post_json(
             "/update_weight_version", {"new_version": str(version)}, timeout_s=PROBE_TIMEOUT_S
         )
@@ -86,9 +87,9 @@ async def _check_version(http: HttpClient, *, url: str) -> None:
 
 
 async def _find_model(http: HttpClient, *, spec: ServerSpec) -> str:
-    served = cast(
-        list[dict[str, Any]], (await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S))["data"]
-    )
+    answer = await http.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
+    with http.reading("/v1/models"):
+        served = [dict[str, Any](entry) for entry in answer["data"]]
     wanted = spec.engine_kwargs.get("served_model_name")
     base = PurePath(spec.model.path).name
     for entry in served:
@@ -121,7 +122,8 @@ async def _has_extension(http: HttpClient) -> bool:
 
 async def _ask_workers(http: HttpClient, method: str) -> list[dict[str, Any]]:
     answer = await http.post_json("/collective_rpc", {"method": method}, timeout_s=PROBE_TIMEOUT_S)
-    return cast(list[dict[str, Any]], answer["results"])
+    with http.reading("/collective_rpc"):
+        return [dict[str, Any](result) for result in answer["results"]]
 
 
 async def _probe(http: HttpClient, *, model: str, url: str, temperature: float, top_k: int) -> dict[str, Any]:

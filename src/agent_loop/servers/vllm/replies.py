@@ -37,7 +37,7 @@ class ReplyReader:
             reason = cast("str | None", choice["finish_reason"])
             scored = [int(entry["token_id"]) for entry in entries]
             log_probs = [float(entry["logprob"]) for entry in entries]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._bad(f"an answer has no completion in it ({error!r})", reply, request_id) from error
         if scored != token_ids:
             raise self._bad(f"log-probs are for {len(scored)} tokens of {len(token_ids)}", reply, request_id)
@@ -76,7 +76,7 @@ class ReplyReader:
         try:
             entries = reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             return {int(entry["token_id"]): float(entry["logprob"]) for entry in entries}
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise self._bad(f"an answer has no log-probs in it ({error!r})", reply, request_id) from error
 
     def _spans(self, reply: Any, request_id: str, *, default: int) -> list[VersionSpan]:
@@ -87,7 +87,7 @@ class ReplyReader:
                 )
                 for span in reply["choices"][0].get("weight_versions") or ()
             ]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._bad(f"weight_versions cannot be read ({error!r})", reply, request_id) from error
 
     def _bad(self, what: str, reply: Any, request_id: str) -> BadServerReply:
@@ -98,9 +98,12 @@ class ReplyReader:
 
 def cached_tokens(reply: Mapping[str, Any]) -> int | None:
     """Prompt tokens that vLLM found in its cache; None if it does not tell."""
-    usage = cast("dict[str, Any]", reply.get("usage") or {})
-    details = cast("dict[str, Any]", usage.get("prompt_tokens_details") or {})
-    return details.get("cached_tokens")
+    try:
+        usage: Any = reply.get("usage") or {}
+        details: Any = usage.get("prompt_tokens_details") or {}
+        return details.get("cached_tokens")
+    except AttributeError:  # of another form: a statistic is no reason to lose the completion
+        return None
 
 
 def as_version(label: Any, *, default: int) -> int:
