@@ -108,7 +108,7 @@ class OwnTask(Generic[ResultT]):
                     break
         has_ended = self._task.done()
         if not has_ended:
-            _abandon(self._task, f"{self.name} went on for {timeout_s:g} s after {after}")
+            abandon(self._task, f"{self.name} went on for {timeout_s:g} s after {after}")
         if cancelled is not None:
             raise cancelled
         return has_ended
@@ -150,8 +150,12 @@ def num_abandoned() -> int:
     return len(_ABANDONED)
 
 
-def _abandon(task: asyncio.Task[Any], what: str) -> None:
-    """Leave a task to itself. `asyncio.run` does not wait for it."""
+def abandon(task: asyncio.Task[Any], what: str) -> None:
+    """Leave a task to itself. `asyncio.run` does not wait for it.
+
+    Args:
+        what: What the task did, for the log and the trajectory, such as "tool 'search' went on for 5 s".
+    """
     notes = RowNotes.current()
     logger.warning(
         "%s%s and was abandoned: its task runs on until it ends by itself; let CancelledError pass",

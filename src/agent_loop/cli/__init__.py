@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 from rich.console import Console
 
@@ -25,6 +23,7 @@ from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
+from agent_loop.event_loop import leave
 
 app = typer.Typer(
     name="agent-loop",
@@ -57,9 +56,11 @@ def main() -> None:
     without a traceback; exit code 2."""
     try:
         app()
+    except SystemExit as exit:
+        leave(exit.code)
     except AgentLoopError as error:
         _show(error, str(error))
-        sys.exit(2)
+        leave(2)
     except OSError as error:
         if error.filename is None:
             raise
@@ -67,7 +68,7 @@ def main() -> None:
             error,
             f"{str(error.filename)!r} cannot be used ({error.strerror}); give another path, or fix this one",
         )
-        sys.exit(2)
+        leave(2)
 
 
 def _show(error: Exception, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from agent_loop.cli.arguments import CheckTimeoutOption, ConfigArgument, Overrid
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from agent_loop.checks import CheckReport
@@ -51,7 +51,7 @@ def check_interaction_command(
     """
     settings = read_config(config, overrides)
     console = Console(stderr=as_json)
-    reports = asyncio.run(_check(settings, name=name, answers=answers, timeout_s=timeout_s, console=console))
+    reports = run_to_end(_check(settings, name=name, answers=answers, timeout_s=timeout_s, console=console))
     if as_json:
         printed = {report.subject: [asdict(result) for result in report.results] for report in reports}
         typer.echo(json.dumps(printed, indent=2))

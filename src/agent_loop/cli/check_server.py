@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +20,7 @@ from agent_loop.cli.arguments import (
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.concurrency import run_shielded
 from agent_loop.config import Config
+from agent_loop.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from agent_loop.servers.check import CheckReport, Reference
@@ -65,7 +65,7 @@ def check_server_command(
     """
     settings = read_config(config, overrides, model=model)
     console = Console(stderr=as_json)
-    report = asyncio.run(
+    report = run_to_end(
         _check(settings, with_reference=reference, tolerance=tolerance, timeout_s=timeout_s, console=console)
     )
     if as_json:

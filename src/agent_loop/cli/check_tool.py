@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from agent_loop.cli.arguments import CheckTimeoutOption
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import parse_section
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.event_loop import run_to_end
 from agent_loop.plain_values import parse_json, read_yaml, shown
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def check_tool_command(
     from agent_loop.tools.check import check_tool  # late: keeps `--help` quick
 
     console = Console(stderr=as_json)
-    report = asyncio.run(
+    report = run_to_end(
         check_tool(
             _load(tool, config=config, name=name),
             calls=[_read_json(call, option="--call") for call in calls],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,7 @@ from agent_loop.cli.eval_tables import print_summary
 from agent_loop.cli.running import key_of, run_rows
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError, RolloutError
+from agent_loop.event_loop import run_to_end
 from agent_loop.training.evaluation import (
     EvaluationSummary,
     categories_of,
@@ -258,7 +258,7 @@ def _run(
                 journal_path=folder.journal if config.rollout.journal else None,
                 resume=resume,
             )
-            return asyncio.run(running)
+            return run_to_end(running)
     except (KeyboardInterrupt, RolloutError) as error:
         console.print(
             f"stopped; the {len(finished)} finished trajectories are in {folder.trajectories}", markup=False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +21,7 @@ from agent_loop.cli.arguments import (
 from agent_loop.cli.show import find_row
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError
+from agent_loop.event_loop import run_to_end
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
@@ -117,7 +117,7 @@ def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
 def _again(config: Config, old: Trajectory, spoken: Spoken, *, goes_on: bool) -> Trajectory:
     from agent_loop.rollout.rehearsing import rehearse
 
-    trajectories = asyncio.run(rehearse(config, old, spoken=spoken, goes_on=goes_on))
+    trajectories = run_to_end(rehearse(config, old, spoken=spoken, goes_on=goes_on))
     return trajectories[0]
 
 

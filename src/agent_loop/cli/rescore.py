@@ -17,6 +17,7 @@ from rich.table import Table
 from agent_loop.boundary import describe_error
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
 from agent_loop.errors import ConfigError, OutputError, RewardError
+from agent_loop.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
@@ -112,7 +113,7 @@ def rescore_command(
         raise nothing_stored(stored, step=step, split=split)
     new_threshold = stored.files()[0].success_threshold if threshold is None else threshold
     with nullcontext() if out is None else exclusive_file(out, name="--out"):
-        rescored = asyncio.run(_score_all(rows, function))
+        rescored = run_to_end(_score_all(rows, function))
         console.print(_comparison(rescored, threshold=new_threshold))
         _print_disagreements(rescored, console, limit=limit)
         if out is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from agent_loop.cli.arguments import (
 from agent_loop.cli.rollout_file import RolloutFile
 from agent_loop.cli.running import by_id, run_rows
 from agent_loop.errors import AgentLoopError, ConfigError
+from agent_loop.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, group_branches, mean_reward
 
@@ -75,7 +75,7 @@ def rollout_command(
             target.keep_earlier_journal(console)
         finished: list[Trajectory] = []
         try:
-            trajectories = asyncio.run(
+            trajectories = run_to_end(
                 run_rows(
                     settings,
                     rows=rows,

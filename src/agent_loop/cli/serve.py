@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from agent_loop.cli.arguments import OverridesArgument, refuse_no_model
 from agent_loop.config import Config, load_config
 from agent_loop.errors import ConfigError
+from agent_loop.event_loop import run_to_end
 from agent_loop.plain_values import parse_json
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
@@ -111,7 +111,7 @@ def serve_command(
 
     from agent_loop.serving.command import serve  # late: the extra is optional, and `--help` is to be quick
 
-    stopped_by = asyncio.run(
+    stopped_by = run_to_end(
         serve(
             settings,
             name=served_model_name or _name_of(model),

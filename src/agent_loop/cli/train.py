@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
+from agent_loop.event_loop import run_to_end
 
 EXIT_INTERRUPTED = 130
 
@@ -64,6 +64,6 @@ def train_command(
     trainer = PPOTrainer(
         settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite
     )
-    result = asyncio.run(trainer.fit())
+    result = run_to_end(trainer.fit())
     if result.is_interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
