@@ -4,19 +4,21 @@ import asyncio
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from agent_loop.config import MultiTurnConfig
-from agent_loop.errors import RolloutError, ToolError
+from agent_loop.errors import RolloutError, ServerError, ToolError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
+from agent_loop.own_task import num_abandoned
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
-from agent_loop.trajectory import AgentLoopOutput, Trajectory
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import calls, encoded, says, user
 from tests.rollout.harness import Adder, Stage
@@ -272,3 +274,33 @@ def test_rows_choose_their_loop_and_an_unknown_one_is_named() -> None:
     assert known.output.stop_reason is StopReason.ANSWERED
     assert unknown.output.failure is not None
     assert "did you mean 'single_turn_agent'" in unknown.output.failure.error
+
+
+def test_a_loop_that_was_abandoned_gets_no_completion_any_more() -> None:
+    errors: list[BaseException] = []
+
+    @register("goes_on")
+    class GoesOn(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            while not errors:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(150)
+                    try:
+                        await self.server_manager.generate("x", prompt_ids=[1], sampling_params={})
+                    except ServerError as error:
+                        errors.append(error)
+            return AgentLoopOutput(segments=())
+
+    stage = Stage(lambda _: says("x"), agent="goes_on", deadline_s=10.0)
+
+    async def scenario() -> None:
+        [trajectory] = await stage.worker.run(stage.jobs([{"raw_prompt": user("go")}]))
+        assert trajectory.output.stop_reason is StopReason.DEADLINE
+        assert [incident.kind for incident in trajectory.output.incidents] == [IncidentKind.ABANDONED]
+        await asyncio.sleep(300)
+        assert num_abandoned() == 0
+        stage.assert_nothing_is_left()
+
+    run_virtual(scenario())
+    assert "the trajectory is over" in str(errors[0])
+    assert stage.server.requests == []

@@ -15,7 +15,7 @@ from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
 from agent_loop.concurrency import running_beside
-from agent_loop.errors import BadServerReply, ServerDied
+from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.pool import RequestAborted, ServerPool
@@ -54,7 +54,7 @@ class AsyncLLMServerManager:
         self._vocab_size = vocab_size
         self._check = ReplyCheck(vocab_size)
         self._request_timeout_s = request_timeout_s
-        self._sessions: set[str] = set()
+        self._sessions = Sessions()
 
     @property
     def balancer(self) -> LoadBalancer:
@@ -213,7 +213,7 @@ class AsyncLLMServerManager:
         on_chunk: Callable[[TokenChunk], None] | None = None,
     ) -> Work:
         params = SamplingParams.parse(sampling_params)
-        self._sessions.add(request_id)
+        self._sessions.begin(request_id)
         return Work(
             params, as_token_ids(prompt_ids), request_id, attachments, check=self._check, on_chunk=on_chunk
         )
@@ -258,6 +258,25 @@ class AsyncLLMServerManager:
                     raise
 
 
+class Sessions(set[str]):
+    """Ids of the sessions that began in a scope."""
+
+    are_over = False
+    """The scope has ended."""
+
+    def begin(self, request_id: str) -> None:
+        """Add a session.
+
+        Raises:
+            ServerError: The scope has ended: the loop was abandoned, and still runs.
+        """
+        if self.are_over:
+            raise ServerError(
+                "the trajectory is over; end the loop when CancelledError arrives", request_id=request_id
+            )
+        self.add(request_id)
+
+
 class ScopedServerManager(AsyncLLMServerManager):
     """See `AsyncLLMServerManager.scope`."""
 
@@ -265,6 +284,7 @@ class ScopedServerManager(AsyncLLMServerManager):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._sessions.are_over = True
         for request_id in self._sessions:
             self._pool.end_session(request_id)
 
