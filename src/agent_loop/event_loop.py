@@ -36,7 +36,8 @@ def run_to_end(main: Coroutine[Any, Any, ResultT], *, grace_s: float = EXIT_GRAC
                 loop.run_until_complete(_end_tasks(grace_s))
             finally:
                 for task in asyncio.all_tasks(loop):
-                    abandon(task, f"a task ({task.get_coro()!r}) went on for {grace_s:g} s after the end")
+                    code = getattr(task.get_coro(), "__qualname__", task.get_name())
+                    abandon(task, f"a task ({code}) went on for {grace_s:g} s after the end")
 
 
 def leave(code: Any) -> NoReturn:
@@ -63,8 +64,10 @@ class _EventLoop(asyncio.SelectorEventLoop):
             try:
                 return super().run_until_complete(future)
             except (SystemExit, KeyboardInterrupt) as error:
-                if future.done() or _is_ctrl_c(error):
+                if _is_ctrl_c(error) or (future.done() and not _has_result(future)):
                     raise
+                if future.done():
+                    return future.result()
                 logger.warning("a callback or task raised %s, which was ignored", type(error).__name__)
             except RuntimeError:
                 if future.done() or self.is_closed():
@@ -94,6 +97,10 @@ async def _end_tasks(grace_s: float) -> None:
     for task in others:
         if task.done() and not task.cancelled() and task.exception() is not None:
             logger.debug("a task raised at the end", exc_info=task.exception())
+
+
+def _has_result(future: asyncio.Future[Any]) -> bool:
+    return not future.cancelled() and future.exception() is None
 
 
 def _is_ctrl_c(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.verify import verify_engine
 from agent_loop.servers.embedded.vision import auto_model_class
+from agent_loop.threads import run_in_thread
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 NO_CONFIG = EmbeddedConfig()
@@ -203,7 +204,7 @@ class EmbeddedServer(AsyncServerBase):
         )
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._stop)
+        await run_in_thread(self._stop)
 
     def _request(
         self,
