@@ -5,8 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agent_loop.config import Config, parse_section
 from tests.helpers import small_tokenizer, user
+
+OTHER_PROJECTS = pytest.mark.filterwarnings("ignore:agent loop .* replaces it:UserWarning")
+"""For tests of several projects in one process, each with loops of the same names."""
 
 SCRIPT = '''
 import json
@@ -94,8 +99,8 @@ def reward(output, row):
     return {"reward": float(row["number"]), "pid": os.getpid()}
 
 
-@register("brings_what_cannot_be_sent")
-class BringsWhatCannotBeSent(AgentLoopBase):
+@register("brings_what_cannot_be_stored")
+class BringsWhatCannotBeStored(AgentLoopBase):
     async def run(self, sampling_params, **row):
         async with self.episode(row["raw_prompt"]) as episode:
             await episode.generate(sampling_params)

@@ -12,9 +12,9 @@ import pytest
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.trajectory import Trajectory
 from tests.distributed.cluster import Stage, cluster_of
-from tests.distributed.project import make_config, make_project, rows, set_latency
+from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), OTHER_PROJECTS]
 NUM_ROWS = 512
 
 

@@ -25,9 +25,9 @@ from tests.cli.test_crash import (
     tokens_by_row,
 )
 from tests.distributed.cluster import Stage
-from tests.distributed.project import make_config, make_project, rows, set_latency
+from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), OTHER_PROJECTS]
 ON_RAY = [
     "trainer.runtime=ray",
     "trainer.ray.num_cpus_per_server=0.01",

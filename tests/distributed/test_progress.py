@@ -16,6 +16,7 @@ from agent_loop.errors import ServerDied
 from agent_loop.servers.base import Ability
 from agent_loop.testing import run_virtual
 from agent_loop.types import SamplingParams, TokenChunk
+from tests.distributed.project import OTHER_PROJECTS
 
 CHUNKS = [TokenChunk([n], [-0.5 * n], weight_version=n // 4) for n in range(10)]
 
@@ -133,6 +134,7 @@ def test_what_is_known_outlives_a_server_that_ray_asked_again_after_a_restart() 
     run_virtual(scenario())
 
 
+@OTHER_PROJECTS
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_a_completion_goes_on_where_its_server_was_killed(tmp_path: Path) -> None:
