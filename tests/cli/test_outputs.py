@@ -198,7 +198,7 @@ def test_no_good_file_is_to_be_removed(command: Command) -> None:
         "config.yaml": "is a YAML file of settings",
         "cut.parquet": "is a Parquet file that is damaged or was cut off (read by no command: copy it again",
         "sampled.journal": "is the journal of a rollout that did not end",
-        "nothing.parquet": "is a file of another kind",
+        "nothing.parquet": "is a Parquet file that is damaged or was cut off",
     }.items():
         result = command("show", path)
         assert result.exit_code == 2
