@@ -31,12 +31,12 @@ Seed = NotNegative
 Tokens = Annotated[int, Field(ge=1, le=2**24)]
 """A length of sequences. Memory is reserved in proportion to it."""
 Replicas = Annotated[int, Field(ge=1, le=10_000)]
-"""So many things are made at once: servers, workers, processes, threads."""
+"""Number of servers, workers, processes or threads."""
 MAX_SAMPLES = 65_536
 Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
 """Trajectories per row."""
 PositiveSeconds = Annotated[float, Field(gt=0, le=366 * 86_400)]
-"""At most a year: clocks and timers overflow somewhere beyond."""
+"""Seconds, at most a year. Clocks and timers overflow for much larger values."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Coefficient = Annotated[float, Field(ge=0, le=1e6)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

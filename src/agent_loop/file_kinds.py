@@ -21,7 +21,7 @@ STORED = b"agent_loop.schema_version"
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """What a file or a folder is, and the commands that read it."""
+    """A kind of file or folder, and the commands that read it."""
 
     what: str
     """The end of a sentence that begins with "it is"."""

@@ -32,7 +32,7 @@ MAX_SHOWN = 200
 """Characters of a value that an error shows."""
 _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FAULTS = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError)
-"""What OmegaConf and the parsers below it raise on a text that they cannot read."""
+"""Errors of OmegaConf and its parsers for a text that they cannot read."""
 
 
 def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""What is noted on the running trajectory by code that does not know it."""
+"""Lets code note an incident on the running trajectory without knowing the trajectory."""
 
 from __future__ import annotations
 

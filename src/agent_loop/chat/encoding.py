@@ -20,7 +20,7 @@ EncoderChoice: TypeAlias = Literal["auto", "tokenizers", "tiktoken"]
 """Which library encodes; `auto` is `tiktoken` where it was proved to give the same ids."""
 
 MASK_OPEN = "@mask"
-"""How every mask begins. Plain ASCII, which templates leave alone where they quote, escape or print what they write."""
+"""Start of every mask. Plain ASCII, which templates leave alone where they quote, escape or print what they write."""
 _MASK = re.compile(f"{MASK_OPEN}[.:]([0-9a-f]{{1,6}});")
 
 _log = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ def _with_masked_searches(code: str, mask: Callable[[str], str]) -> str:
 
 
 def _operand_end(code: str, start: int) -> int:
-    """Where an operand ends: a name or something in parentheses, with attributes, items and calls behind it."""
+    """Return the end of an operand: a name or a parenthesis, and the attributes, items and calls behind it."""
     name = _NAME.match(code, start)
     end = start if name is None else name.end()
     while True:

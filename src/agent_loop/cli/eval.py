@@ -153,7 +153,7 @@ def eval_command(
 
 
 class RowSource(NamedTuple):
-    """Which rows are evaluated."""
+    """The rows that are evaluated."""
 
     name: str
     """The setting or option that names them."""

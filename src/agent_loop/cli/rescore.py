@@ -46,7 +46,7 @@ class Rescored:
 
     @property
     def rollout(self) -> Hashable:
-        """What tells its rollout from others."""
+        """Key of the rollout that the trajectory belongs to."""
         names = ("split", "step", "group", "rollout")
         where = tuple(self.stored[name] for name in names)
         return where if self.stored["branch"] is not None else (*where, self.stored["trajectory_id"])

@@ -18,7 +18,7 @@ from agent_loop.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RolloutFile:
-    """Where a rollout is kept."""
+    """The output file of a rollout, and its journal."""
 
     path: Path
     config: Config

@@ -19,7 +19,7 @@ from agent_loop.plain_values import parse_json
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 DEFAULT_MAX_MODEL_LEN = 2048
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
-"""Where a model's `config.json` says how long its contexts may be."""
+"""Fields of a model's `config.json` that hold its largest context length."""
 EXIT_BY_SIGNAL = 128
 
 

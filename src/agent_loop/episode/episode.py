@@ -368,7 +368,7 @@ class Episode:
 
     @property
     def feedback(self) -> tuple[Feedback, ...]:
-        """What calls and replies of the interaction brought so far."""
+        """Rewards, incidents and extras of all tool calls and interaction replies so far, in order."""
         return tuple(self._surroundings.feedback)
 
     @property

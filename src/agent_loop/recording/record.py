@@ -31,7 +31,7 @@ class Kind(StrEnum):
     REPLY_BEGAN = "reply_began"
     REPLY = "reply"
     VERDICTS = "verdicts"
-    """What tools found the trajectory worth when it was cut."""
+    """Verdicts of the tools when the trajectory was cut."""
     BRANCH = "branch"
     """An episode began where another one stood, or had stood."""
     RESTART = "restart"
@@ -75,7 +75,7 @@ class RowRecord:
     end: Mapping[str, Any] | None = None
     """Its trajectories, if it ended."""
     num_records: int = 0
-    """How many records were added, which is the number of the next one."""
+    """Number of records so far, which is the index of the next record."""
     doubt: str | None = None
     """Why more may have happened than is on record; None if nothing can be missing."""
 

@@ -1,4 +1,4 @@
-"""What loops return, checked and completed once, before it is scored, stored and trained on."""
+"""Checks and completes the outputs that loops return, before they are scored, stored and trained on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LoopOutputs(Struct, frozen=True):
         return output
 
     def _with_prompt_limit(self, output: AgentLoopOutput, num_tokens: int) -> AgentLoopOutput:
-        """As `Episode` does it: drop the trajectory's tokens, or truncate the prompt if the limits say how."""
+        """Drop the trajectory's tokens, or truncate the prompt if the limits say how. `Episode` does the same."""
         max_tokens, truncate = self.context.limits.prompt_length, self.context.limits.truncate_prompt
         detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
         if truncate == "no":
@@ -317,7 +317,7 @@ def _reward(given: Any, *, name: str) -> float:
 
 
 def _are_log_probs(log_probs: FloatArray) -> bool:
-    """Whether each is finite, and not above 0 by more than rounding explains."""
+    """Return whether each log-prob is finite, and above 0 by no more than rounding."""
     # (`logical_and.reduce`, since the method `all` takes a call of Python)
     return bool(np.logical_and.reduce((log_probs > -np.inf) & (log_probs <= MAX_LOG_PROB)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from msgspec import structs
 
 from agent_loop.chat.sources import without_pixels
 from agent_loop.storage.json_text import to_json
+from agent_loop.storage.whole_file import whole_file
 from agent_loop.trajectory import Segment, Trajectory
 
 
@@ -55,15 +55,9 @@ def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
     Raises:
         OSError: The file cannot be written; what was there before is untouched.
     """
-    unfinished = path.with_name(f".{path.name}.tmp")
-    try:
-        with writing_records(unfinished) as write:
-            for trajectory in trajectories:
-                write(trajectory)
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with whole_file(path) as temporary, writing_records(temporary) as write:
+        for trajectory in trajectories:
+            write(trajectory)
 
 
 @contextmanager

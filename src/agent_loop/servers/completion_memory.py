@@ -52,7 +52,7 @@ class RecognisedTokens(Struct, frozen=True, eq=False):
 
 
 class CompletionMemory:
-    """What the servers returned to one loop."""
+    """The completions that one loop received."""
 
     def __init__(self) -> None:
         self._completions: list[ReceivedCompletion] = []

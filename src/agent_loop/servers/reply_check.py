@@ -131,7 +131,7 @@ class _Health(Struct):
 
 
 class _Contracts(NamedTuple):
-    """What replies must hold; `rounded` ones accept log-probs that exceed 0 by rounding."""
+    """Types that replies are converted to. The `rounded` types accept log-probs that exceed 0 by rounding."""
 
     output: type[Any]
     rounded_output: type[Any]

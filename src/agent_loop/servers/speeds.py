@@ -35,7 +35,7 @@ SPEED_STEP = 1.1
 
 @dataclass(slots=True)
 class _Server:
-    """What is known of one server."""
+    """Measurements of one server."""
 
     in_flight_seen: int = 0
     num_seen: int = 0

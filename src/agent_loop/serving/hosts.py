@@ -1,4 +1,4 @@
-"""Which host names a server answers to."""
+"""Checks the host names of requests to a server."""
 
 from __future__ import annotations
 

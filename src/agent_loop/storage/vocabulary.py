@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeAlias
 from agent_loop.chat.byte_level import CHARS, bytes_of
 from agent_loop.errors import DataError
 from agent_loop.storage.schema import VOCABULARY_VERSION
+from agent_loop.storage.whole_file import whole_file
 
 Piece: TypeAlias = str | list[int]
 """The text of a token, or its bytes where these are no text by themselves."""
@@ -27,13 +27,11 @@ def write_vocabulary(path: Path, tokenizer: Any) -> None:
         OSError: It cannot be written.
     """
     pieces = pieces_of(tokenizer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
     text = json.dumps(
         {"version": VOCABULARY_VERSION, "pieces": pieces}, ensure_ascii=False, separators=(",", ":")
     )
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_vocabulary(path: Path) -> list[Piece]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from agent_loop.storage.arrow import pa, parquet
 from agent_loop.storage.columns import Learned, StepFacts, columns_of
 from agent_loop.storage.json_text import to_json
 from agent_loop.storage.schema import METADATA, ROWS_PER_GROUP, SCHEMA, SCHEMA_VERSION
+from agent_loop.storage.whole_file import whole_file
 from agent_loop.trajectory import Trajectory
 
 SPREAD_BYTES = ("response_logprobs", "train_logprobs")
@@ -104,16 +104,12 @@ def rewrite_scores(
 
 def _write(path: Path, chunks: Iterable[Sequence[Mapping[str, Any]]], *, metadata: Mapping[str, str]) -> None:
     """Each chunk becomes a group of rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with parquet.ParquetWriter(temporary, SCHEMA.with_metadata(metadata), **_options()) as writer:
-            for chunk in chunks:
-                writer.write_table(_table(chunk), row_group_size=ROWS_PER_GROUP)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with (
+        whole_file(path) as temporary,
+        parquet.ParquetWriter(temporary, SCHEMA.with_metadata(metadata), **_options()) as writer,
+    ):
+        for chunk in chunks:
+            writer.write_table(_table(chunk), row_group_size=ROWS_PER_GROUP)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:

@@ -48,11 +48,11 @@ class Pattern:
         self._size = int(self._compiled.programsize)
 
     def steps(self, text: str) -> int:
-        """How long a search takes at most, in steps of some 5 microseconds."""
+        """Time limit of a search, in steps of about 5 microseconds."""
         return self._size * len(text) // CELLS_PER_STEP
 
     def is_in(self, text: str) -> bool:
-        """Whether the text has a match."""
+        """Return whether the text has a match."""
         if not text.isascii():
             text = text.encode(
                 errors="replace"

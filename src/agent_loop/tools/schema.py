@@ -25,7 +25,7 @@ from agent_loop.tools.patterns import PatternRefused
 MAX_FAULTS = 3
 """So many faults of one call are named to the model."""
 MAX_MESSAGE_CHARACTERS = 400
-"""Of one fault, which may hold the argument and the schema."""
+"""Longest text of one fault, in characters. A fault may quote the argument and the schema."""
 
 
 def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:

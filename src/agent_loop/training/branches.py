@@ -1,4 +1,4 @@
-"""Which rows of a batch are branches of one rollout."""
+"""Finds the rows of a batch that are branches of one rollout."""
 
 from __future__ import annotations
 

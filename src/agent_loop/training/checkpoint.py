@@ -30,13 +30,14 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
+from agent_loop.storage.whole_file import sync_to_disk
 from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
 
 STATE_FILE = "state.json"
 TRAINER_FOLDER = "trainer"
 MODEL_FOLDER = "model"
 _UNWRITTEN = (OSError, SafetensorError, CheckpointException)
-"""What writing a checkpoint raises on a disk that is full or read-only, by way of the libraries that write it."""
+"""Errors that libraries raise when they write a checkpoint to a full or read-only disk."""
 logger = logging.getLogger(__name__)
 
 
@@ -105,9 +106,9 @@ def save_checkpoint(
         signed = {**state, "crc32": _checksum(json.loads(json.dumps(state)))}
         (temporary / STATE_FILE).write_text(json.dumps(signed, indent=2), encoding="utf-8")
         for path in [*_files(temporary), temporary]:
-            _sync(path)
+            sync_to_disk(path)
         os.replace(temporary, final)
-        _sync(folder)
+        sync_to_disk(folder)
     except _UNWRITTEN as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -275,12 +276,3 @@ def _in_any_number_of_processes() -> Generator[None]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    """Brings a file or the entries of a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

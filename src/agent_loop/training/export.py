@@ -74,7 +74,7 @@ def evaluated_model(path: Path) -> Path:
 
 
 def _is_whole(folder: Path, kept: Path) -> bool:
-    """Whether a folder is what was written, by the manifest that was kept of it."""
+    """Return whether the files of a folder agree with the manifest of the folder."""
     try:
         manifest = read_manifest(json.loads(kept.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Whether a run has anything to learn from: checked before it begins, and after the rollout of its first step."""
+"""Checks that a run has something to learn from, before it begins and after the rollout of its first step."""
 
 from __future__ import annotations
 

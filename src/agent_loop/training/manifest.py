@@ -16,7 +16,7 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What a file was when it was written."""
+    """Size and checksum of a file when it was written."""
 
     size: int
     crc32: int | None

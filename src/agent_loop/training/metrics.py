@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from agent_loop.chat.drift import find_drift
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import OutputError
 from agent_loop.storage.metrics_file import read_metrics
+from agent_loop.storage.whole_file import whole_file
 from agent_loop.tracing.delivery import Delivery
 from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
 from agent_loop.trajectory import (
@@ -281,6 +281,5 @@ def forget_steps_after(path: Path, *, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line[STEP] <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

@@ -36,7 +36,7 @@ HEADERS = {
 MAX_TEXT = 500
 """Characters of what is searched for."""
 MAX_DIGITS = 18
-"""Of a number in a query: what a column of 64 bits holds."""
+"""Most digits of a number in a query, so that it fits into 64 bits."""
 MAX_MESSAGE = 300
 """Characters of an error."""
 

@@ -26,14 +26,14 @@ from agent_loop.types import TokenIds, TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class DataConfigOf:
-    """What verl's loops get as `data_config`."""
+    """The `data_config` of loops with verl's constructor."""
 
     config: DictConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfigOf:
-    """What verl's loops get as `trainer_config`."""
+    """The `trainer_config` of loops with verl's constructor."""
 
     config: DictConfig
     context: base.LoopContext

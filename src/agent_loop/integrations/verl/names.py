@@ -1,4 +1,4 @@
-"""Names of verl that are loaded when they are asked for, and those that have no counterpart."""
+"""Loads names of verl on demand, and explains those that have no counterpart."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,24 +13,25 @@ from agent_loop.errors import JournalError
 from agent_loop.recording.record import Kind, RowRecord
 from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.frames import HEADER, Scan, framed, scan
+from agent_loop.storage.whole_file import sync_to_disk, whole_file
 from agent_loop.types import Row
 
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError, struct.error)
-"""What reading a record raises that this version did not write."""
+"""Errors from reading a record that another version wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """What a journal is of. Another rollout cannot go on from it."""
+    """Identity of the rollout that a journal belongs to. Another rollout cannot resume from the journal."""
 
     step: int
     weight_version: int
     num_samples: int
-    """Of each row."""
+    """Trajectories per row."""
     rows: str
     """A digest."""
     settings: Mapping[str, Any]
-    """What else its tokens depend on."""
+    """Other settings that its tokens depend on."""
 
     @classmethod
     def of(
@@ -63,18 +63,18 @@ class StepKey:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a journal holds from before."""
+    """Contents of a journal of an earlier process."""
 
     records: Mapping[str, RowRecord] = field(default_factory=dict[str, RowRecord])
     """By row, without what follows a missing record of that row."""
     complete: Sequence[tuple[int, int]] | None = None
     """Group and rollout of each trajectory of a rollout that is over."""
     num_bytes: int = 0
-    """How much of the file is kept; 0 begins it anew."""
+    """Bytes of the file that are kept; 0 starts a new file."""
     doubt: str | None = None
     """Why records of rows that did not end may be missing; None if none can be."""
     notes: Sequence[str] = ()
-    """What a person should know of it, one line each."""
+    """Notes for the user, one line each."""
 
 
 def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
@@ -207,10 +207,8 @@ def _repaired(path: Path, data: bytes, found: Scan, read: _Reading, *, key: Step
     # The mark comes first: a repaired journal that is cut off later keeps it.
     payloads = [key.packed(), pack({"is": Kind.DAMAGE, "got": read.doubt}), *read.used]
     whole = HEADER + b"".join(map(framed, payloads))
-    unfinished = path.with_name(f".{path.name}.repaired")
-    _write(unfinished, whole)
-    os.replace(unfinished, path)
-    _sync(path.parent)
+    with whole_file(path, to_disk=True) as temporary:
+        temporary.write_bytes(whole)
     num_damaged = sum(map(len, found.damage))
     notes = [
         f"the journal {str(path)!r} is damaged at byte {start}: {num_damaged} bytes cannot be read, {len(read.used)} "
@@ -232,21 +230,9 @@ def _kept_aside(path: Path, data: bytes, *, start: int) -> Path:
     while aside.exists() and aside.read_bytes() != data:
         number += 1
         aside = path.with_name(f"{name}-{number}")
-    _write(aside, data)
+    aside.write_bytes(data)
+    sync_to_disk(aside)
     return aside
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _plain(key: StepKey) -> dict[str, Any]:

@@ -23,7 +23,7 @@ MARK = b"\xf5REC"  # no UTF-8 text holds the first byte
 _FRAME = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 FRAME_BYTES = _FRAME.size
-"""What a record takes besides its payload."""
+"""Bytes of a record besides its payload."""
 
 
 def framed(payload: bytes) -> bytes:
@@ -137,7 +137,7 @@ def _payload_of_damaged_length(data: bytes, place: int, end: int) -> bytes | Non
 
 
 def _is_torn(data: bytes, place: int) -> bool:
-    """Whether the bytes from `place` on are the beginning of a record."""
+    """Return whether a record begins at `place`."""
     begins_well = data[place : place + len(MARK)] == MARK[: len(data) - place]
     if place + FRAME_BYTES > len(data):
         return begins_well

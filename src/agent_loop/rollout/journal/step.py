@@ -52,7 +52,7 @@ class StepJournal:
 
     def __init__(self, contents: Contents, *, rows: Sequence[Row], sink: Sink) -> None:
         self.notes = contents.notes
-        """What a person should know of it, one line each."""
+        """Notes for the user, one line each."""
         self._records = contents.records
         self._doubt = contents.doubt
         self._complete = contents.complete

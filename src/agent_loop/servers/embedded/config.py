@@ -11,7 +11,7 @@ from agent_loop.config import NotNegative, Replicas, Tokens
 from agent_loop.errors import ConfigError
 
 CONTEXT = "the context (rollout.prompt_length + rollout.response_length, or max_model_len)"
-"""What `max_model_len` is, in the words of those who set it."""
+"""The user's name for `max_model_len`."""
 ContextLength = Annotated[int, Field(ge=1, le=2**25)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_loop.errors import DataError
+from agent_loop.storage.whole_file import whole_file
 from agent_loop.training.evaluation.categories import score_categories
 from agent_loop.training.evaluation.comparison import Difference, difference, pair_rows
 from agent_loop.training.evaluation.scores import Evaluation, Scores
@@ -80,10 +80,8 @@ class EvaluationSummary(BaseModel):
 
     def write(self, path: Path) -> None:
         """Writes the file, whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.tmp")
-        unfinished.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        with whole_file(path) as temporary:
+            temporary.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_summary(path: Path) -> EvaluationSummary:
