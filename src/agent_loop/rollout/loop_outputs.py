@@ -16,6 +16,7 @@ from agent_loop.errors import EpisodeError
 from agent_loop.foreign_values import plain_mapping
 from agent_loop.loops.base import LoopContext
 from agent_loop.servers.completion_memory import CompletionMemory
+from agent_loop.servers.reply_check import LOG_PROB_ROUNDING
 from agent_loop.trajectory import (
     UNKNOWN_VERSION,
     AgentLoopOutput,
@@ -27,11 +28,8 @@ from agent_loop.trajectory import (
 from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopReason
 
 MAX_INT32 = 2**31 - 1
-MAX_LOG_PROB = 0.01
-"""Engines that round give a little more than 0."""
-PROMPT = (
-    Origin.PROMPT
-)  # (Python 3.11 looks members up slowly, and this is asked for each segment of each trajectory)
+PROMPT = Origin.PROMPT
+"""A name of its own, since Python 3.11 looks members of enums up slowly."""
 ENDED_OTHERWISE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
 """Reasons that stand although the response was cut afterwards."""
 
@@ -208,7 +206,9 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
             output = replace(output, reward_score=reward_score)
     for segment in output.segments:
         if segment.log_probs is not None and not _are_log_probs(segment.log_probs):
-            [bad, *_] = [each for each in segment.log_probs.tolist() if not -np.inf < each <= MAX_LOG_PROB]
+            [bad, *_] = [
+                each for each in segment.log_probs.tolist() if not -np.inf < each <= LOG_PROB_ROUNDING
+            ]
             raise EpisodeError(
                 f"response_logprobs holds {bad}; give log-probs, which are finite and at most 0"
             )
@@ -319,7 +319,7 @@ def _reward(given: Any, *, name: str) -> float:
 def _are_log_probs(log_probs: FloatArray) -> bool:
     """Return whether each log-prob is finite, and above 0 by no more than rounding."""
     # (`logical_and.reduce`, since the method `all` takes a call of Python)
-    return bool(np.logical_and.reduce((log_probs > -np.inf) & (log_probs <= MAX_LOG_PROB)))
+    return bool(np.logical_and.reduce((log_probs > -np.inf) & (log_probs <= LOG_PROB_ROUNDING)))
 
 
 def _stop_reason(given: Any) -> StopReason:
