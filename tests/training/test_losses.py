@@ -8,19 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent_loop.config import AggregationMode, CorrectionConfig, KLEstimator
+from agent_loop.config import AggregationMode, CorrectionConfig, KLEstimator, Level
+from agent_loop.training import metrics as metric_names
+from agent_loop.training.actor import STEP_NAMES
 from agent_loop.training.losses import (
+    MAX_LOG_RATIO,
     Aggregation,
+    PolicyLoss,
     aggregate,
     correct,
     entropy,
     kl_penalty,
     loss_denominator,
+    masked_difference,
     masked_mean,
     policy_loss,
     token_log_probs,
     value_loss,
 )
+from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.tally import UpdateTally
 
 LOW, HIGH = 0.2, 0.28
 MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -401,3 +408,127 @@ def test_with_dual_clip_and_weights_masked_tokens_still_get_exactly_zero(level: 
     assert grad_BT is not None
     assert (grad_BT[is_masked_BT] == 0).all()
     assert (grad_BT[~is_masked_BT] != 0).any()
+
+
+IMPOSSIBLE = {"both": (-math.inf, -math.inf), "new": (-math.inf, -1.0), "old": (-1.0, -math.inf)}
+"""The log-probs of a token that a policy cannot sample: the new policy's and the other one's."""
+LOG_RATIOS = {"both": 0.0, "new": -20.0, "old": 20.0}
+
+
+def impossible_token(where: str) -> tuple[Tensor, Tensor, Tensor]:
+    """New log-probs with gradient, other log-probs, and mask; the token in question is the second of the first row."""
+    new, other = IMPOSSIBLE[where]
+    new_BT = torch.tensor([[-1.0, new, -2.0], [-1.0, -1.0, -1.0]], dtype=torch.float64).requires_grad_()
+    other_BT = torch.tensor([[-1.2, other, -2.0], [-1.0, -1.1, -1.0]], dtype=torch.float64)
+    return new_BT, other_BT, torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def assert_others_learn(log_probs_BT: Tensor) -> None:
+    grad_BT = log_probs_BT.grad
+    assert grad_BT is not None
+    assert grad_BT.isfinite().all()
+    assert grad_BT[0, 1] == 0
+    assert grad_BT[1, 1] != 0
+
+
+@pytest.mark.parametrize("where", IMPOSSIBLE)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("clip_ratio_c", [None, 3.0])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_policy_loss_of_an_impossible_token_is_finite_and_has_no_gradient(
+    where: str, mode: AggregationMode, clip_ratio_c: float | None, level: Level, sign: float
+) -> None:
+    new_BT, old_BT, mask_BT = impossible_token(where)
+    finite_BT = torch.where(new_BT.isneginf(), 0.0, new_BT.detach())
+    finite_BT[0, 1], old_finite_BT = LOG_RATIOS[where] - 1.0, old_BT.clone()
+    old_finite_BT[0, 1] = -1.0
+
+    def loss(new_BT: Tensor, old_BT: Tensor) -> PolicyLoss:
+        return policy_loss(
+            new_BT,
+            old_log_probs_BT=old_BT,
+            advantages_BT=torch.full((2, 1), sign, dtype=torch.float64),
+            mask_BT=mask_BT,
+            clip_ratio_low=LOW,
+            clip_ratio_high=HIGH,
+            clip_ratio_c=clip_ratio_c,
+            level=level,
+            agg_mode=mode,
+        )
+
+    got, expected = loss(new_BT, old_BT), loss(finite_BT, old_finite_BT)
+    got.loss.backward()
+
+    assert float(got.loss.detach()) == pytest.approx(float(expected.loss))
+    assert float(got.ppo_kl) == pytest.approx(float(expected.ppo_kl))
+    assert got.clip_fraction == expected.clip_fraction
+    assert_others_learn(new_BT)
+
+
+@pytest.mark.parametrize("where", IMPOSSIBLE)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_of_an_impossible_token_is_finite_and_has_no_gradient(
+    where: str, estimator: KLEstimator
+) -> None:
+    new_BT, reference_BT, mask_BT = impossible_token(where)
+
+    kl_BT = kl_penalty(new_BT, reference_log_probs_BT=reference_BT, mask_BT=mask_BT, estimator=estimator)
+    kl_BT.sum().backward()
+
+    x = -LOG_RATIOS[where]  # reference over policy
+    expected = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
+    assert float(kl_BT[0, 1].detach()) == pytest.approx(expected)
+    assert kl_BT.isfinite().all()
+    assert_others_learn(new_BT)
+
+
+@pytest.mark.parametrize("where", IMPOSSIBLE)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_the_importance_weight_of_an_impossible_token_is_finite(where: str, level: str, kind: str) -> None:
+    trainer_BT, rollout_BT, mask_BT = impossible_token(where)
+    config = CorrectionConfig.model_validate(
+        {"kind": kind, "level": level, "min_ratio": 0.01, "max_ratio": 2.0}
+    )
+
+    got = correct(trainer_BT, rollout_log_probs_BT=rollout_BT, mask_BT=mask_BT, config=config)
+
+    log_ratio = LOG_RATIOS[where] + (0.2 if level == "sequence" else 0.0)
+    expected = min(math.exp(min(log_ratio, 20.0)), 2.0)
+    if kind == "mask" and where != "both":
+        expected = 0.0
+    assert float(got.weights_BT[0, 1]) == pytest.approx(expected)
+    assert got.weights_BT.isfinite().all()
+
+
+def test_log_ratios_beyond_the_bound_are_cut_and_have_no_gradient() -> None:
+    left_BT = torch.tensor([[-1.0, -1.0, -60.0]]).requires_grad_()
+
+    got_BT = masked_difference(left_BT, torch.tensor([[-2.0, -60.0, -1.0]]), mask_BT=torch.ones(1, 3))
+    got_BT.sum().backward()
+
+    assert got_BT.tolist() == [[1.0, MAX_LOG_RATIO, -MAX_LOG_RATIO]]
+    assert left_BT.grad is not None
+    assert left_BT.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("where", IMPOSSIBLE)
+def test_metrics_of_rollout_and_trainer_are_finite_where_a_token_is_impossible(where: str) -> None:
+    trainer_BT, rollout_BT, mask_BT = impossible_token(where)
+    tally = UpdateTally(STEP_NAMES)
+    micro_batch = MicroBatch(
+        rows_B=torch.arange(2),
+        input_ids_BW=mask_BT,
+        attention_mask_BW=mask_BT,
+        position_ids=mask_BT,
+        mask_BR=mask_BT,
+    )
+    tally.compare(trainer_BT.detach(), rollout_BT, micro_batch)
+    tally.add_step({}, grad_norm=1.0)
+
+    metrics = tally.metrics()
+
+    assert all(math.isfinite(value) for value in metrics.values())
+    largest = abs(LOG_RATIOS[where]) or 0.2
+    assert metrics[metric_names.LOGPROB_DIFF_MAX] == pytest.approx(largest)

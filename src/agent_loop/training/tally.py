@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agent_loop.training import metrics as names
+from agent_loop.training.losses import masked_difference
 from agent_loop.training.micro_batches import MicroBatch
 from agent_loop.training.team import ALONE, Team
 
@@ -41,10 +42,11 @@ class UpdateTally:
             self._values[name].append(value)
 
     def compare(self, log_probs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:
-        """How far trainer and engine are apart, as long as both have the same weights."""
+        """Add the log-ratios of trainer and engine. Call it while both have the same weights."""
         if rollout_BR is not None:
-            log_ratio_BR = log_probs_BR - micro_batch.cut(rollout_BR)
-            self._log_ratios.append(log_ratio_BR[micro_batch.mask_BR.bool()].cpu())
+            mask_BR = micro_batch.mask_BR
+            log_ratio_BR = masked_difference(log_probs_BR, micro_batch.cut(rollout_BR), mask_BT=mask_BR)
+            self._log_ratios.append(log_ratio_BR[mask_BR.bool()].cpu())
 
     def metrics(self) -> dict[str, float]:
         """Of all processes: means over the optimiser steps, those that are not finite left out."""

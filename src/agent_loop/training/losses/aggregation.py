@@ -10,7 +10,7 @@ from torch import Tensor
 from agent_loop.config import AggregationMode
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut to this size, so that one absurd token cannot make the loss infinite."""
+"""Bound of log-ratios, so that one absurd token cannot make the loss infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,13 @@ def masked_mean(values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
 
 
 def masked_difference(left_BT: Tensor, right_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
-    """Left minus right, cut to `MAX_LOG_RATIO`, and 0 at masked tokens."""
-    difference_BT = torch.where(mask_BT.bool(), left_BT - right_BT, 0.0)
-    return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """Return the log-ratios `left - right`, at most `MAX_LOG_RATIO` in size, and 0 at masked tokens.
+
+    Every log-ratio of losses, weights and metrics is computed here. A log-ratio that is cut has no gradient. A token
+    whose log-prob is minus infinity on both sides has a log-ratio of 0 without a gradient. Where it is minus infinity
+    on one side, the log-ratio is cut.
+    """
+    is_impossible_BT = left_BT.isneginf() & right_BT.isneginf()
+    is_counted_BT = mask_BT.bool() & ~is_impossible_BT
+    left_BT, right_BT = (torch.where(is_counted_BT, side_BT, 0.0) for side_BT in (left_BT, right_BT))
+    return (left_BT - right_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
