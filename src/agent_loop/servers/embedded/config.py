@@ -31,6 +31,10 @@ class EmbeddedConfig:
     """`auto` is the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` keeps the type that the model comes in."""
+    cache: Literal["auto", "shared", "per_request", "none"] = "auto"
+    """`shared` computes all requests in one forward, over one KV cache. `per_request` computes one request at a time,
+    with the model's own attention and cache. `none` computes the whole sequence again for each token. `auto` takes the
+    first of them that gives the log-probs of a plain forward."""
     seed: NotNegative = 0
     """For requests that bring no seed. Give each replica another one, or all of them sample alike."""
     recompute_kv_on_update: bool = False
@@ -49,6 +53,7 @@ class EmbeddedConfig:
         for name, options in (
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", ("auto", "float32", "bfloat16")),
+            ("cache", ("auto", "shared", "per_request", "none")),
         ):
             value = getattr(self, name)
             if value not in options:

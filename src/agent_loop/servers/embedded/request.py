@@ -10,7 +10,6 @@ from random import Random
 
 from agent_loop.attachments import Attachment
 from agent_loop.errors import BadPrompt, SamplingParamsError
-from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot
 from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
     FeaturesError,
@@ -58,10 +57,6 @@ class GenerationRequest:
     random: Random | None
     """Its own source of randomness; None shares the engine's."""
     images: PromptImages | None = None
-    slot: Slot | None = None
-    """Its place in the batch; None while it waits."""
-    waits_for: PrefixInPrefill | None = None
-    """What another request is computing for it."""
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
@@ -74,11 +69,6 @@ class GenerationRequest:
     """From `asked_at` to its first token."""
     num_streamed: int = 0
     """Tokens that were handed out before the end."""
-
-    @property
-    def is_held(self) -> bool:
-        """The prefix that it waits for is still being computed."""
-        return self.waits_for is not None and self.waits_for.is_coming
 
     def append(self, token_id: int, log_prob: float, *, weight_version: int) -> ServerStopReason | None:
         """Adds a sampled token; returns why the completion ends with it, None if it goes on."""

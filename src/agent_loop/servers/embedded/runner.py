@@ -1,46 +1,48 @@
-"""Owns the `transformers` model: switches its attention to the slots, and runs steps through it."""
+"""Owns the `transformers` model: its device, its type, its attention, and forwards with its own attention."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.attention import ATTENTION_NAME, AttentionContext, ShapeProbe
-from agent_loop.servers.embedded.batch import StepBatch
-from agent_loop.servers.embedded.cache import KVCache, LayerShape
+from agent_loop.servers.embedded.attention import ATTENTION_NAME
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
-from agent_loop.servers.embedded.vision import VISION_MODELS, PromptImages, media_features
+from agent_loop.servers.embedded.vision import VISION_MODELS
+from agent_loop.types import IntArray
 
-PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layers that keep keys and values. A sliding window shorter than the sequences is refused in the forward."""
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+"""What models call the cache that they take and return."""
+_owned: WeakSet[Any] = WeakSet()
+"""The models that belong to a runner."""
 
 
 class ModelRunner:
-    """The model of one embedded server, from now on the server's own.
+    """The model of one embedded server, the server's own until `hand_back`.
 
     Raises:
-        ConfigError: The model is of a kind that slot attention does not compute.
+        ConfigError: The model belongs to another server, is an encoder-decoder, or is shorter than the context.
     """
 
     def __init__(self, model: Any, *, config: EmbeddedConfig) -> None:
-        check_model_config(model.config, config=config)
+        _check_model(model, config=config)
         self.model: Any = model
+        self.device = _choose_device(config)
+        self.text_config = text_config_of(model.config)
         self._config = config
-        self._device = _choose_device(config)
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.model.to(device=self._device, dtype=dtype).eval()
-        self._text_config = text_config_of(model.config)
-        self._plain_attention: str = self._text_config._attn_implementation
-        self._switch_attention(ATTENTION_NAME)
-        try:
-            self._layers = self._probe_layers()
-        except ConfigError:
-            self.hand_back()
-            raise
+        self.model.to(device=self.device, dtype=dtype).eval()
+        if getattr(model.config, "rescale_every", 0):
+            # RWKV would divide its weights in place at the first forward, and take published weights for divided.
+            model.config.rescale_every = 0
+        self._plain_attention: str = self.text_config._attn_implementation
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        _owned.add(model)
 
     @property
     def vocab_size(self) -> int:
@@ -55,139 +57,85 @@ class ModelRunner:
     @property
     def counts_in_3d(self) -> bool:
         """The model's positions are in time, height and width."""
-        return any("mrope_section" in rope for rope in _rope_parameters(self._text_config))
+        return any("mrope_section" in rope for rope in _rope_parameters(self.text_config))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._layers[0].dtype
-
-    def allocate_cache(self) -> KVCache:
-        return KVCache(
-            self._layers, num_slots=self._config.max_slots, max_model_len=self._config.max_model_len
-        )
+        return self.model.dtype
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> Tensor:
-        """Returns the logits of the rows that are sampled, [rows, vocab]."""
-        inputs_embeds = self._embed(batch) if batch.image_rows else None
-        return self._forward(
-            batch.token_ids if inputs_embeds is None else None,
-            inputs_embeds=inputs_embeds,
-            position_ids=batch.position_ids,
-            context=batch.attention,
-            logit_rows=batch.logit_rows,
+    def plain_logits(self, token_ids: Sequence[int] | IntArray, *, first: int = 0) -> Tensor:
+        """Return the logits after each token from number `first` on, without a cache, [tokens - first, vocab]."""
+        count = len(token_ids) - first
+        output: Any = self.model(
+            input_ids=self._input(token_ids), use_cache=False, **self._logits_option(count)
         )
+        return output.logits[0, -count:]
 
     @torch.inference_mode()
-    def read_images(self, images: PromptImages, *, first_token: int) -> None:
-        """Computes the features of the images and videos with tokens from `first_token` on.
+    def cached_logits(self, token_ids: IntArray, *, cache: Any, num_cached: int) -> tuple[Tensor, Any]:
+        """Continue a sequence with the model's own cache; return the last logits, [vocab], and the new cache."""
+        options: dict[str, Any] = {} if cache is None else dict([cache])
+        output: Any = self.model(
+            input_ids=self._input(token_ids), use_cache=True, **self._logits_option(1), **options
+        )
+        found = next((name for name in CACHE_NAMES if getattr(output, name, None) is not None), None)
+        if found is None:
+            raise ConfigError("it returns no cache")
+        return output.logits[0, -1], (found, getattr(output, found))
+
+    def switch_attention(self, name: str) -> None:
+        """Exchange the attention of the language model; a vision tower keeps its own.
 
         Raises:
-            FeaturesError: One does not fit the model or its placeholders.
+            ConfigError: The model does not allow that.
         """
-        images.features.clear()
-        for number, (attachment, places) in enumerate(zip(images.attachments, images.places, strict=True)):
-            if places[-1] >= first_token:
-                images.features[number] = media_features(self.model, attachment, num_placeholders=len(places))
-
-    @torch.inference_mode()
-    def plain_log_probs(self, token_ids: Sequence[int]) -> Tensor:
-        """The next-token log-probs after each token, by the model's own attention. Shape [tokens, vocab]."""
-        self._switch_attention(self._plain_attention)
+        has_parts = self.text_config is not self.model.config
         try:
-            ids = torch.tensor([token_ids], device=self._device)
-            output: Any = self.model(input_ids=ids, use_cache=False)
-        finally:
-            self._switch_attention(ATTENTION_NAME)
-        return output.logits[0].float().log_softmax(dim=-1)
+            self.model.set_attn_implementation({"text_config": name} if has_parts else name)
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"its attention cannot be exchanged ({error})") from error
+
+    def restore_attention(self) -> None:
+        """Give the model its own attention again."""
+        if self.text_config._attn_implementation != self._plain_attention:
+            self.switch_attention(self._plain_attention)
 
     def offload(self) -> None:
-        """Moves the weights to host memory, and gives the device's free memory back."""
-        if self._device.type == "cuda":
+        """Move the weights to host memory, and give the device's free memory back."""
+        if self.device.type == "cuda":
             if self._config.offload_weights_on_sleep:
                 self.model.to("cpu")
             torch.cuda.empty_cache()
 
     def load(self) -> None:
-        """Moves the weights to the device."""
-        self.model.to(self._device)
+        """Move the weights to the device."""
+        self.model.to(self.device)
 
     def hand_back(self) -> None:
-        """Gives the model its own attention again, for whoever uses it after the server."""
-        self._switch_attention(self._plain_attention)
+        """Leave the model to whoever uses it after the server."""
+        self.restore_attention()
+        _owned.discard(self.model)
 
-    def _embed(self, batch: StepBatch) -> Tensor:
-        """The embeddings of a step's tokens, with features where images stand. Shape [1, tokens, hidden]."""
-        embeds: Tensor = self.model.get_input_embeddings()(batch.token_ids.clamp(min=0))
-        for rows, features in batch.image_rows:
-            embeds[0, rows] = features
-        return embeds
+    def _input(self, token_ids: Sequence[int] | IntArray) -> Tensor:
+        return torch.as_tensor(token_ids, dtype=torch.long, device=self.device).unsqueeze(0)
 
-    def _forward(
-        self,
-        token_ids: Tensor | None,
-        *,
-        inputs_embeds: Tensor | None = None,
-        position_ids: Tensor,
-        context: AttentionContext,
-        logit_rows: Tensor | None = None,
-    ) -> Tensor:
-        inputs = {"input_ids": token_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-        output: Any = self.model(
-            **inputs,
-            position_ids=position_ids,
-            use_cache=False,
-            logits_to_keep=0 if logit_rows is None else logit_rows,
-            attention_context=context,
-        )
-        return output.logits[0]
-
-    @torch.inference_mode()
-    def _probe_layers(self) -> list[LayerShape]:
-        probe = ShapeProbe(max_model_len=self._config.max_model_len)
-        two_tokens = torch.arange(2, device=self._device).unsqueeze(0)
-        self._forward(two_tokens, position_ids=two_tokens, context=probe)
-        num_layers = int(self._text_config.num_hidden_layers)
-        if sorted(probe.layers) != list(range(num_layers)):
-            raise ConfigError(
-                f"{type(self.model).__name__} has {num_layers} layers, but only {len(probe.layers)} of them call "
-                "exchangeable attention; the embedded server needs all of them to: use another server"
-            )
-        return [probe.layers[layer] for layer in range(num_layers)]
-
-    def _switch_attention(self, name: str) -> None:
-        """A vision tower keeps its own."""
-        has_parts = self._text_config is not self.model.config
-        try:
-            self.model.set_attn_implementation({"text_config": name} if has_parts else name)
-        except ValueError as error:
-            raise ConfigError(
-                f"{type(self.model).__name__} does not let its attention be exchanged ({error}); use another server"
-            ) from error
+    def _logits_option(self, count: int) -> dict[str, int]:
+        return {"logits_to_keep": count} if self._keeps_logits else {}
 
 
-def check_model_config(model_config: Any, *, config: EmbeddedConfig) -> None:
-    """Refuses by name what cannot work; the rest is found out by running the model.
-
-    Raises:
-        ConfigError: See the message.
-    """
-    kind, longest = model_config.model_type, config.max_model_len
-    model_config = text_config_of(model_config)
-    if model_config._attn_implementation == ATTENTION_NAME:
+def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
+    """Refuse by name what cannot work; `choose_computation` finds out the rest by running the model."""
+    kind, longest = model.config.model_type, config.max_model_len
+    model_config = text_config_of(model.config)
+    if model in _owned or model_config._attn_implementation == ATTENTION_NAME:
         raise ConfigError(
             "this model already belongs to an embedded server; load it again or give a copy of the original"
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise ConfigError(f"{kind} is an encoder-decoder model; the embedded server runs decoders only")
-    others = set(getattr(model_config, "layer_types", None) or ()) - PLAIN_LAYER_TYPES
-    if others:
-        raise ConfigError(
-            f"{kind} has layers of type {', '.join(sorted(others))}; the embedded server computes full attention "
-            "only: use another server"
-        )
     own_limit = getattr(model_config, "max_position_embeddings", None)
-    if own_limit is not None and longest > own_limit:
+    if isinstance(own_limit, int) and 0 < own_limit < longest:
         raise ConfigError(
             f"{CONTEXT} is {longest} tokens, but the model ends at {own_limit} positions; give at most {own_limit}"
         )
@@ -195,13 +143,14 @@ def check_model_config(model_config: Any, *, config: EmbeddedConfig) -> None:
         switch = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and switch is not None and longest > switch:
             raise ConfigError(
-                f"{kind} changes its position frequencies for sequences over {switch} tokens (longrope), which "
-                f"cannot be batched with shorter ones; {CONTEXT} is {longest} tokens, so give at most {switch}"
+                f"{kind} changes its position frequencies for sequences over {switch} tokens (longrope), so that the "
+                f"log-prob of a token depends on the tokens after it; {CONTEXT} is {longest} tokens, so give at most "
+                f"{switch}"
             )
 
 
 def text_config_of(model_config: Any) -> Any:
-    """The part that describes the language model; the whole where there are no parts."""
+    """Return the part that describes the language model; the whole where there are no parts."""
     return getattr(model_config, "text_config", None) or model_config
 
 

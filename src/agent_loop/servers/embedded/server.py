@@ -15,12 +15,13 @@ from agent_loop.attachments import Attachment
 from agent_loop.config import parse_options
 from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
+from agent_loop.servers.embedded.choice import choose_computation
+from agent_loop.servers.embedded.computation import CacheKind
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
 from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.thread import EngineThread
-from agent_loop.servers.embedded.verify import verify_engine
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.threads import run_in_thread
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
@@ -78,14 +79,16 @@ class EmbeddedServer(AsyncServerBase):
             counts_in_3d=runner.counts_in_3d,
             eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
         )
-        self._engine = Engine(runner, config=config, server=name)
-        if config.verify:
-            try:
-                verify_engine(self._engine, runner=runner, limits=self._limits)
-            except ConfigError:
-                self._engine.release()
-                raise
-            self._engine.reset()
+        try:
+            computation = choose_computation(runner, config=config, limits=self._limits)
+        except ConfigError:
+            runner.hand_back()
+            raise
+        if computation.kind != "shared":
+            self._limits = replace(self._limits, image_token_id=None)
+        self.cache_kind: CacheKind = computation.kind
+        """How requests are computed: see `EmbeddedConfig.cache`."""
+        self._engine = Engine(runner, computation, config=config, server=name)
         self._thread = EngineThread(self._engine, name=name, num_threads=config.num_threads)
         # Also runs at the interpreter's exit, which would otherwise kill the thread in the middle of a forward.
         self._stop = weakref.finalize(self, self._thread.stop)

@@ -1,80 +1,209 @@
-"""Proves at start-up that the engine computes what the model computes."""
+"""Proves at start-up that a computation gives the log-probs of the model's plain forward."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from agent_loop.errors import ConfigError, ServerError
+from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded.computation import Computation
 from agent_loop.servers.embedded.config import CONTEXT
-from agent_loop.servers.embedded.engine import Engine
-from agent_loop.servers.embedded.request import RequestLimits, build_request
+from agent_loop.servers.embedded.disturbance import rounding_allowance
+from agent_loop.servers.embedded.length_limits import LengthLimit, length_limits
+from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.types import SamplingParams
 
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest difference of a log-prob that is rounding, by type."""
-TOLERANCE_OF_SHORT_TYPES = 0.25
 PROMPT_LENGTHS = (7, 4)
-NEW_TOKENS = 3
+TOKENS_PER_TURN = 3
 TOKENS_BETWEEN_TURNS = 2
+TOKENS_AFTER_PROMPT = 2 * TOKENS_PER_TURN + TOKENS_BETWEEN_TURNS
 
 
-def verify_engine(engine: Engine, *, runner: ModelRunner, limits: RequestLimits) -> None:
-    """Samples from random prompts of two sessions, two turns each, and compares log-probs with a plain forward.
+@dataclass(slots=True)
+class Conversation:
+    """Random tokens of two turns, and the next-token log-probs that the model gives for the sampled ones."""
+
+    prompt: list[int]
+    turns: tuple[list[int], list[int]]
+    """The tokens that are taken as sampled, per turn."""
+    between: list[int]
+    """The tokens between the two turns."""
+    expected: list[Tensor] = field(default_factory=list[Tensor])
+    """Per turn, the log-probs of the whole vocabulary before each of its tokens, [tokens, vocab]."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        first, second = self.turns
+        return [*self.prompt, *first, *self.between, *second]
+
+    def context(self, turn: int) -> list[int]:
+        """What is prompted in a turn."""
+        return [*self.prompt, *self.turns[0], *self.between] if turn else self.prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Conversations to verify computations of one model with."""
+
+    conversations: tuple[Conversation, ...]
+    tolerance: float
+
+    def check(self, computation: Computation, *, limits: RequestLimits) -> None:
+        """Compute both turns of all conversations, as an engine does.
+
+        Raises:
+            ConfigError: The log-probs differ from the plain forward's.
+        """
+        for turn in range(2):
+            got = _run_turn(computation, self.conversations, turn=turn, limits=limits)
+            for conversation, logprobs_TV in zip(self.conversations, got, strict=True):
+                worst = largest_difference(logprobs_TV, expected_TV=conversation.expected[turn])
+                if not worst <= self.tolerance:
+                    raise ConfigError(
+                        f"its log-probs differ from a plain forward by {worst:.3g} (tolerance {self.tolerance:.3g}) "
+                        f"after a prompt of {len(conversation.context(turn))} tokens"
+                    )
+        for number in range(len(self.conversations)):
+            computation.end_session(_session(number))
+
+
+def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verification:
+    """Compute what a model's own forward gives, across each length at which the model changes its behaviour.
 
     Raises:
-        ConfigError: They differ: the model computes attention in a way that the engine does not know.
+        ConfigError: The context is too short, the forward fails, or the log-probs of a token depend on the tokens
+            after it or on chance, so that a trainer cannot compute them again.
     """
-    random = Random(0)
-    contexts = [[random.randrange(limits.vocab_size) for _ in range(n)] for n in PROMPT_LENGTHS]
-    needed = max(PROMPT_LENGTHS) + 2 * NEW_TOKENS + TOKENS_BETWEEN_TURNS
+    needed = max(PROMPT_LENGTHS) + TOKENS_AFTER_PROMPT
     if limits.max_model_len < needed:
         raise ConfigError(
             f"{CONTEXT} is {limits.max_model_len} tokens, too short to verify the model with; give at least {needed}, "
             "or set rollout.engine_kwargs.verify=false"
         )
-    for turn in range(2):
-        worst = _largest_difference(engine, runner=runner, contexts=contexts, limits=limits, seed=turn)
-        tolerance = TOLERANCE.get(runner.dtype, TOLERANCE_OF_SHORT_TYPES)
-        if not worst <= tolerance:
+    name, random = type(runner.model).__name__, Random(0)
+    crossed = length_limits(runner.model.config)
+    lengths = _prompt_lengths(crossed, max_model_len=limits.max_model_len)
+    conversations = tuple(_conversation(length, random, vocab_size=limits.vocab_size) for length in lengths)
+    tolerance = rounding_allowance(
+        runner.model, token_ids=conversations[-1].token_ids, plain_logits=runner.plain_logits
+    )
+    for conversation in conversations:
+        try:
+            differs_by = _expect(conversation, runner)
+        except Exception as error:  # the model's code is not ours
             raise ConfigError(
-                f"{type(runner.model).__name__} is not supported by the embedded server: its log-probs differ from a "
-                f"plain forward by {worst:.3g} (tolerance {tolerance}); use another server"
+                f"{name} cannot be served: its forward of {len(conversation.token_ids)} tokens fails with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not differs_by <= tolerance:
+            raise ConfigError(
+                f"{name} cannot be served: its log-probs of a token depend on the tokens after it, or on chance (two "
+                f"forwards of {len(conversation.token_ids)} and fewer tokens differ by {differs_by:.3g}), so that no "
+                f"trainer could compute them again{_advice(crossed, max_model_len=limits.max_model_len)}"
             )
-        for context in contexts:
-            context += [random.randrange(limits.vocab_size) for _ in range(TOKENS_BETWEEN_TURNS)]
+    return Verification(conversations, tolerance)
 
 
-def _largest_difference(
-    engine: Engine, *, runner: ModelRunner, contexts: list[list[int]], limits: RequestLimits, seed: int
-) -> float:
-    """Runs one turn of each session to its end, and extends the contexts by what was sampled."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True, seed=seed)
+def largest_difference(logprobs: Tensor, *, expected_TV: Tensor) -> float:
+    """Return the largest difference of two sets of log-probs, [tokens, vocab]; NaN if one of them has NaN.
+
+    Differences of improbable tokens count less, as the rounding of a log-prob grows with its size. Minus infinity in
+    both is no difference.
+    """
+    difference = (logprobs - expected_TV).abs() / (expected_TV.abs() / 10).clamp(min=1.0)
+    return float(difference.masked_fill_(logprobs.isneginf() & expected_TV.isneginf(), 0.0).max())
+
+
+def _prompt_lengths(crossed: Sequence[LengthLimit], *, max_model_len: int) -> list[int]:
+    """Prompts short of each limit, whose turns cross it, and beyond it by more than its own length."""
+    longest = max_model_len - TOKENS_AFTER_PROMPT
+    lengths: set[int] = set(PROMPT_LENGTHS)
+    for limit in {limit.length for limit in crossed if limit.length < max_model_len}:
+        for length in (limit - 1, limit + TOKENS_PER_TURN, 2 * limit + TOKENS_PER_TURN):
+            lengths.add(min(max(length, 1), longest))
+    return sorted(lengths)
+
+
+def _conversation(length: int, random: Random, *, vocab_size: int) -> Conversation:
+    def tokens(count: int) -> list[int]:
+        return [random.randrange(vocab_size) for _ in range(count)]
+
+    return Conversation(
+        prompt=tokens(length),
+        turns=(tokens(TOKENS_PER_TURN), tokens(TOKENS_PER_TURN)),
+        between=tokens(TOKENS_BETWEEN_TURNS),
+    )
+
+
+def _expect(conversation: Conversation, runner: ModelRunner) -> float:
+    """Compute a conversation's expected log-probs; return how much they depend on the tokens that follow."""
+    whole = conversation.token_ids
+    first = len(conversation.prompt) - 1
+    logprobs_TV = _log_probs(runner.plain_logits(whole, first=first))
+    differs_by = 0.0
+    for turn in range(2):
+        context = conversation.context(turn)
+        start = len(context) - 1 - first
+        expected_TV = logprobs_TV[start : start + TOKENS_PER_TURN]
+        conversation.expected.append(expected_TV)
+        alone_TV = _log_probs(runner.plain_logits(context, first=len(context) - 1))
+        differs_by = max(differs_by, largest_difference(alone_TV, expected_TV=expected_TV[:1]))
+    return differs_by
+
+
+def _run_turn(
+    computation: Computation, conversations: Sequence[Conversation], *, turn: int, limits: RequestLimits
+) -> list[Tensor]:
+    """Return the log-probs before each token of a turn, per conversation, [tokens, vocab]."""
+    params = SamplingParams(max_tokens=TOKENS_PER_TURN, ignore_eos=True)
     requests = [
         build_request(
-            f"verify-{i}", prompt_ids=np.asarray(context, dtype=np.int32), params=params, limits=limits
+            _session(number),
+            prompt_ids=np.asarray(conversation.context(turn), dtype=np.int32),
+            params=params,
+            limits=limits,
         )
-        for i, context in enumerate(contexts)
+        for number, conversation in enumerate(conversations)
     ]
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        engine.step()
-    worst = 0.0
-    outcomes = dict(engine.take_finished())
-    for request, context in zip(requests, contexts, strict=True):
-        outcome = outcomes[request]
-        if isinstance(outcome, ServerError):
-            raise ConfigError(f"{type(runner.model).__name__} fails its verification: {outcome}") from outcome
-        first = len(context) - 1
-        context += outcome.token_ids
-        expected_TV = runner.plain_log_probs(context[:-1])[first:]
-        expected_T = expected_TV.gather(
-            1, torch.tensor(outcome.token_ids, device=expected_TV.device)[:, None]
-        )
-        got_T = torch.tensor(outcome.log_probs, device=expected_TV.device)[:, None]
-        worst = max(worst, float((expected_T - got_T).abs().max()))
-    return worst
+    got: dict[GenerationRequest, list[Tensor]] = {request: [] for request in requests}
+    sampled = {r: c.turns[turn] for r, c in zip(requests, conversations, strict=True)}
+    waiting, running = list(requests), 0
+    while waiting or running:
+        while waiting and computation.has_room and computation.admit(waiting[0]):
+            waiting.pop(0)
+            running += 1
+        output = computation.step()
+        for request, logits in zip(output.requests, output.logits, strict=True):
+            rows = got[request]
+            rows.append(_log_probs(logits))
+            if len(rows) == TOKENS_PER_TURN:
+                computation.release(request)
+                running -= 1
+            else:
+                computation.append(request, sampled[request][len(rows) - 1])
+    return [torch.stack(rows) for rows in got.values()]
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(dim=-1)
+
+
+def _session(number: int) -> str:
+    return f"verify-{number}"
+
+
+def _advice(crossed: Sequence[LengthLimit], *, max_model_len: int) -> str:
+    inside = [limit for limit in crossed if limit.length < max_model_len]
+    if not inside:
+        return ""
+    shortest = min(inside, key=lambda limit: limit.length)
+    return (
+        f"; {CONTEXT} is {max_model_len} tokens, and the model's {shortest.name} is {shortest.length}: at most that "
+        "many may work"
+    )

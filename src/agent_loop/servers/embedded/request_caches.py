@@ -1,0 +1,158 @@
+"""Computes one request at a time, with the model's own attention and the model's own cache.
+
+The slow way, for every model that attention over slots does not compute: recurrent layers, attention sinks, soft
+caps, attention in windows or chunks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent_loop.servers.embedded.computation import CacheKind, StepOutput
+from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.runner import ModelRunner
+from agent_loop.types import IntArray
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """Tokens of one request, and what the model has cached of them."""
+
+    tokens: IntArray
+    """Shape [max_model_len]; the first `num_tokens` count."""
+    num_tokens: int
+    num_cached: int = 0
+    cache: Any = None
+    """What the model returned in its last forward; None before the first."""
+    is_stale: bool = False
+    """Cached under older weights."""
+
+    def continues_with(self, prompt_ids: IntArray) -> bool:
+        """The prompt starts with all that is cached, and has more."""
+        count = self.num_cached
+        return count < len(prompt_ids) and np.array_equal(self.tokens[:count], prompt_ids[:count])
+
+
+class RequestCaches:
+    """Runs each request in forwards of its own: its whole prompt at once, then token by token.
+
+    A request's logits depend on its own tokens and the weights alone, never on the requests beside it. With
+    `continues` they also depend on where its session's earlier turns ended, since a turn resumes their cache.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, config: EmbeddedConfig, kind: CacheKind, continues: bool
+    ) -> None:
+        """Args:
+        kind: `per_request`, or `none` to compute the whole sequence for each token.
+        continues: Resume the cache of the session's last turn if the prompt goes on from it.
+        """
+        self.kind: CacheKind = kind
+        self.continues = continues
+        self._runner = runner
+        self._max_requests = config.max_slots
+        self._max_model_len = config.max_model_len
+        self._running: dict[GenerationRequest, _Sequence] = {}
+        self._idle: OrderedDict[str, _Sequence] = OrderedDict()
+        """Ended turns by session, the longest unused first."""
+
+    @property
+    def num_bytes(self) -> int:
+        sequences = (*self._running.values(), *self._idle.values())
+        return sum(t.numel() * t.element_size() for s in sequences for t in _tensors_in(s.cache))
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < self._max_requests
+
+    def allocate(self) -> None:
+        """Do nothing: each request's cache grows with it."""
+
+    def free(self) -> None:
+        self.forget_idle()
+
+    def admit(self, request: GenerationRequest) -> bool:
+        count = len(request.prompt_ids)
+        sequence = self._idle.pop(request.request_id, None)
+        if sequence is None or not sequence.continues_with(request.prompt_ids):
+            sequence = _Sequence(np.zeros(self._max_model_len, dtype=np.int32), num_tokens=0)
+        sequence.tokens[:count] = request.prompt_ids
+        sequence.num_tokens = count
+        request.num_cached_tokens = sequence.num_cached
+        self._running[request] = sequence
+        while self._idle and len(self._idle) + len(self._running) > self._max_requests:
+            self._idle.popitem(last=False)
+        return True
+
+    def step(self) -> StepOutput:
+        num_prompt_tokens = 0
+        rows: list[Tensor] = []
+        for request, sequence in self._running.items():
+            num_prompt_tokens += max(0, len(request.prompt_ids) - sequence.num_cached)
+            rows.append(self._next_logits(sequence))
+        return StepOutput(
+            requests=tuple(self._running),
+            logits=torch.stack(rows),
+            num_forwards=len(rows),
+            num_prompt_tokens=num_prompt_tokens,
+        )
+
+    def append(self, request: GenerationRequest, token_id: int) -> None:
+        sequence = self._running[request]
+        sequence.tokens[sequence.num_tokens] = token_id
+        sequence.num_tokens += 1
+
+    def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
+        sequence = self._running.pop(request, None)
+        if sequence is None or discard or sequence.is_stale or sequence.cache is None or not self.continues:
+            return
+        self._idle[request.request_id] = sequence
+
+    def restart(self, request: GenerationRequest) -> None:
+        sequence = self._running[request]
+        sequence.cache, sequence.num_cached = None, 0
+
+    def mark_stale(self, request: GenerationRequest) -> None:
+        self._running[request].is_stale = True
+
+    def end_session(self, session: str) -> None:
+        self._idle.pop(session, None)
+
+    def forget_idle(self) -> None:
+        self._idle.clear()
+
+    def _next_logits(self, sequence: _Sequence) -> Tensor:
+        """Compute the tokens that are not cached; return the logits after the last one, [vocab]."""
+        new_tokens = sequence.tokens[sequence.num_cached : sequence.num_tokens]
+        if self.kind == "none":
+            return self._runner.plain_logits(new_tokens, first=len(new_tokens) - 1)[0]
+        logits, sequence.cache = self._runner.cached_logits(
+            new_tokens, cache=sequence.cache, num_cached=sequence.num_cached
+        )
+        sequence.num_cached = sequence.num_tokens
+        return logits
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors that a cache of any kind holds."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _each(cast(dict[Any, Any], value).values())
+    elif isinstance(value, (list, tuple)):
+        yield from _each(cast(Iterable[Any], value))
+    elif type(value).__module__.startswith("transformers."):
+        yield from _each(vars(value).values())
+
+
+def _each(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        yield from _tensors_in(value)

@@ -1,0 +1,132 @@
+"""Computes all requests in one forward over one KV cache of slots, with attention of our own."""
+
+from __future__ import annotations
+
+from agent_loop.servers.embedded.batch import pack_step
+from agent_loop.servers.embedded.cache import KVCache
+from agent_loop.servers.embedded.computation import CacheKind, StepOutput
+from agent_loop.servers.embedded.config import EmbeddedConfig
+from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.runner import ModelRunner
+from agent_loop.servers.embedded.slot_model import SlotModel
+from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
+
+
+class SharedCache:
+    """Continuous batching over a fixed number of slots.
+
+    A request keeps its slot to the end, and a slot holds the longest sequence there can be, so that no request is ever
+    preempted for lack of memory. A prefix that another slot holds is copied.
+
+    Raises:
+        ConfigError: The model is of a kind that attention over slots does not compute.
+    """
+
+    kind: CacheKind = "shared"
+
+    def __init__(self, runner: ModelRunner, *, config: EmbeddedConfig) -> None:
+        self._model = SlotModel(runner, max_model_len=config.max_model_len)
+        self._config = config
+        self._cache: KVCache | None = None
+        self._slots = SlotTable(num_slots=config.max_slots, max_model_len=config.max_model_len)
+        self._slot_of: dict[GenerationRequest, Slot] = {}
+        self._request_in: dict[int, GenerationRequest] = {}
+        """By the index of the slot."""
+        self._awaited: dict[GenerationRequest, PrefixInPrefill] = {}
+        """Prefixes that requests outside wait for, because other requests are computing them."""
+        self.allocate()
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    @property
+    def has_room(self) -> bool:
+        return self._slots.has_idle
+
+    def allocate(self) -> None:
+        if self._cache is None:
+            self._cache = KVCache(
+                self._model.layers, num_slots=self._config.max_slots, max_model_len=self._config.max_model_len
+            )
+
+    def free(self) -> None:
+        self._cache = None
+        self._awaited.clear()
+        self._slots.forget_idle()
+
+    def admit(self, request: GenerationRequest) -> bool:
+        awaited = self._awaited.get(request)
+        if awaited is not None and awaited.is_coming:
+            return False
+        placement = self._slots.place(request.prompt_ids, session=request.request_id)
+        if isinstance(placement, PrefixInPrefill):
+            self._awaited[request] = placement
+            return False
+        self._awaited.pop(request, None)
+        slot = self._slots.occupy(placement, prompt_ids=request.prompt_ids, session=request.request_id)
+        if placement.copy_from is not None and self._cache is not None:
+            self._cache.copy_prefix(
+                source=placement.copy_from.index,
+                target=slot.index,
+                start=placement.copy_start,
+                end=placement.num_reused,
+            )
+        request.num_cached_tokens = placement.num_reused
+        self._slot_of[request], self._request_in[slot.index] = slot, request
+        self._read_images(request, first_token=slot.num_cached)
+        return True
+
+    def step(self) -> StepOutput:
+        assert self._cache is not None
+        batch = pack_step(
+            list(self._slot_of.values()),
+            cache=self._cache,
+            chunk_tokens=self._config.prefill_chunk_tokens,
+            images={i: r.images for i, r in self._request_in.items() if r.images is not None},
+        )
+        logits = self._model.forward(batch)
+        num_prompt_tokens = 0
+        for slot, count in batch.advances:
+            num_prompt_left = len(self._request_in[slot.index].prompt_ids) - slot.num_cached
+            num_prompt_tokens += max(0, min(count, num_prompt_left))
+            slot.num_cached += count
+        return StepOutput(
+            requests=tuple(self._request_in[slot.index] for slot in batch.sampled_slots),
+            logits=logits,
+            num_forwards=1,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+
+    def append(self, request: GenerationRequest, token_id: int) -> None:
+        self._slot_of[request].append(token_id)
+
+    def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
+        self._awaited.pop(request, None)
+        slot = self._slot_of.pop(request, None)
+        if slot is None:
+            return
+        del self._request_in[slot.index]
+        # Nobody has seen the logits of a prompt that is half computed: NaN in its cache would reach the next request.
+        if discard or slot.is_prefilling:
+            slot.is_stale = True
+            if self._cache is not None:
+                self._cache.zero(slot.index)
+        self._slots.release(slot)
+
+    def restart(self, request: GenerationRequest) -> None:
+        self._slot_of[request].num_cached = 0
+        self._read_images(request, first_token=0)
+
+    def mark_stale(self, request: GenerationRequest) -> None:
+        self._slot_of[request].is_stale = True
+
+    def end_session(self, session: str) -> None:
+        self._slots.end_session(session)
+
+    def forget_idle(self) -> None:
+        self._slots.forget_idle()
+
+    def _read_images(self, request: GenerationRequest, *, first_token: int) -> None:
+        if request.images is not None:
+            self._model.read_images(request.images, first_token=first_token)
