@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +17,185 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     Phi3Config,
+    PhimoeConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
 )
 
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
-from agent_loop.types import SamplingParams
-from tests.servers.tiny_embedded import GREEDY, SIZES, build, random_prompt, serving, tiny_model
+from agent_loop.types import SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import (
+    GREEDY,
+    SIZES,
+    VOCAB_SIZE,
+    build,
+    full_forward_log_probs,
+    joined,
+    random_prompt,
+    serving,
+    tiny_model,
+)
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "sliding_window": (lambda: MistralConfig(**SIZES, sliding_window=32), "sliding window of 32 tokens"),
-    "sliding_window_in_some_layers": (
-        lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=32, max_window_layers=1),
+WINDOW = 32
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+    "original_max_position_embeddings": 64,
+}
+MIXTURE: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
+SLOWER: dict[str, tuple[Any, str]] = {
+    "sliding_window": (
+        lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
         "sliding window of 32 tokens",
+    ),
+    "sliding_window_in_some_layers": (
+        lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        "sliding window of 32 tokens",
+    ),
+    "sliding_window_in_the_mask_alone": (
+        lambda: PhimoeConfig(**SIZES, **MIXTURE, sliding_window=WINDOW),
+        "differ from a plain forward",
+    ),
+    "sliding_window_in_the_mask_of_some_layers": (
+        lambda: Qwen2MoeConfig(
+            **SIZES,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        ),
+        "differ from a plain forward",
     ),
     "soft_capping": (
         lambda: Gemma2Config(**SIZES, head_dim=16, sliding_window=4096, query_pre_attn_scalar=16),
         "soft-capping",
     ),
     "attention_sinks": (
-        lambda: GptOssConfig(**SIZES, head_dim=16, sliding_window=4096, num_local_experts=2),
+        lambda: GptOssConfig(
+            **SIZES, head_dim=16, sliding_window=4096, num_experts_per_tok=1, num_local_experts=2
+        ),
         "attention sinks",
     ),
-    "two_sets_of_frequencies": (
-        lambda: Phi3Config(
-            **SIZES,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 8,
-                "long_factor": [2.0] * 8,
-                "original_max_position_embeddings": 64,
-            },
-            original_max_position_embeddings=64,
-        ),
-        "longrope",
-    ),
     "no_attention": (
-        lambda: MambaConfig(vocab_size=199, hidden_size=32, num_hidden_layers=2),
-        "use another server",
+        lambda: MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2),
+        "attention",
     ),
     "fixed_attention": (
-        lambda: BloomConfig(vocab_size=199, hidden_size=32, n_layer=2, n_head=4),
-        "use another server",
+        lambda: BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=2, n_head=4),
+        "attention",
     ),
+}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "two_sets_of_frequencies": (lambda: Phi3Config(**SIZES, **LONGROPE), "longrope"),
     "too_short": (lambda: Qwen2Config(**{**SIZES, "max_position_embeddings": 100}), "ends at 100 positions"),
 }
 
 
+@pytest.mark.parametrize("name", SLOWER)
+def test_a_model_that_the_shared_cache_would_get_wrong_runs_exactly_with_a_cache_of_its_own(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_config, reason = SLOWER[name]
+
+    async def main() -> None:
+        model = build(make_config())
+        async with serving(model) as server:
+            assert server.cache_kind == "per_request"
+            prompt, params = random_prompt(20), SamplingParams(max_tokens=40, seed=1)
+            first = await server.generate(prompt, params, "a")
+            second_prompt = joined(prompt, first.token_ids, random_prompt(5, seed=1))
+            second = await server.generate(second_prompt, params, "a")
+        for context, output in ((prompt, first), (second_prompt, second)):
+            expected = full_forward_log_probs(model, context, output.token_ids)
+            assert output.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(main())
+    [record] = caplog.records
+    assert re.search(rf"runs one request at a time .*{reason}", record.message)
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_model_that_the_engine_would_get_wrong_is_refused(name: str) -> None:
+def test_a_model_that_no_trainer_could_compute_again_is_refused(name: str) -> None:
     make_config, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         EmbeddedServer(build(make_config()), config=EmbeddedConfig(max_model_len=256))
 
 
-def test_a_model_that_mixes_tokens_outside_attention_is_found_out_by_its_log_probs() -> None:
+def test_a_cache_of_one_kind_can_be_asked_for() -> None:
+    async def main() -> None:
+        prompt, params = random_prompt(30), SamplingParams(max_tokens=12, seed=3)
+        outputs: list[TokenOutput] = []
+        for cache in ("shared", "per_request", "none"):
+            async with serving(tiny_model(), cache=cache) as server:
+                assert server.cache_kind == cache
+                outputs.append(await server.generate(prompt, params, "a"))
+        for output in outputs[1:]:
+            assert output.token_ids == outputs[0].token_ids
+            assert output.log_probs == pytest.approx(outputs[0].log_probs, abs=1e-4)
+
+    asyncio.run(main())
+    with pytest.raises(ConfigError, match=r"not supported .*sliding window of 32 tokens.*use another server"):
+        EmbeddedServer(
+            build(MistralConfig(**SIZES, sliding_window=WINDOW)),
+            config=EmbeddedConfig(max_model_len=256, cache="shared"),
+        )
+
+
+def test_a_turn_resumes_the_cache_of_its_session() -> None:
+    async def main() -> None:
+        async with serving(tiny_model(), cache="per_request") as server:
+            prompt = random_prompt(30)
+            first = await server.generate(prompt, GREEDY, "a")
+            assert first.num_cached_tokens == 0
+            longer = joined(prompt, first.token_ids, [5, 6])
+            assert (await server.generate(longer, GREEDY, "b")).num_cached_tokens == 0
+            # The last sampled token has never been computed.
+            assert (await server.generate(longer, GREEDY, "a")).num_cached_tokens == len(longer) - 3
+            server.end_session("a")
+            assert (await server.generate(longer, GREEDY, "a")).num_cached_tokens == 0
+
+    asyncio.run(main())
+
+
+def test_a_model_whose_tokens_see_later_ones_is_found_out_by_its_log_probs() -> None:
     model = tiny_model()
     model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: output + output.roll(1, dims=1)
+        lambda module, args, output: output + output.roll(-1, dims=1)
     )
-    with pytest.raises(ConfigError, match="log-probs differ from a plain forward"):
+    with pytest.raises(ConfigError, match="depend on the tokens after it"):
         EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
     model(input_ids=torch.zeros((1, 3), dtype=torch.long))  # has its own attention again
+
+
+def test_a_model_that_mixes_tokens_outside_attention_is_computed_without_a_cache() -> None:
+    model = tiny_model()
+
+    def mix(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+
+    model.model.layers[0].mlp.register_forward_hook(mix)
+
+    async def main() -> None:
+        server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=64))
+        assert server.cache_kind == "none"
+        prompt = random_prompt(9)
+        output = await server.generate(prompt, SamplingParams(max_tokens=10, seed=1), "a")
+        await server.close()
+        expected = full_forward_log_probs(model, prompt, output.token_ids)
+        assert output.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(main())
 
 
 def test_lengths_too_short_to_verify_with_are_named() -> None:
@@ -184,6 +299,7 @@ def test_bfloat16_runs_and_stays_near_float32() -> None:
         ({"max_slots": 0}, "max_slots is 0; give at least 1"),
         ({"dtype": "float8"}, "dtype is 'float8'; give one of auto, float32, bfloat16"),
         ({"device": "tpu"}, "device is 'tpu'"),
+        ({"cache": "paged"}, "cache is 'paged'; give one of auto, shared, per_request, none"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:

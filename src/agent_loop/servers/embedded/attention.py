@@ -215,16 +215,12 @@ def _check_options(
 ) -> None:
     if sliding_window is not None and sliding_window < context.max_model_len:
         raise ConfigError(
-            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, which the embedded server does "
-            f"not compute; {CONTEXT} is {context.max_model_len} tokens, so give at most {sliding_window}, or use "
-            "another server"
+            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, below {CONTEXT} of "
+            f"{context.max_model_len} tokens"
         )
     for option, meaning in UNSUPPORTED_OPTIONS.items():
         if options.get(option) is not None:
-            raise ConfigError(
-                f"{type(module).__name__} uses {meaning} ({option}), which the embedded server does not compute; "
-                "use another server"
-            )
+            raise ConfigError(f"{type(module).__name__} uses {meaning} ({option})")
 
 
 # No mask function is registered under the name: `transformers` then builds no mask.

@@ -150,7 +150,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         yield from _each(cast(Iterable[Any], value))
     elif type(value).__module__.startswith("transformers."):
-        yield from _each(vars(value).values())
+        yield from _each(cast(dict[str, Any], vars(value)).values())
 
 
 def _each(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -90,21 +90,20 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
     crossed = length_limits(runner.model.config)
     lengths = _prompt_lengths(crossed, max_model_len=limits.max_model_len)
     conversations = tuple(_conversation(length, random, vocab_size=limits.vocab_size) for length in lengths)
-    tolerance = rounding_allowance(
-        runner.model, token_ids=conversations[-1].token_ids, plain_logits=runner.plain_logits
-    )
-    for conversation in conversations:
-        try:
-            differs_by = _expect(conversation, runner)
-        except Exception as error:  # the model's code is not ours
-            raise ConfigError(
-                f"{name} cannot be served: its forward of {len(conversation.token_ids)} tokens fails with "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not differs_by <= tolerance:
+    try:
+        tolerance = rounding_allowance(
+            runner.model, token_ids=conversations[-1].token_ids, plain_logits=runner.plain_logits
+        )
+        differences = [_expect(conversation, runner) for conversation in conversations]
+    except Exception as error:  # the model's code is not ours
+        raise ConfigError(
+            f"{name} cannot be served: its forward fails with {type(error).__name__}: {error}"
+        ) from error
+    for conversation, difference in zip(conversations, differences, strict=True):
+        if not difference <= tolerance:
             raise ConfigError(
                 f"{name} cannot be served: its log-probs of a token depend on the tokens after it, or on chance (two "
-                f"forwards of {len(conversation.token_ids)} and fewer tokens differ by {differs_by:.3g}), so that no "
+                f"forwards of {len(conversation.token_ids)} and fewer tokens differ by {difference:.3g}), so that no "
                 f"trainer could compute them again{_advice(crossed, max_model_len=limits.max_model_len)}"
             )
     return Verification(conversations, tolerance)
