@@ -52,6 +52,25 @@ def test_long_names_mean_the_same_keys(tmp_path: Path) -> None:
     assert config.rollout.agent.num_workers == 2
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("rollout.engine=vllm", "rollout.deterministic is True: only the embedded engine can"),
+        ("rollout.engine=mine.py:Server", "only the embedded engine can; set rollout.engine=embedded"),
+        ("rollout.agent.custom_async_server={path: mine.py, name: Server}", "only the embedded engine can"),
+        ("rollout.over_sample=1.5", "rollout.over_sample is 1.5, and which groups end first is chance"),
+        ("trainer.mode=async", "trainer.mode is 'async': .* set trainer.mode=sync"),
+    ],
+)
+def test_what_chance_decides_is_refused_where_a_run_is_to_be_deterministic(
+    setting: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides=["rollout.deterministic=true", setting])
+    load_config(overrides=[setting])
+    load_config(overrides=["rollout.deterministic=true", "rollout.engine=embedded_process"])
+
+
 def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
     path = write(tmp_path, "rollout: {engine_kwargs: {max_slots: 4, nested: {a: 1}}}")
     assert load_config(path).rollout.engine_kwargs == {"max_slots": 4, "nested": {"a": 1}}

@@ -16,6 +16,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails
 
@@ -297,11 +298,37 @@ class RolloutConfig(Section):
     metrics_host: str = "127.0.0.1"
     """The address of that port; `0.0.0.0` lets other machines read it."""
     seed: Seed = 0
+    """Decides, with the embedded engine, what every completion samples: see `deterministic`. Other engines begin with
+    it."""
     val: ValSamplingConfig = ValSamplingConfig()
     trace: TraceConfig = TraceConfig()
     """Tells tracing systems of trajectories."""
     agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
+    deterministic: bool = False
+    """Make two synchronous runs with the same settings equal to the last bit, weights included, also when one of them
+    was interrupted and resumed. Needs the embedded engine, which then computes each completion by itself: several times
+    the time of a rollout. Without it, runs with the same seed differ where a batch of another shape rounds
+    differently."""
+
+    @field_validator("deterministic")
+    @classmethod
+    def _can_be_deterministic(cls, value: bool, info: ValidationInfo) -> bool:
+        engine, over_sample = info.data.get("engine"), info.data.get("over_sample", 1.0)
+        if not value:
+            return value
+        if engine not in ("embedded", "embedded_process") or _custom_server(info) is not None:
+            raise ValueError("only the embedded engine can; set rollout.engine=embedded")
+        if over_sample > 1:
+            raise ValueError(
+                f"rollout.over_sample is {over_sample}, and which groups end first is chance; set it to 1"
+            )
+        return value
+
+
+def _custom_server(info: ValidationInfo) -> CustomServerConfig | None:
+    agent: AgentConfig | None = info.data.get("agent")
+    return None if agent is None else agent.custom_async_server
 
 
 class RewardConfig(Section):
@@ -521,6 +548,15 @@ class Config(Section):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="after")
+    def _is_synchronous_if_deterministic(self) -> Config:
+        if self.rollout.deterministic and self.trainer.mode == "async":
+            raise ConfigError(
+                "rollout.deterministic is true and trainer.mode is 'async': when new weights reach a completion is "
+                "chance; set trainer.mode=sync"
+            )
+        return self
 
 
 LONG_NAMES: Mapping[str, str] = {

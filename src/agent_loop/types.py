@@ -78,6 +78,9 @@ class SamplingParams(Struct, frozen=True):
     """Go on past the model's own end tokens (`stop_token_ids` still end it)."""
     repetition_penalty: float = 1.0
     """Only 1.0 (none) is exact to train on; servers refuse what they do not offer."""
+    num_sampled: int = 0
+    """So many tokens at the end of the prompt are the beginning of this completion: they were sampled before it was
+    interrupted. A server with `Ability.FREE_SEEDS` then draws what it would have drawn without the interruption."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < inf:
@@ -90,6 +93,8 @@ class SamplingParams(Struct, frozen=True):
             raise SamplingParamsError(f"top_k is {self.top_k}; give -1 (no limit) or at least 1")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise SamplingParamsError(f"max_tokens is {self.max_tokens}; give at least 1, or None")
+        if self.num_sampled < 0:
+            raise SamplingParamsError(f"num_sampled is {self.num_sampled}; give 0 or more")
         if not 0 < self.repetition_penalty < inf:
             raise SamplingParamsError(
                 f"repetition_penalty is {self.repetition_penalty}; give 1.0 (none) or another finite number above 0"
@@ -123,6 +128,14 @@ class SamplingParams(Struct, frozen=True):
         """
         return structs.replace(
             self, max_tokens=max_tokens, stop_token_ids=self.stop_token_ids + more_stop_token_ids
+        )
+
+    def after(self, num_sampled: int) -> SamplingParams:
+        """The parameters with which the rest of a completion is sampled, once so many of its tokens were."""
+        return structs.replace(
+            self,
+            max_tokens=None if self.max_tokens is None else self.max_tokens - num_sampled,
+            num_sampled=self.num_sampled + num_sampled,
         )
 
 

@@ -143,6 +143,11 @@ class IgnoresSeeds(Embedded):
         return await super().generate(ids, structs.replace(params, seed=None), *args, **kwargs)
 
 
+class DrawsFromTheStartAgain(Embedded):
+    async def generate(self, ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any) -> TokenOutput:
+        return await super().generate(ids, structs.replace(params, num_sampled=0), *args, **kwargs)
+
+
 class RaisesWhatItWants(Embedded):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         try:
@@ -180,6 +185,7 @@ FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (MixesRequests, "requests that run together do not mix"),
     (QueuesASecondRequest, "a second request of a running session is refused"),
     (IgnoresSeeds, "a seed makes a completion reproducible"),
+    (DrawsFromTheStartAgain, "a seeded completion that is continued draws what it would have drawn"),
     (RaisesWhatItWants, "what no engine can do is refused by name, and the server goes on"),
     (NeverAnswersTwice, "a server that sleeps generates nothing, and wakes up as it was"),
 ]

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from agent_loop.errors import SamplingParamsError, ServerError
-from agent_loop.servers.embedded.sampling import sample_rows
+from agent_loop.servers.embedded.sampling import sample_rows, uniform_at, uniform_stream
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
@@ -182,6 +182,45 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(model: Any) -> Non
     outputs = asyncio.run(main())
     assert outputs[0].token_ids == alone.token_ids
     assert outputs[-1].token_ids != alone.token_ids
+
+
+def test_draws_are_uniform_and_unrelated_between_places_and_seeds() -> None:
+    draws = np.array(
+        [[uniform_at(uniform_stream(seed), place) for place in range(200)] for seed in range(200)]
+    )
+    assert draws.min() >= 0
+    assert draws.max() < 1
+    counts, _ = np.histogram(draws, bins=50)
+    assert abs(counts - draws.size / 50).max() < 5 * (draws.size / 50) ** 0.5
+    for one, other in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 5 / draws.size**0.5
+
+
+@pytest.mark.parametrize("kept", [1, 7, 29])
+def test_a_seeded_completion_that_is_continued_elsewhere_is_the_uninterrupted_one(
+    model: Any, kept: int
+) -> None:
+    prompt, params = random_prompt(12), SamplingParams(max_tokens=30, seed=5)
+    whole = one_completion(model, params, prompt=prompt, seed=1)
+    context = joined(prompt, whole.token_ids[:kept])
+    rest = one_completion(model, params.after(kept), prompt=context, seed=2)
+    assert whole.token_ids[:kept] + rest.token_ids == whole.token_ids
+    assert rest.stop_reason == whole.stop_reason
+
+
+def test_seeds_may_be_any_integers(model: Any) -> None:
+    seeds = [0, 1, -1, 2**62, 2**63 + 5]
+    outputs = [
+        one_completion(model, SamplingParams(max_tokens=20, seed=seed), prompt=random_prompt(12)).token_ids
+        for seed in seeds
+    ]
+    assert len({tuple(output) for output in outputs}) == len(seeds)
+
+
+def test_a_prompt_is_more_than_what_was_sampled_of_the_completion(model: Any) -> None:
+    params = SamplingParams(max_tokens=3, num_sampled=12)
+    with pytest.raises(ServerError, match="num_sampled is 12, but the prompt has 12 tokens"):
+        one_completion(model, params, prompt=random_prompt(12))
 
 
 def test_without_a_seed_the_config_seed_decides(model: Any) -> None:

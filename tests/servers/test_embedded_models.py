@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from agent_loop.config import ModelConfig
+from agent_loop.config import ModelConfig, RolloutConfig
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.embedded.server import embedded_config
+from agent_loop.servers.factory import server_specs
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
@@ -273,6 +276,18 @@ def test_a_configuration_names_a_server_by_its_keys(tmp_path: Path) -> None:
     asyncio.run(main())
     with pytest.raises(ConfigError, match=r"'rollout\.engine_kwargs\.max_slotz'; did you mean 'max_slots'"):
         create(max_slotz=2)
+
+
+def test_a_deterministic_rollout_has_deterministic_engines() -> None:
+    rollout = RolloutConfig(deterministic=True, num_servers=2)
+    specs = server_specs(ModelConfig(), rollout=rollout)
+    assert [embedded_config(spec).deterministic for spec in specs] == [True, True]
+    assert not embedded_config(server_specs(ModelConfig(), rollout=RolloutConfig())[0]).deterministic
+    spec = replace(specs[0], engine_kwargs={"deterministic": False})
+    with pytest.raises(
+        ConfigError, match=r"engine_kwargs\.deterministic is False, but rollout\.deterministic"
+    ):
+        embedded_config(spec)
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from msgspec import structs
+
 from agent_loop.cancellation import Cancellation
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.concurrency import Cut
@@ -173,7 +175,10 @@ class Episode:
         params = limits.applied(
             SamplingParams.parse(sampling_params), num_tokens=used, stop_token_ids=stop_token_ids
         )
-        question = Question(ledger.context, params, ledger.attachments, hear)
+        context = ledger.context
+        # The log is asked without the seed: a completion that is on record keeps its place in the order of seeds.
+        seed = self._server_manager.next_seed(context) if params.seed is None else params.seed
+        question = Question(context, structs.replace(params, seed=seed), ledger.attachments, hear)
         if limits.turn_timeout_s is not None:
             self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
         if limits.generate_timeout_s is not None:

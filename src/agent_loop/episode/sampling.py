@@ -30,10 +30,8 @@ class Question(Struct, frozen=True):
 
     def after(self, begun: TokenOutput) -> Question:
         """What is left to ask once so much was sampled."""
-        limit = self.params.max_tokens
-        left = None if limit is None else limit - len(begun.token_ids)
         context = as_token_ids([*self.context.tolist(), *begun.token_ids])
-        return structs.replace(self, context=context, params=structs.replace(self.params, max_tokens=left))
+        return structs.replace(self, context=context, params=self.params.after(len(begun.token_ids)))
 
 
 class TurnSampler:

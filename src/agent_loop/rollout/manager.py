@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -34,6 +35,7 @@ from agent_loop.rollout.reports import Reports
 from agent_loop.rollout.rows import refuse_bad_columns
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.rollout.workers import LocalWorkers, Workers
+from agent_loop.seeds import derived_seed
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.threads import run_in_thread
@@ -91,6 +93,8 @@ class AgentLoopManager:
         self.reports = Reports(
             config, template=template, pool=self.server_manager.pool, workers=self._workers
         )
+        self._num_runs: Counter[tuple[str, bool]] = Counter()
+        """By label, in training and in validation."""
         self._waking = asyncio.Lock()
         self._num_awake = 0
 
@@ -169,6 +173,10 @@ class AgentLoopManager:
     ) -> list[Trajectory]:
         """Runs `n` trajectories per row, ordered by row, then sample.
 
+        Where seeds cost the servers nothing, those of the completions follow from `rollout.seed`, the label, how many
+        runs had this label before, the place of the row in `rows`, the sample, and the tokens before the completion. A
+        run with `earlier` has those of the run before it.
+
         Cancelling it cancels every trajectory; when it returns or raises nothing of it runs any more. Several may run
         at once, each with a label of its own.
 
@@ -188,7 +196,8 @@ class AgentLoopManager:
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
             JournalError: The journal cannot be written.
         """
-        jobs = self._jobs(rows, n=n, validate=validate, label=label, greedy=greedy)
+        earlier = list(earlier)
+        jobs = self._jobs(rows, n=n, validate=validate, label=label, greedy=greedy, is_first_part=not earlier)
         on_trajectory = self.reports.tracing.telling(rows, label=label, validate=validate, then=on_trajectory)
         outcome = None if journal is None else journal.outcome()
         if outcome is not None:
@@ -359,13 +368,24 @@ class AgentLoopManager:
         ]
 
     def _jobs(
-        self, rows: Sequence[Row], *, n: int | None, validate: bool, label: str = "", greedy: bool = False
+        self,
+        rows: Sequence[Row],
+        *,
+        n: int | None,
+        validate: bool,
+        label: str = "",
+        greedy: bool = False,
+        is_first_part: bool = True,
     ) -> list[Job]:
         self.check_rows(rows)
+        kind = (label, validate)
+        if is_first_part or not self._num_runs[kind]:
+            self._num_runs[kind] += 1
+        seed = derived_seed(self.config.seed, label, validate, self._num_runs[kind])
         n = n or (self.config.val.n if validate else self.config.n)
         params = {**self._sampling_params(validate=validate), **({"temperature": 0.0} if greedy else {})}
         return [
-            Job(row, group, rollout, params, label=label)
+            Job(row, group, rollout, params, label=label, seed=derived_seed(seed, group, rollout))
             for group, row in enumerate(rows)
             for rollout in range(n)
         ]

@@ -57,6 +57,8 @@ class Job:
     """Of its rollout; it tells those apart that run at the same time."""
     partial_output: AgentLoopOutput | None = None
     """What there is of it from before; its loop's `run` gets it."""
+    seed: int | None = None
+    """Decides the seeds of its completions; None leaves those to the servers."""
 
     @property
     def place(self) -> str:
@@ -246,7 +248,7 @@ class AgentLoopWorker:
         new_log = None if job.log is None else job.log.new_lane
         completions = CompletionMemory()
         try:
-            with context.server_manager.scope() as server_manager:
+            with context.server_manager.scope(seed=job.seed) as server_manager:
                 context = context.of_trajectory(server_manager, new_log=new_log, completions=completions)
                 return await run_bounded(
                     run,

@@ -32,6 +32,9 @@ class Ability(StrEnum):
     """Gives log-probs as `TokenOutput.log_probs` defines them."""
     SEED = "seed"
     """A seed makes a completion reproducible."""
+    FREE_SEEDS = "free_seeds"
+    """Seeds cost nothing, and a completion that was interrupted and is continued draws the tokens that it would have
+    drawn without the interruption: see `SamplingParams.num_sampled`. Rollouts then seed every completion."""
     STREAMING = "streaming"
     """`stream` hands out tokens while the completion goes on."""
     PREFIX_REUSE = "prefix_reuse"
@@ -57,6 +60,8 @@ class ServerSpec:
     """Tokens of the longest context, prompt and response together."""
     seed: int = 0
     """Differs from replica to replica."""
+    deterministic: bool = False
+    """Whether the same request must give the same tokens and log-probs to the last bit, whatever runs beside it."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """`rollout.engine_kwargs`: options by the engine's own names."""
     url: str | None = None

@@ -117,6 +117,7 @@ class RememberingServerManager(AsyncLLMServerManager):
             manager.pool, request_timeout_s=manager._request_timeout_s, vocab_size=manager._vocab_size
         )
         self._sessions = manager._sessions
+        self._seeds = manager._seeds
         self._memory = memory
 
     async def generate(

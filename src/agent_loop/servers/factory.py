@@ -60,6 +60,7 @@ def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSp
             model=model,
             max_model_len=rollout.prompt_length + rollout.response_length,
             seed=rollout.seed + replica,
+            deterministic=rollout.deterministic,
             engine_kwargs=rollout.engine_kwargs,
             url=url,
             start_timeout_s=rollout.start_timeout_s,

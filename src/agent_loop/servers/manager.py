@@ -8,6 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from msgspec import structs
+
 from agent_loop.attachments import Attachment
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
@@ -16,6 +18,7 @@ from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
 from agent_loop.concurrency import running_beside
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
+from agent_loop.seeds import CompletionSeeds
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.pool import RequestAborted, ServerPool
@@ -55,6 +58,7 @@ class AsyncLLMServerManager:
         self._check = ReplyCheck(vocab_size)
         self._request_timeout_s = request_timeout_s
         self._sessions = Sessions()
+        self._seeds: CompletionSeeds | None = None
 
     @property
     def balancer(self) -> LoadBalancer:
@@ -175,11 +179,26 @@ class AsyncLLMServerManager:
         self._sessions.discard(request_id)
         self._pool.end_session(request_id)
 
-    def scope(self) -> ScopedServerManager:
-        """A manager on the same servers, for `with`: its sessions end when the scope does."""
-        return ScopedServerManager(
+    def scope(self, *, seed: int | None = None) -> ScopedServerManager:
+        """A manager on the same servers, for `with`: its sessions end when the scope does.
+
+        Args:
+            seed: Decides the seeds of the completions that come without one; None leaves those without.
+        """
+        scoped = ScopedServerManager(
             self._pool, request_timeout_s=self._request_timeout_s, vocab_size=self._vocab_size
         )
+        scoped._seeds = None if seed is None else CompletionSeeds(seed)
+        return scoped
+
+    def next_seed(self, context: IntArray) -> int | None:
+        """Return the seed of the next completion of a context that is asked for in this scope.
+
+        Returns None outside of a scope with a seed, and where seeds would cost a server something.
+        """
+        if self._seeds is None or not self._pool.has_everywhere(Ability.FREE_SEEDS):
+            return None
+        return self._seeds.next(context)
 
     async def wake_up(self) -> None:
         """Makes all servers ready to generate."""
@@ -212,11 +231,11 @@ class AsyncLLMServerManager:
         *,
         on_chunk: Callable[[TokenChunk], None] | None = None,
     ) -> Work:
-        params = SamplingParams.parse(sampling_params)
+        params, context = SamplingParams.parse(sampling_params), as_token_ids(prompt_ids)
+        if params.seed is None and self._seeds is not None:
+            params = structs.replace(params, seed=self.next_seed(context))
         self._sessions.begin(request_id)
-        return Work(
-            params, as_token_ids(prompt_ids), request_id, attachments, check=self._check, on_chunk=on_chunk
-        )
+        return Work(params, context, request_id, attachments, check=self._check, on_chunk=on_chunk)
 
     async def _complete(self, work: Work, *, in_parts: bool = False) -> TokenOutput:
         """Have servers complete it: one, or several if servers die.

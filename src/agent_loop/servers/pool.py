@@ -14,7 +14,7 @@ from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
 from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
 from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
-from agent_loop.servers.base import AsyncServerBase, ServerHealth
+from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.forecast import Forecast, TurnsLeft
 from agent_loop.servers.place import Place
 from agent_loop.servers.policy import Policy
@@ -99,6 +99,10 @@ class ServerPool:
     @property
     def num_servers(self) -> int:
         return len(self._servers)
+
+    def has_everywhere(self, ability: Ability) -> bool:
+        """Whether all servers have an ability."""
+        return all(ability in server.abilities for server in self._servers.values())
 
     @property
     def lost(self) -> dict[str, str]:

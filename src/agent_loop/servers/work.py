@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
-from msgspec import structs
-
 from agent_loop.attachments import Attachment
 from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.servers.base import AsyncServerBase
@@ -193,6 +191,5 @@ class Work:
         if not self.chunks:
             return self.prompt_ids, self.params
         sampled = [token for chunk in self.chunks for token in chunk.token_ids]
-        max_tokens = None if self.params.max_tokens is None else self.params.max_tokens - len(sampled)
         prompt_ids = as_token_ids([*self.prompt_ids.tolist(), *sampled])
-        return prompt_ids, structs.replace(self.params, max_tokens=max_tokens)
+        return prompt_ids, self.params.after(len(sampled))

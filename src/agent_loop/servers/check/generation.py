@@ -144,6 +144,20 @@ async def _seed(subject: Subject) -> None:
     require(len({tuple(tokens) for tokens in beside}) > 1, "different seeds gave the same completion")
 
 
+@_check("a seeded completion that is continued draws what it would have drawn", ability=Ability.FREE_SEEDS)
+async def _continued_seed(subject: Subject) -> None:
+    for seed, kept in ((5, 1), (2**62 + 3, 9)):
+        prompt = subject.prompt(17, seed=seed % 100)
+        params: dict[str, Any] = {"seed": seed, "ignore_eos": True}
+        whole = await subject.ask(prompt, max_tokens=20, **params)
+        context = as_token_ids([*prompt.tolist(), *whole.token_ids[:kept]])
+        rest = await subject.ask(context, max_tokens=20 - kept, num_sampled=kept, **params)
+        require(
+            rest.token_ids == whole.token_ids[kept:],
+            f"continued after {kept} tokens, it is {rest.token_ids}, not {whole.token_ids[kept:]}",
+        )
+
+
 @_check("requests that run together do not mix")
 async def _concurrency(subject: Subject) -> None:
     prompts = [subject.prompt(5 + 3 * i, seed=i) for i in range(16)]

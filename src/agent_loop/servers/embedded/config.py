@@ -36,7 +36,11 @@ class EmbeddedConfig:
     with the model's own attention and cache. `none` computes the whole sequence again for each token. `auto` takes the
     first of them that gives the log-probs of a plain forward."""
     seed: NotNegative = 0
-    """For requests that bring no seed. Give each replica another one, or all of them sample alike."""
+    """For requests that bring no seed; rollouts seed every completion themselves. Give each replica another one, or all
+    of them sample alike."""
+    deterministic: bool = False
+    """Compute each completion by itself from its first token, so that the same prompt, parameters and seed give the
+    same tokens and log-probs to the last bit, whatever runs beside it."""
     recompute_kv_on_update: bool = False
     """After a weight update, compute the cache of requests in flight again under the new weights. Counts as a
     preemption."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import TypeAlias
 
 from torch import Tensor
 
 from agent_loop.errors import ServerError
+from agent_loop.seeds import derived_seed
 from agent_loop.servers.embedded.computation import Computation
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import GenerationRequest
@@ -53,7 +53,8 @@ class Engine:
         self._config = config
         self._server = server
         self._is_asleep = False
-        self._random = Random(config.seed)
+        self._num_unseeded = 0
+        """Requests that came without a seed."""
         self._waiting: deque[GenerationRequest] = deque()
         self._running: dict[GenerationRequest, None] = {}
         """In the order of their admission."""
@@ -94,6 +95,9 @@ class Engine:
             raise self._error(
                 "a completion of this session is still running; await or abort it first", request
             )
+        if request.seed is None:
+            request.seed = derived_seed(self._config.seed, self._num_unseeded)
+            self._num_unseeded += 1
         self._sessions.add(request.request_id)
         self._waiting.append(request)
 
@@ -202,10 +206,7 @@ class Engine:
         rows = sample_rows(
             logits,
             params=[request.params for request in requests],
-            uniforms=[
-                (request.random or self._random).random() if request.params.temperature else 0.0
-                for request in requests
-            ],
+            uniforms=[request.draw() for request in requests],
         )
         for request, row in zip(requests, rows, strict=True):
             self._accept(request, row=row)

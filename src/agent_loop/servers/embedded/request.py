@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from random import Random
 
 from agent_loop.attachments import Attachment
 from agent_loop.errors import BadPrompt, SamplingParamsError
+from agent_loop.servers.embedded.sampling import uniform_at, uniform_stream
 from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
     FeaturesError,
@@ -54,8 +54,8 @@ class GenerationRequest:
     params: SamplingParams
     stop_token_ids: frozenset[int]
     max_new_tokens: int
-    random: Random | None
-    """Its own source of randomness; None shares the engine's."""
+    seed: int | None
+    """None until the engine gives it one of its own."""
     images: PromptImages | None = None
     token_ids: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
@@ -69,6 +69,17 @@ class GenerationRequest:
     """From `asked_at` to its first token."""
     num_streamed: int = 0
     """Tokens that were handed out before the end."""
+    _stream: int | None = None
+
+    def draw(self) -> float:
+        """Return the uniform number that decides the next token: a function of the seed and of the token's place in the
+        completion alone."""
+        if self.params.temperature == 0:
+            return 0.0
+        if self._stream is None:
+            assert self.seed is not None, "the engine gives a seed to requests without one"
+            self._stream = uniform_stream(self.seed)
+        return uniform_at(self._stream, self.params.num_sampled + len(self.token_ids))
 
     def append(self, token_id: int, log_prob: float, *, weight_version: int) -> ServerStopReason | None:
         """Adds a sampled token; returns why the completion ends with it, None if it goes on."""
@@ -159,6 +170,11 @@ def build_request(
             f"{limits.vocab_size - 1}; give ids of this model's tokenizer"
         )
     _check_params(params)
+    if params.num_sampled >= num_tokens:
+        raise bad_prompt(
+            f"num_sampled is {params.num_sampled}, but the prompt has {num_tokens} tokens; give the tokens before the "
+            "completion too"
+        )
     images = None
     if attachments:
         if limits.image_token_id is None:
@@ -184,7 +200,7 @@ def build_request(
         stop_token_ids=frozenset(params.stop_token_ids)
         | (frozenset[int]() if params.ignore_eos else limits.eos_token_ids),
         max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-        random=None if params.seed is None else Random(params.seed),
+        seed=params.seed,
     )
 
 

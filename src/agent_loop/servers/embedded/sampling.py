@@ -13,6 +13,31 @@ from agent_loop.types import SamplingParams
 BELOW_ONE = 1.0 - 2.0**-50
 """Keeps a point on the cumulative scale under its end, whatever the rounding."""
 
+_ALL_BITS = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+"""Of splitmix64: 2**64 divided by the golden ratio, made odd."""
+
+
+def uniform_stream(seed: int) -> int:
+    """Return what `uniform_at` takes for a seed; neighbouring seeds give unrelated numbers."""
+    return _scrambled((seed + _STEP) & _ALL_BITS)
+
+
+def uniform_at(stream: int, position: int) -> float:
+    """Return the uniform number of a place in a completion, from 0 to below 1.
+
+    It depends on the stream and the place alone, so that whoever continues a completion draws as if it had never been
+    interrupted. This is splitmix64 as a function of its counter.
+    """
+    return (_scrambled((stream + (position + 1) * _STEP) & _ALL_BITS) >> 11) * 2.0**-53
+
+
+def _scrambled(bits: int) -> int:
+    """The finaliser of splitmix64."""
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _ALL_BITS
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _ALL_BITS
+    return bits ^ (bits >> 31)
+
 
 class SampledRow(NamedTuple):
     """One row's next token."""

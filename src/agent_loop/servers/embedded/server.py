@@ -31,6 +31,7 @@ ABILITIES = frozenset(
     {
         Ability.LOG_PROBS,
         Ability.SEED,
+        Ability.FREE_SEEDS,
         Ability.STREAMING,
         Ability.PREFIX_REUSE,
         Ability.WEIGHT_UPDATE,
@@ -229,13 +230,20 @@ def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
     """The settings that a configuration asks for.
 
     Raises:
-        ConfigError: `rollout.engine_kwargs` has an unknown key, or a value out of range.
+        ConfigError: `rollout.engine_kwargs` has an unknown key, or a value that is out of range or contradicts
+            `rollout.deterministic`.
     """
+    if spec.deterministic and spec.engine_kwargs.get("deterministic", True) is not True:
+        raise ConfigError(
+            f"rollout.engine_kwargs.deterministic is {spec.engine_kwargs['deterministic']!r}, but "
+            "rollout.deterministic is true; leave one of both out"
+        )
     options: dict[str, Any] = {
         "max_model_len": spec.max_model_len,
         "seed": spec.seed,
         "device": spec.model.device,
         "dtype": spec.model.dtype,
+        "deterministic": spec.deterministic,
         **spec.engine_kwargs,
     }
     refuse_unknown_options(options, known=[field.name for field in fields(EmbeddedConfig)])

@@ -1,0 +1,43 @@
+"""Seeds of completions: derived from a run's seed and from what a completion is, not from when it is asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from hashlib import blake2b
+
+from agent_loop.types import IntArray
+
+SEED_BYTES = 8
+"""Seeds have one bit less, for engines that take signed integers."""
+
+
+def derived_seed(*parts: int | str | bytes) -> int:
+    """Return a seed of 63 bits: a hash of the parts in their order, the same in every process."""
+    digest = blake2b(digest_size=SEED_BYTES)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        digest.update(len(data).to_bytes(SEED_BYTES, "little"))
+        digest.update(data)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+class CompletionSeeds:
+    """The seeds of one trajectory's completions.
+
+    A completion's seed depends on the tokens before it, so that turns, branches and sub-agents may ask in any order.
+    Completions of equal tokens are numbered.
+
+    Args:
+        seed: Of the trajectory.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._num_asked: Counter[bytes] = Counter()
+
+    def next(self, context: IntArray) -> int:
+        """Return the seed of the next completion of a context, shape [num_tokens]."""
+        context_hash = blake2b(context.tobytes(), digest_size=SEED_BYTES).digest()
+        number = self._num_asked[context_hash]
+        self._num_asked[context_hash] += 1
+        return derived_seed(self._seed, context_hash, number)

@@ -1,0 +1,275 @@
+"""What a rollout samples follows from its seed, in whatever order its requests arrive and end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_loop.concurrency import run_together, run_until
+from agent_loop.config import AgentConfig, RolloutConfig
+from agent_loop.episode import Episode
+from agent_loop.identifiers import new_id
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.journal.step import open_journal
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.seeds import CompletionSeeds, derived_seed
+from agent_loop.servers.base import Ability
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
+from agent_loop.types import Origin, as_token_ids
+from tests.helpers import encoded, hermes_template, user
+from tests.rollout.journaled import key_of
+
+NUM_TOKENS = 8
+ROWS = [{"raw_prompt": user(f"question {n}")} for n in range(3)]
+Tokens = list[list[int]]
+
+
+class SeededServer(ScriptedServer):
+    """Samples tokens that are functions of the seed and of their places in the completion, at random speed."""
+
+    abilities = ScriptedServer.abilities | {Ability.SEED, Ability.FREE_SEEDS}
+
+
+class PlainServer(ScriptedServer):
+    abilities = ScriptedServer.abilities | {Ability.SEED}
+
+
+def sample(request: ScriptedRequest) -> ScriptedReply:
+    params = request.sampling_params
+    assert params.seed is not None
+    tokens = [100 + derived_seed(params.seed, place) % 200 for place in range(NUM_TOKENS)]
+    return ScriptedReply(tokens[params.num_sampled :], stops=False, latency_s=random.uniform(1, 20))
+
+
+@register("seeds_on_tokens")
+class OnTokens(AgentLoopBase):
+    """Asks on its own token ids: twice in the same context, then for a second turn."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        prompt = await self.apply_chat_template(row["raw_prompt"])
+        ask, names = self.server_manager.generate, [new_id(), new_id()]
+        one, other = await run_together(
+            ask(name, prompt_ids=prompt, sampling_params=sampling_params) for name in names
+        )
+        context = [*prompt, *one.token_ids]
+        more = await ask(names[0], prompt_ids=context, sampling_params=sampling_params)
+        said = [*one.token_ids, *more.token_ids]
+        return AgentLoopOutput(
+            segments=(
+                Segment(as_token_ids(prompt), Origin.PROMPT),
+                Segment(as_token_ids(said), Origin.MODEL, weight_version=0),
+            ),
+            extra_fields={"completions": [one.token_ids, other.token_ids, more.token_ids]},
+        )
+
+
+@register("seeds_in_episodes")
+class InEpisodes(AgentLoopBase):
+    """Two turns, and three branches of the second one at the same time."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        async def say(episode: Episode) -> list[int]:
+            async with episode:
+                completion = await episode.generate(sampling_params)
+            return completion.token_ids
+
+        async with self.episode(row["raw_prompt"]) as episode:
+            first = (await episode.generate(sampling_params)).token_ids
+            await episode.observe(user("and then?"))
+            branches = await run_together([say(episode.branch()) for _ in range(3)])
+            last = (await episode.generate(sampling_params)).token_ids
+        output = episode.output()
+        return replace(output, extra_fields={"completions": [first, *branches, last]})
+
+
+def make_manager(
+    *,
+    agent: str = "seeds_in_episodes",
+    server_class: type[ScriptedServer] = SeededServer,
+    num_servers: int = 2,
+    streams: bool = False,
+    num_workers: int = 1,
+    script: Any = sample,
+    **settings: Any,
+) -> AgentLoopManager:
+    return AgentLoopManager(
+        RolloutConfig(
+            agent=AgentConfig(default_agent_loop=agent, num_workers=num_workers), **{"n": 2, **settings}
+        ),
+        servers=[server_class(script, name=f"s{n}", streams=streams) for n in range(num_servers)],
+        template=hermes_template(),
+        reward=RewardFunction(lambda output, row: 0.0, timeout_s=5),
+    )
+
+
+def completions(trajectories: Sequence[Trajectory]) -> list[Tokens]:
+    return [t.output.extra_fields["completions"] for t in trajectories]
+
+
+def run(manager: AgentLoopManager, **options: Any) -> list[Tokens]:
+    return completions(run_virtual(manager.run(ROWS, **options)))
+
+
+@pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
+def test_two_runs_with_the_same_seed_sample_the_same_whoever_is_asked_and_when(agent: str) -> None:
+    first = run(make_manager(agent=agent))
+    again = run(make_manager(agent=agent, num_servers=3, num_workers=2))
+    other = run(make_manager(agent=agent, seed=1))
+    assert first == again
+    assert not {tuple(c) for t in first for c in t} & {tuple(c) for t in other for c in t}
+
+
+@pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
+def test_every_completion_of_a_run_is_sampled_by_itself(agent: str) -> None:
+    """Rows, samples, turns, branches, equal contexts, steps, and evaluation beside training."""
+
+    async def scenario() -> list[Trajectory]:
+        manager = make_manager(agent=agent)
+        found = [*await manager.run(ROWS, label="step=1"), *await manager.run(ROWS, label="step=2")]
+        found += await manager.run([ROWS[0]] * 3, label="step=3")
+        found += await manager.run(ROWS, label="step=1", validate=True)
+        found += await manager.run(ROWS)
+        return [*found, *await manager.run(ROWS)]
+
+    everything = [tuple(c) for t in completions(run_virtual(scenario())) for c in t]
+    assert len(set(everything)) == len(everything)
+
+
+def test_a_step_samples_the_same_whatever_was_run_before() -> None:
+    async def scenario() -> tuple[list[Tokens], list[Tokens]]:
+        alone, after_others = make_manager(), make_manager()
+        wanted = await alone.run(ROWS, label="step=7")
+        await after_others.run(ROWS, label="step=6")
+        await after_others.run(ROWS, label="step=7", validate=True)
+        return completions(wanted), completions(await after_others.run(ROWS, label="step=7"))
+
+    wanted, got = run_virtual(scenario())
+    assert wanted == got
+
+
+def test_a_seed_of_the_user_s_keeps_its_meaning() -> None:
+    @register("seeds_of_its_own")
+    class OfItsOwn(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            async with self.episode(row["raw_prompt"]) as episode:
+                await episode.generate({**sampling_params, "seed": 77})
+            return episode.output()
+
+    manager = make_manager(agent="seeds_of_its_own")
+    run_virtual(manager.run(ROWS))
+    server: Any
+    for server in manager.server_manager.servers:
+        assert {request.sampling_params.seed for request in server.requests} == {77}
+
+
+def test_servers_to_which_seeds_are_no_gift_are_asked_without() -> None:
+    def script(request: ScriptedRequest) -> ScriptedReply:
+        assert request.sampling_params.seed is None
+        return ScriptedReply([100], stops=False)
+
+    run(make_manager(server_class=PlainServer, script=script))
+
+
+def test_outside_of_trajectories_there_are_no_seeds_but_the_caller_s() -> None:
+    async def scenario() -> list[int | None]:
+        manager = make_manager(script=lambda request: ScriptedReply([1])).server_manager
+        await manager.generate("a", prompt_ids=[1], sampling_params={})
+        await manager.generate("a", prompt_ids=[1], sampling_params={"seed": 3})
+        servers: Any = manager.servers
+        return [request.sampling_params.seed for server in servers for request in server.requests]
+
+    assert run_virtual(scenario()) == [None, 3]
+
+
+def test_what_a_server_that_died_had_begun_is_continued_with_the_same_draws() -> None:
+    async def scenario(*, dies: bool) -> list[Tokens]:
+        manager = make_manager(streams=True)
+        if dies:
+            victim: Any = manager.server_manager.servers[0]
+            asyncio.get_running_loop().call_later(3.0, victim.die)
+        trajectories = await manager.run(ROWS)
+        assert manager.server_manager.pool.num_failovers > 0 or not dies
+        return completions(trajectories)
+
+    assert run_virtual(scenario(dies=True)) == run_virtual(scenario(dies=False))
+
+
+@pytest.mark.parametrize("seconds", [5.0, 15.0, 25.0, 35.0])
+def test_a_rollout_that_is_resumed_from_its_journal_samples_what_it_would_have(
+    seconds: float, tmp_path: Path
+) -> None:
+    """What is answered from the journal keeps its number among the completions of equal contexts."""
+
+    async def part(is_over: asyncio.Event, *, resume: bool) -> list[Trajectory] | None:
+        key = key_of(ROWS)
+        async with open_journal(tmp_path / "journal", key=key, rows=ROWS, resume=resume) as journal:
+            running = asyncio.ensure_future(make_manager().run(ROWS, journal=journal))
+            await run_until(asyncio.wait([running]), is_over)
+            if not running.done():
+                running.cancel()
+                await asyncio.wait([running])
+                return None
+            return await running
+
+    async def scenario() -> list[Trajectory]:
+        is_over = asyncio.Event()
+        asyncio.get_running_loop().call_later(seconds, is_over.set)
+        await part(is_over, resume=False)
+        ended = await part(asyncio.Event(), resume=True)
+        assert ended is not None
+        return ended
+
+    assert tokens_of(run_virtual(scenario())) == tokens_of(run_virtual(make_manager().run(ROWS)))
+
+
+def speaks(request: ScriptedRequest) -> ScriptedReply:
+    """One turn in words that its seed decides, or the rest of one, at a token a second."""
+    params = request.sampling_params
+    assert params.seed is not None
+    words = " ".join(str(derived_seed(params.seed, place)) for place in range(3))
+    tokens = encoded(f"{words}<|im_end|>")
+    begun = request.prompt_ids.tolist()[len(request.prompt_ids) - params.num_sampled :]
+    assert tokens[: len(begun)] == begun
+    return ScriptedReply(tokens[len(begun) :], latency_s=float(len(tokens) - len(begun)))
+
+
+@pytest.mark.parametrize("is_new_process", [False, True])
+def test_a_rollout_that_was_cancelled_goes_on_with_the_same_draws(is_new_process: bool) -> None:
+    def manager() -> AgentLoopManager:
+        return make_manager(agent="partial_tool_agent", script=speaks, streams=True)
+
+    async def scenario() -> list[Trajectory]:
+        first = manager()
+        asyncio.get_running_loop().call_later(10.5, first.cancel_all)
+        begun = await first.run(ROWS)
+        assert {len(t.output.response_ids) for t in begun} == {10}
+        return await (manager() if is_new_process else first).run(ROWS, earlier=begun)
+
+    assert tokens_of(run_virtual(scenario())) == tokens_of(run_virtual(manager().run(ROWS)))
+
+
+def test_derived_seeds_are_what_they_were_in_every_process() -> None:
+    assert derived_seed(3, "step=1", 0) == 8492943318710683555
+    assert derived_seed(3, "step=1", 0) != derived_seed(3, "step=10") != derived_seed(3, "step=1", 0, 0)
+    seeds = CompletionSeeds(5)
+    context = as_token_ids([1, 2, 3])
+    numbered = [seeds.next(context), seeds.next(context), seeds.next(as_token_ids([1, 2]))]
+    assert len(set(numbered)) == 3
+    again = CompletionSeeds(5)
+    assert again.next(as_token_ids([1, 2])) == numbered[2]
+    assert [again.next(context), again.next(context)] == numbered[:2]
+    assert all(0 <= seed < 2**63 for seed in numbered)
+
+
+def tokens_of(trajectories: Sequence[Trajectory]) -> Tokens:
+    return [t.output.response_ids.tolist() for t in trajectories]
