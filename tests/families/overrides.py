@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.families.sizes import HEADS, HIDDEN, VOCAB_SIZE
+
 HYBRID = ["linear_attention", "full_attention"]
 BYTES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "num_attention_heads": HEADS,
     "initializer_range": 0.3,
 }
 
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": LLAMA3},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -23,6 +35,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         },
     },
+    "big_bird": {"attention_type": "original_full"},
     "blt": {
         "use_cache": False,
         "encoder_config": {**BYTES, "hidden_size_global": 64, "cross_attn_k": 2},
@@ -32,6 +45,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "encoder_hash_byte_group_vocab": 64,
     },
     "cpmant": {"segment_types": 3, "prompt_types": 3, "prompt_length": 4},
+    "cwm": {"rope_parameters": LLAMA3},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
@@ -41,6 +55,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "partial_rotary_factor": 0.5,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+    "dots3_note": {
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "head_dim": 16,
+        "per_layer_config": {1: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8}},
     },
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3n_text": {
@@ -54,9 +73,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hy_v4": {"indexer_types": ["full", "shared"]},
     "inkling_text": {"logits_mup_width_multiplier": 1.0},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "laguna": {"layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
     "minicpm3": {"scale_emb": 1, "dim_model_base": 32},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
     "nemotron": {"num_key_value_heads": 2},
@@ -67,9 +90,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 512,
         "indexer_compress_ratio": 4,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3},
+    "recurrent_gemma": {"num_hidden_layers": 3, "w_init_variance_scale": 3.0},
     "reformer": {
         "attn_layers": ["local", "local"],
+        "local_attn_chunk_length": 512,
+        "lsh_attn_chunk_length": 512,
         "axial_pos_shape": [16, 32],
         "axial_pos_embds_dim": [16, 16],
     },
@@ -89,6 +114,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
     },
 }
+OVERRIDES["dots3_note_text"] = OVERRIDES["dots3_note"]
 OVERRIDES["qwen4_exp_text"] = OVERRIDES["qwen4_exp"]
 
 NOT_BUILT: dict[str, str] = {
@@ -96,3 +122,17 @@ NOT_BUILT: dict[str, str] = {
     "gemma4_assistant": "it only drafts from the keys and values of another model",
     "gemma4_unified_assistant": "it only drafts from the keys and values of another model",
 }
+
+ROTATED_ANEW = "a sequence beyond the limit rotates every position otherwise"
+NOT_CAUSAL: dict[str, str] = {
+    "big_bird-sparse": "blocks attend to later blocks",
+    "cpmant": "every token attends to the whole context",
+    "doge-sparse": "the tokens to keep are chosen among all, later ones too",
+    "llama-rope-dynamic": ROTATED_ANEW,
+    "phi3-rope-longrope": ROTATED_ANEW,
+    "phimoe-rope-longrope": ROTATED_ANEW,
+    "prophetnet": "the buckets of its relative positions depend on the length of the sequence",
+    "qwen3-rope-dynamic": ROTATED_ANEW,
+    "qwen3-rope-longrope": ROTATED_ANEW,
+}
+"""Families whose logits at a position depend on what follows it, with the reason."""

@@ -30,12 +30,13 @@ FIELDS: dict[str, Any] = {
     "attention_head_dim|attention_head_size|index_head_dim|linear_head_dim|rotary_dim": HEAD_DIM,
     "linear_key_head_dim|linear_value_head_dim|mamba_d_head|mamba_head_dim|mamba_headdim": HEAD_DIM,
     "kv_lora_rank|q_lora_rank|o_lora_rank|gated_norm_rank|laurel_rank|adapter_rank|hc_lowrank|d_rel": 16,
-    "linear_num_heads|index_n_heads|linear_num_value_heads": HEADS,
+    "linear_num_heads|linear_num_value_heads": HEADS,
     "mamba_n_heads|mamba_num_heads|n_mamba_heads": 8,
     "mamba_d_ssm": 64,
+    "output_channels|mlp_dim|nemo_conv_channels|ext_pw_out_channel": HIDDEN,
     "mamba_d_state|state_size|ssm_state_size": 8,
     "mamba_dt_rank|time_step_rank": 4,
-    ".*chunk_size|block_size": 16,
+    "chunk_size|mamba_chunk_size|block_size": 16,
     "max_position_embeddings|n_positions|n_ctx|max_seq_len|max_.*_positions": MAX_POSITIONS,
     "model_max_length|context_length": MAX_POSITIONS,
     "num_experts|num_local_experts|n_routed_experts|moe_num_experts|.*_num_experts": 8,
@@ -56,12 +57,13 @@ CAPPED: dict[str, int] = {
     "n_group|num_expert_group|n_groups|mamba_n_groups|mamba_ngroups|o_groups": 2,
     "topk_group|.*n_shared_experts|.*num_shared_experts|first_k_dense_replace|num_dense_layers|zero_expert_num": 1,
     "hc_mult|hc_count|num_codebooks": 2,
+    "index_n_heads": 16,
     "type_vocab_size|task_type_vocab_size|prompt_types|segment_types": 2,
     "swiglu_limit": 10,
 }
 """The largest value of fields whose default stays where it is smaller."""
 
-WINDOWS = "sliding_window|sliding_window_size|attention_window_size|local_attention|window_size"
+WINDOWS = "sliding_window|sliding_window_size|attention_window_size|local_attention|window_size|attention_chunk_size"
 LAYERS = "num_hidden_layers|n_layers?|num_layers|.*coder_layers|num_blocks|num_layers_per_stack"
 KEY_HEADS = {
     "num_key_value_heads": ("num_attention_heads", HEADS),
@@ -79,26 +81,14 @@ def tiny_settings(config_class: Any, changes: dict[str, Any] | None = None) -> d
     `changes` goes last, and a list among them which is as long as the model has layers sets their number.
     """
     changes = changes or {}
-    defaults = config_class(**_required(config_class, changes)).to_dict()
+    defaults = config_class().to_dict()
     known = {name: value for name, value in defaults.items() if not isinstance(value, dict)}
-    layers = next((value for name, value in known.items() if _is(name, LAYERS) and isinstance(value, int)), 0)
-    per_layer = {
-        name: _pattern(value)
-        for name, value in known.items()
-        if isinstance(value, list) and layers > 2 and len(value) == layers and name not in changes
-    }
-    given = [
-        len(value)
-        for value in changes.values()
-        if isinstance(value, list) and value and isinstance(value[0], str)
-    ]
-    count = max([2, *given, *(len(pattern) for pattern in per_layer.values())])
-    settings = {name: _fit(pattern, count) for name, pattern in per_layer.items()}
+    settings = _layer_settings(known, changes)
     for name, default in known.items():
-        if name in settings or name in changes or isinstance(default, list):
+        if name in settings or name in changes:
             continue
-        if _is(name, LAYERS):
-            settings[name] = count
+        if isinstance(default, list):
+            settings.update({name: EOS} if name == "eos_token_id" else {})
         elif _is(name, WINDOWS) and isinstance(default, int):
             settings[name] = MAX_POSITIONS
         elif name in KEY_HEADS:
@@ -113,6 +103,20 @@ def tiny_settings(config_class: Any, changes: dict[str, Any] | None = None) -> d
     return {**settings, **{name: part for name, part in parts.items() if part is not None}, **changes}
 
 
+def _layer_settings(known: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of layers, and the lists with one value per layer."""
+    layers = next((value for name, value in known.items() if _is(name, LAYERS) and isinstance(value, int)), 0)
+    patterns = {
+        name: _pattern(value)
+        for name, value in known.items()
+        if name not in changes and isinstance(value, list) and len(value) == layers > 2 and _kinds(value)
+    }
+    given = [value for value in changes.values() if isinstance(value, list) and isinstance(value[0], str)]
+    count = max([2, *map(len, given), *map(len, patterns.values())])
+    numbers = {name: count for name in known if _is(name, LAYERS) and name not in changes}
+    return {**numbers, **{name: _fit(pattern, count) for name, pattern in patterns.items()}}
+
+
 def _part(config_class: Any, default: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the settings of a part such as the text model, or None where the part is missing by default."""
     if not default:
@@ -120,10 +124,6 @@ def _part(config_class: Any, default: dict[str, Any] | None) -> dict[str, Any] |
     if config_class is AutoConfig:
         config_class = CONFIG_MAPPING[default["model_type"]]
     return {**tiny_settings(config_class), "model_type": default.get("model_type")}
-
-
-def _required(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in changes.items() if name in ("text_config", "vision_config")}
 
 
 def _is(name: str, pattern: str) -> bool:
@@ -148,6 +148,11 @@ def _key_heads(name: str, default: int | None, known: dict[str, Any]) -> int | N
     if default in (None, 1):
         return default
     return heads if default == known.get(of) else heads // 2
+
+
+def _kinds(values: list[Any]) -> bool:
+    """Return whether a list has kinds or flags for the layers, rather than their numbers or sizes."""
+    return all(isinstance(value, str) or value in (0, 1) for value in values)
 
 
 def _pattern(values: list[Any]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -41,6 +42,14 @@ def test_a_tiny_model_gives_distributions_that_are_neither_flat_nor_certain(fami
     check(family)
 
 
+@pytest.mark.slow
+@each_family()
+def test_every_family_builds_and_gives_distributions_that_are_neither_flat_nor_certain(
+    family: Family,
+) -> None:
+    check(family)
+
+
 def test_every_type_of_transformers_is_built_or_named_with_the_reason() -> None:
     types = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     missing = types - FAMILIES.keys() - NOT_BUILT.keys()
@@ -73,8 +82,55 @@ def test_building_a_model_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.mark.slow
+def test_every_text_model_with_a_window_has_a_variant_in_which_the_window_is_short() -> None:
+    windowed = {
+        name for name, family in FAMILIES.items() if name == family.model_type and has_window(family.config())
+    }
+    missing = {
+        name for name in windowed if f"{name}-window" not in FAMILIES and f"{name}_text" not in FAMILIES
+    }
+    assert not missing, f"add these types to WINDOWED in variants.py: {sorted(missing)}"
+
+
+def has_window(config: Any) -> bool:
+    return isinstance(getattr(config, "sliding_window", None), int) and config.sliding_window > 0
+
+
 def test_limits_are_shorter_than_the_tests_and_only_variants_have_them() -> None:
     for family in FAMILIES.values():
         assert all(0 < limit < 25 for limit in family.limits)
         assert not (family.limits and family.name == family.model_type)
     assert MAX_POSITIONS >= 256
+
+
+@pytest.mark.slow
+@each_family()
+def test_what_follows_a_position_changes_its_logits_in_the_named_families_alone(family: Family) -> None:
+    model, ids = family.build(), token_ids(LENGTH)
+    whole = logits(model, ids)
+    difference = max(float((whole[:cut] - logits(model, ids[:cut])).abs().max()) for cut in (30, 12))
+    assert (difference < 1e-3) == family.causal, f"the logits differ by {difference:.2g}"
+
+
+def difference_from_its_type(family: Family, length: int) -> float:
+    plain, varied = FAMILIES[family.model_type].build(), family.build()
+    varied.load_state_dict(plain.state_dict())
+    ids = token_ids(length)
+    return float((logits(plain, ids) - logits(varied, ids)).abs().max())
+
+
+def comparable(family: Family) -> bool:
+    return bool(family.limits) and not (family.name.startswith("inkling") and family.name.endswith("-window"))
+
+
+@pytest.mark.slow
+@each_family(where=comparable)
+def test_a_limit_changes_what_a_model_computes(family: Family) -> None:
+    assert difference_from_its_type(family, LENGTH) > 1e-3
+
+
+@pytest.mark.slow
+@each_family(where=comparable)
+def test_a_limit_changes_nothing_for_shorter_sequences(family: Family) -> None:
+    assert difference_from_its_type(family, min(family.limits)) < 1e-4

@@ -15,7 +15,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.families.family import Family
-from tests.families.overrides import NOT_BUILT, OVERRIDES
+from tests.families.overrides import NOT_BUILT, NOT_CAUSAL, OVERRIDES
 from tests.families.sizes import MAX_POSITIONS, PLAIN_IDS, VOCAB_SIZE
 from tests.families.variants import variants
 
@@ -39,7 +39,12 @@ def _families() -> dict[str, Family]:
         for family in variants()
         if family.model_type in known
     ]
-    return {family.name: family for family in (*plain, *varied)}
+    return {
+        family.name: replace(
+            family, causal=family.name not in NOT_CAUSAL and family.model_type not in NOT_CAUSAL
+        )
+        for family in (*plain, *varied)
+    }
 
 
 FAMILIES: dict[str, Family] = _families()
