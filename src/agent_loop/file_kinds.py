@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -13,10 +16,16 @@ from agent_loop.plain_values import parse_json
 MAX_LINE = 1 << 24
 """Bytes of a first line that are looked at: records of long trajectories are lines of megabytes."""
 PARQUET_MAGIC = b"PAR1"
+ARROW_MAGIC = b"ARROW1"
+GZIP_MAGIC = b"\x1f\x8b"
 JOURNAL_MAGIC = b"agent-loop journal"
 TRACE_START = b'{"version":'
 STORED = b"agent_loop.schema_version"
 """The key of the metadata of Parquet files that hold trajectories."""
+STATE_FILE = "state.json"
+"""In a checkpoint, and in a folder saved by `datasets`, which has `DATASET_FILE` too."""
+DATASET_FILE = "dataset_info.json"
+DATASET_DICT_FILE = "dataset_dict.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ RECORDS = FileKind(
 )
 TRACES = FileKind("a file of traces", "`agent-loop traces`")
 METRICS = FileKind("the metrics of a run", "`agent-loop view`, given the folder that it is in")
+SAVED_DATASET = FileKind("a folder saved by `datasets`", "`agent-loop rollout --data` and `eval --data`")
 ROWS = FileKind("a file of rows", "`agent-loop rollout --data` and `eval --data`")
 JOURNAL = FileKind(
     "the journal of a rollout that did not end", "`agent-loop rollout --resume`, given its `--out`"
@@ -120,10 +130,14 @@ def model_in(path: Path) -> Path | None:
 
 
 def _kind_of_folder(path: Path) -> FileKind | None:
+    if (path / DATASET_DICT_FILE).is_file() or all(
+        (path / name).is_file() for name in (DATASET_FILE, STATE_FILE)
+    ):
+        return SAVED_DATASET
     marks = [
         (RUN, ("checkpoints", "metrics.jsonl", "trajectories")),
         (EVALUATION, ("summary.json", "rollout.journal")),
-        (CHECKPOINT, ("state.json",)),
+        (CHECKPOINT, (STATE_FILE,)),
         (MODEL, ("config.json", "tokenizer_config.json", "tokenizer.json")),
     ]
     for kind, names in marks:
@@ -133,8 +147,7 @@ def _kind_of_folder(path: Path) -> FileKind | None:
 
 
 def _kind_of_file(path: Path) -> FileKind | None:
-    with path.open("rb") as file:
-        first_line = file.readline(MAX_LINE)
+    first_line = _first_line(path)
     if first_line.startswith(PARQUET_MAGIC) or path.suffix == ".parquet":
         return _kind_of_parquet(path)
     if first_line.startswith(JOURNAL_MAGIC):
@@ -143,13 +156,28 @@ def _kind_of_file(path: Path) -> FileKind | None:
         return SETTINGS
     if first_line.startswith(TRACE_START):
         return TRACES  # (whether the line is whole or not)
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix == ".csv":
+        return _kind_of_record({*next(csv.reader([first_line.decode("utf-8-sig", "replace")]))})
     try:
         value: Any = parse_json(first_line)
     except ValueError:
-        return ROWS if path.suffix == ".json" and first_line.lstrip().startswith(b"[") else None
+        return ROWS if suffix == ".json" and first_line.lstrip().startswith(b"[") else None
     if isinstance(value, list):
-        return ROWS if path.suffix == ".json" else None
+        return ROWS if suffix == ".json" else None
     return _kind_of_record({*cast(dict[str, Any], value)}) if isinstance(value, dict) else None
+
+
+def _first_line(path: Path) -> bytes:
+    with path.open("rb") as file:
+        first_line = file.readline(MAX_LINE)
+    if path.suffix != ".gz" or not first_line.startswith(GZIP_MAGIC):
+        return first_line
+    try:
+        with gzip.open(path) as file:
+            return file.readline(MAX_LINE)
+    except (EOFError, zlib.error) as error:
+        raise OSError(str(error)) from error
 
 
 def _kind_of_record(names: set[str]) -> FileKind | None:

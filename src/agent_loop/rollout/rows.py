@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib import import_module
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.boundary import describe_error, describe_value
-from agent_loop.errors import ConfigError, DataError
-from agent_loop.loading import load_object
-from agent_loop.plain_values import depth_fault, parse_json
+from agent_loop.boundary import describe_value
+from agent_loop.errors import DataError
+from agent_loop.plain_values import depth_fault
+from agent_loop.rollout.located_rows import numbered
+from agent_loop.rollout.row_functions import call_row_function
+from agent_loop.rollout.row_readers import read_shard
+from agent_loop.rollout.row_sources import find_shards
+from agent_loop.rollout.shard_columns import ShardColumns
 from agent_loop.types import Message, Row
 
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})
@@ -25,28 +25,41 @@ _OTHERS = 1
 """Keeps the random order of replacements apart from that of an epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowFile:
+    """A file of rows or a function, and the rows that it gave."""
+
+    name: str
+    num_bytes: int | None
+    """The size of the file; None for a function."""
+    rows: Sequence[dict[str, Any]]
+    """Each with `raw_prompt`, a list of messages."""
+
+
 def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]]:
-    """Reads all sources, one after the other. Each row gets `raw_prompt`, a list of messages.
+    """Return the rows of all sources, in the order of the sources. Each row gets `raw_prompt`, a list of messages.
 
     Args:
-        sources: `.jsonl`, `.json` (a list of rows) or `.parquet` files, or `file.py:function`, which returns rows.
+        sources: `.jsonl`, `.json` (a list of rows), `.csv`, `.parquet` or `.arrow` files; folders or globs of such
+            files; folders saved by `datasets`; or `file.py:function`, which returns rows.
         prompt_key: The column with the messages, or with the text of one user message. A row that has
             `raw_prompt` already needs no such column.
 
     Raises:
         ConfigError: A source is of no known kind, or the function does not exist.
-        DataError: A file is missing or unreadable, a row has no prompt or one that is not messages, or there are
-            no rows.
+        DataError: A file is missing or unreadable, files of one source do not fit together, a row has no prompt or one
+            that is not messages, or there are no rows.
     """
-    rows = [
-        _with_prompt(row, where=where, prompt_key=prompt_key)
-        for source in sources
-        for where, row in _read(source)
-    ]
-    if not rows:
+    return [row for file in load_row_files(sources, prompt_key=prompt_key) for row in file.rows]
+
+
+def load_row_files(sources: Sequence[str], *, prompt_key: str) -> list[RowFile]:
+    """Return what `load_rows` returns, file by file."""
+    files = [file for source in sources for file in _load(source, prompt_key=prompt_key)]
+    if not any(file.rows for file in files):
         names = ", ".join(sources) or "an empty list of sources"
         raise DataError(f"there are no rows in {names}; give at least one file or function with rows")
-    return rows
+    return files
 
 
 def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]]:
@@ -56,8 +69,7 @@ def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]
         DataError: A row has no prompt or one that is not messages, or there are no rows.
     """
     prepared = [
-        _with_prompt(row, where=where, prompt_key=prompt_key)
-        for where, row in _numbered("the data set", rows)
+        _with_prompt(row, where=where, prompt_key=prompt_key) for where, row in numbered("the data set", rows)
     ]
     if not prepared:
         raise DataError("there are no rows; give at least one")
@@ -108,103 +120,27 @@ class RowSampler:
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)).tolist()
 
 
-def _read(source: str) -> Iterator[tuple[str, Any]]:
-    """Each row with the words that say where it is."""
-    reader = _READERS.get(Path(source).suffix)
-    if reader is not None:
-        if not Path(source).is_file():
-            raise DataError(f"data file {source!r} does not exist; give the path of a file with rows")
-        return reader(source)
-    if ":" in source:
-        return _read_function(source)
-    kinds = ", ".join(_READERS)
-    raise ConfigError(
-        f"data source {source!r} is of no known kind; give a file ({kinds}) or file.py:function"
-    )
-
-
-def _read_jsonl(source: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(_read_text(source).split("\n"), start=1):
-        if line.strip():
-            where = f"{source} line {number}"
-            try:
-                yield where, parse_json(line)
-            except ValueError as error:
-                raise DataError(f"{where} is not JSON ({error}): {line[:80]!r}") from error
-
-
-def _read_json(source: str) -> Iterator[tuple[str, Any]]:
-    try:
-        rows = parse_json(_read_text(source))
-    except ValueError as error:
-        raise DataError(f"{source} is not JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise DataError(f"{source} holds a {type(rows).__name__}; a .json data file holds a list of rows")
-    return _numbered(source, cast(list[Any], rows))
-
-
-def _read_parquet(source: str) -> Iterator[tuple[str, Any]]:
-    # Late, because it takes as long to import as everything else that rows need.
-    arrow: Any = import_module("pyarrow")
-    parquet: Any = import_module("pyarrow.parquet")
-    try:
-        table = parquet.read_table(source)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{source} cannot be read as Parquet: {error}") from error
-    return _numbered(source, table.to_pylist())
-
-
-def _read_function(source: str) -> Iterator[tuple[str, Any]]:
-    function = load_object(source, key="data")
-    if not callable(function):
-        raise ConfigError(
-            f"data source {source!r} is a {type(function).__name__}; name a function that takes nothing "
-            "and returns rows"
-        )
-    return _numbered(source, _rows_of(function, source=source))
-
-
-def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
-    """Yield what a user's function returns. Whatever it raises, also while it is iterated, becomes a DataError."""
-    try:
-        rows = function()
-        if inspect.iscoroutine(rows):
-            rows.close()
-            raise DataError(f"{source} is an async function; define it with def, not with async def")
-        if not isinstance(rows, Iterable):
-            raise DataError(f"{source} returned {describe_value(rows)}; it must return an iterable of rows")
-        yield from cast(Iterable[Any], rows)
-    except DataError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise DataError(
-            f"{source} raised {describe_error(error)}{_place_of(error)}; fix the function"
-        ) from error
-
-
-def _place_of(error: BaseException) -> str:
-    """Return where an error was raised, as in ` (data.py line 7)`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-
-
-_READERS: Mapping[str, Callable[[str], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-
-
-def _read_text(source: str) -> str:
-    try:
-        return Path(source).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{source} cannot be read as UTF-8 text: {error}") from error
-
-
-def _numbered(source: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(rows, start=1):
-        yield f"{source} row {number}", row
+def _load(source: str, *, prompt_key: str) -> Iterator[RowFile]:
+    shards = find_shards(source)
+    if shards is None:
+        rows = numbered(source, call_row_function(source))
+        prepared = [_with_prompt(row, where=where, prompt_key=prompt_key) for where, row in rows]
+        yield RowFile(source, None, prepared)
+        return
+    first: ShardColumns | None = None
+    for shard in shards:
+        columns, prepared = ShardColumns(shard), list[dict[str, Any]]()
+        for where, row in read_shard(shard, prompt_key=prompt_key):
+            prepared.append(_with_prompt(row, where=where, prompt_key=prompt_key))
+            columns.add(row)
+        if not prepared and len(shards) > 1 and not shard.may_be_empty:
+            raise DataError(
+                f"{shard.path}, one of {len(shards)} files of {source!r}, holds no rows; remove it, or write it again"
+            )
+        if prepared and first is not None:
+            columns.refuse_others_than(first)
+        first = first or (columns if prepared else None)
+        yield RowFile(str(shard.path), shard.path.stat().st_size, prepared)
 
 
 def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Rows from a function of the user's."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from agent_loop.boundary import describe_error, describe_value
+from agent_loop.errors import ConfigError, DataError
+from agent_loop.loading import load_object
+
+
+def call_row_function(source: str) -> Iterator[Any]:
+    """Return the rows of `file.py:function`.
+
+    Raises:
+        ConfigError: There is no such function.
+        DataError: The function raises, when it is called or later, or returns something else.
+    """
+    function = load_object(source, key="data")
+    if not callable(function):
+        raise ConfigError(
+            f"data source {source!r} is a {type(function).__name__}; name a function that takes nothing "
+            "and returns rows"
+        )
+    return _rows_of(function, source=source)
+
+
+def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
+    """Yield what a user's function returns. Whatever it raises, also while it is iterated, becomes a DataError."""
+    try:
+        rows = function()
+        if inspect.iscoroutine(rows):
+            rows.close()
+            raise DataError(f"{source} is an async function; define it with def, not with async def")
+        if not isinstance(rows, Iterable):
+            raise DataError(f"{source} returned {describe_value(rows)}; it must return an iterable of rows")
+        yield from cast(Iterable[Any], rows)
+    except DataError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise DataError(
+            f"{source} raised {describe_error(error)}{_place_of(error)}; fix the function"
+        ) from error
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where an error was raised, as in ` (data.py line 7)`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
