@@ -85,7 +85,8 @@ class DataConfig(Section):
     """Where the rows come from."""
 
     train_files: list[str] = []
-    """`.jsonl`, `.json` or `.parquet` files, or `file.py:function` that returns rows."""
+    """`.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` files; globs or folders of such files; folders saved by
+    `datasets` (`folder:split`); or `file.py:function` that returns rows."""
     val_files: list[str] = []
     """The same, for evaluation."""
     prompt_key: str = "prompt"
@@ -96,6 +97,8 @@ class DataConfig(Section):
     """Evaluate on the first so many rows only."""
     shuffle: bool = True
     seed: Seed = 0
+    allow_changed_rows: bool = False
+    """Resume a training although its training rows have changed since the checkpoint."""
 
 
 class ModelConfig(Section):

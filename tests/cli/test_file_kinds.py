@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import sys
@@ -24,6 +25,7 @@ from agent_loop.file_kinds import (
     RECORDS,
     ROWS,
     RUN,
+    SAVED_DATASET,
     SETTINGS,
     STORED_TRAJECTORIES,
     TRACES,
@@ -36,6 +38,12 @@ from tests.cli.stored_project import make_stored_project, run
 KINDS = {
     "rows.jsonl": ROWS,
     "rows.json": ROWS,
+    "rows.jsonl.gz": ROWS,
+    "rows.csv": ROWS,
+    "rows.csv.gz": ROWS,
+    "torn.jsonl.gz": None,
+    "saved": SAVED_DATASET,
+    "splits": SAVED_DATASET,
     "config.yaml": SETTINGS,
     "model": MODEL,
     "sampled.jsonl": RECORDS,
@@ -69,6 +77,17 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy("evaluated/trajectories.parquet", "sampled.parquet")
     (folder / "torn.jsonl").write_bytes((folder / "traces.jsonl").read_bytes()[:200])
     (folder / "rows.json").write_text('[\n{"prompt": "x"}]')
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}'))
+    (folder / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}')[:-12])
+    (folder / "rows.csv").write_text("\ufeffprompt,answer\nx,1\n", encoding="utf-8")
+    (folder / "rows.csv.gz").write_bytes(gzip.compress(b"prompt,answer\nx,1\n"))
+    for name, files in {
+        "saved": ["state.json", "dataset_info.json"],
+        "splits": ["dataset_dict.json"],
+    }.items():
+        (folder / name).mkdir()
+        for file in files:
+            (folder / name / file).write_text("{}")
     (folder / "rollout.journal").write_bytes(HEADER)
     parquet.write_table(pa.table({"prompt": ["x"]}), folder / "rows.parquet")
     (folder / "cut.parquet").write_bytes((folder / "sampled.parquet").read_bytes()[:1000])

@@ -198,6 +198,31 @@ def test_a_resume_says_what_was_changed_meanwhile(config: Config) -> None:
     assert "changed since that checkpoint: actor.lr, trainer.total_steps" in output.getvalue()
 
 
+def test_a_resume_with_other_training_rows_is_refused_unless_it_is_allowed(
+    config: Config, tmp_path: Path
+) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "0.jsonl").write_text("".join(f'{{"prompt": "{n} {n + 1}"}}\n' for n in range(2, 8)))
+    config = changed(config, "data", train_files=[str(folder)])
+    train(changed(config, "trainer", total_steps=1))
+    (folder / "1.jsonl").write_text('{"prompt": "1 2"}\n')
+    config = changed(config, "trainer", total_steps=2)
+    output = io.StringIO()
+
+    with pytest.raises(
+        CheckpointError, match=r"step-000001' \(added: .*1.jsonl \(1 row, 18 bytes\)\); put the files back"
+    ):
+        train(config, resume=True)
+    allowed = changed(config, "data", allow_changed_rows=True)
+    resumed = train(allowed, resume=True, console=Console(file=output, width=400))
+
+    assert resumed.step == 2
+    assert "the rows of data.train_files changed since that checkpoint (added: " in output.getvalue()
+    rows = latest_checkpoint(resumed.run_dir).rows["train"]
+    assert [(Path(file.name).name, file.num_rows) for file in rows.files] == [("0.jsonl", 6), ("1.jsonl", 1)]
+
+
 def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         train(config, resume=True)

@@ -14,6 +14,7 @@ from agent_loop.errors import CheckpointError, ConfigError, DataError
 from agent_loop.file_kinds import (
     CHECKPOINT,
     MODEL,
+    SAVED_DATASET,
     SETTINGS,
     STORED_TRAJECTORIES,
     explain,
@@ -57,7 +58,10 @@ ModelOption = Annotated[
 DataOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--data", help="Row files, or file.py:function; may be given more than once.", show_default=False
+        "--data",
+        help="Rows: files, folders or globs of them, a folder saved by `datasets` (folder:split), or file.py:function; "
+        "may be given more than once.",
+        show_default=False,
     ),
 ]
 RunArgument = Annotated[
@@ -90,7 +94,9 @@ def find_run(path: Path) -> Path:
     """
     path = only_run(path)
     kind = kind_of(path)
-    is_other = kind in (CHECKPOINT, MODEL) or (path.is_file() and kind is not STORED_TRAJECTORIES)
+    is_other = kind in (CHECKPOINT, MODEL, SAVED_DATASET) or (
+        path.is_file() and kind is not STORED_TRAJECTORIES
+    )
     if is_other or not path.exists() or (kind is None and len(runs_in(path)) > 1):
         raise DataError(explain(path, wanted=WANTED_RUN))
     return path
@@ -100,9 +106,9 @@ def find_checkpoint_source(path: Path) -> Path:
     """Return the checkpoint or the run that a path names, or the only run that lies in it.
 
     Raises:
-        CheckpointError: The path is a file, or is not there.
+        CheckpointError: The path is a file or a data set, or is not there.
     """
-    if not path.is_dir():
+    if not path.is_dir() or kind_of(path) is SAVED_DATASET:
         raise CheckpointError(explain(path, wanted="a checkpoint, or the folder of a training run"))
     return only_run(path)
 

@@ -55,6 +55,8 @@ def rollout_command(
 
         agent-loop rollout config.yaml --data rows.jsonl --max-rows 8 -n 4 --out sampled.jsonl
 
+        agent-loop rollout config.yaml --data 'shards/train-*.parquet' --data saved:train
+
         agent-loop rollout config.yaml --out sampled.parquet
 
         agent-loop rollout config.yaml --out sampled.jsonl --resume

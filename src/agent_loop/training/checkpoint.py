@@ -4,7 +4,8 @@ checkpoints/step-000040/
     model/       what `transformers` loads: weights, config, tokenizer
     critic/      the same for the critic, where there is one
     trainer/     what `torch.distributed.checkpoint` loads into any number of processes: optimiser, random states
-    state.json   step, weight version, configuration, the size and CRC-32 of every other file, and a CRC-32 of itself
+    state.json   step, weight version, configuration, the files of the rows, the size and CRC-32 of every other file,
+                 and a CRC-32 of itself
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import warnings
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from agent_loop.errors import CheckpointError
 from agent_loop.storage.whole_file import sync_to_disk
+from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.manifest import find_damage, manifest_form, manifest_of, read_manifest
 
 STATE_FILE = "state.json"
@@ -66,6 +68,8 @@ class Checkpoint:
     config_digest: str
     version: str
     """The version of this package that wrote it."""
+    rows: Mapping[str, DataManifest] = field(default_factory=dict[str, DataManifest])
+    """The rows of the run, by split (`train`, `val`); empty in checkpoints of older versions."""
 
     @property
     def model_path(self) -> Path:
@@ -80,6 +84,7 @@ def save_checkpoint(
     learner: SavesItself,
     tokenizer: SavesPretrained,
     config: Mapping[str, Any],
+    rows: Mapping[str, DataManifest] | None = None,
     keep: int,
 ) -> Path:
     """Write a checkpoint, then remove all but the last `keep` of the run.
@@ -101,6 +106,7 @@ def save_checkpoint(
             "version": version("agent-loop"),
             "config_digest": config_digest(config),
             "config": dict(config),
+            "rows": {split: manifest.form() for split, manifest in (rows or {}).items()},
             "files": manifest_form(manifest_of(temporary)),
         }
         signed = {**state, "crc32": _checksum(json.loads(json.dumps(state)))}
@@ -216,6 +222,7 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
             config=dict(state["config"]),
             config_digest=str(state["config_digest"]),
             version=str(state["version"]),
+            rows={split: DataManifest.read(form) for split, form in dict(state.get("rows", {})).items()},
         )
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise _damaged(path, f"{STATE_FILE} cannot be read ({type(error).__name__}: {error})") from error

@@ -19,6 +19,7 @@ from agent_loop.threads import run_in_thread
 from agent_loop.training import metrics as names
 from agent_loop.training.ahead import RolloutsAhead
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint
+from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.evaluation import Evaluation, summarise
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.training.interrupt import Interrupt
@@ -70,8 +71,10 @@ class TrainingLoop:
         interrupt: Interrupt,
         journals: JournalFolder | None = None,
         keeper: TrajectoryKeeper | None = None,
+        rows: Mapping[str, DataManifest] | None = None,
     ) -> None:
         self._config = config
+        self._rows = rows
         self._run_dir = Path(config.trainer.run_dir)
         self._manager = manager
         self._learner = learner
@@ -268,6 +271,7 @@ class TrainingLoop:
                 learner=self._learner,
                 tokenizer=self._manager.template.tokenizer,
                 config=config_values(self._config),
+                rows=self._rows,
                 keep=self._config.trainer.keep_checkpoints,
             )
         self._saved = (self._completed, path)

@@ -14,12 +14,13 @@ from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
-from agent_loop.rollout.rows import RowSampler, load_rows
+from agent_loop.rollout.rows import RowSampler, load_row_files
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.keeper import TrajectoryKeeper
 from agent_loop.threads import run_in_thread
 from agent_loop.training.advantages import COMPARES_IN_GROUP
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
+from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.interrupt import Interrupt
 from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.learner import load_learner
@@ -31,6 +32,7 @@ from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.run_folder import (
     METRICS_FILE,
     changed_keys,
+    check_rows_unchanged,
     check_run_folder,
     config_values,
     find_checkpoint,
@@ -89,7 +91,7 @@ class PPOTrainer:
             TeamError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
-        sampler, val_rows = _load_data(config, has_manager=self._manager is not None)
+        sampler, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
         _refuse_groups_of_one(config)
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
@@ -100,6 +102,9 @@ class PPOTrainer:
             is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
             checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
             check_run_folder(run_dir, checkpoint=checkpoint, overwrite=self._overwrite or is_new)
+            notes = checkpoint and check_rows_unchanged(
+                checkpoint, manifests, allow_changed=config.data.allow_changed_rows
+            )
             loggers = make_loggers(config)
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(sampler.rows)
@@ -130,11 +135,14 @@ class PPOTrainer:
                 interrupt=interrupt,
                 journals=journals if _keeps_journals(config) else None,
                 keeper=stack.enter_context(keeper),
+                rows=manifests,
             )
             keeper.keep_vocabulary(manager.template.tokenizer)
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
                 _tell_what_changed(progress, checkpoint, config)
+                for note in notes or ():
+                    progress.say(note)
             elif from_journals:
                 progress.say("there is no checkpoint yet; going on from the journals")
             elif is_new:
@@ -144,8 +152,11 @@ class PPOTrainer:
             return await loop.run(checkpoint)
 
 
-def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[Row]]:
-    """Load the rows. A manager that the caller made may give rewards in ways that the configuration does not show."""
+def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[Row], dict[str, DataManifest]]:
+    """Load the rows, and describe their files by split.
+
+    A manager that the caller made may give rewards in ways that the configuration does not show.
+    """
     data = config.data
     if not data.train_files:
         raise ConfigError("data.train_files is empty; give at least one file, or file.py:function")
@@ -154,7 +165,9 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
         raise ConfigError(
             "validation is switched on but data.val_files is empty; give it rows, or unset trainer.val_every"
         )
-    rows = load_rows(data.train_files, prompt_key=data.prompt_key)
+    files = load_row_files(data.train_files, prompt_key=data.prompt_key)
+    manifests = {"train": DataManifest.of(files)}
+    rows = [row for file in files for row in file.rows]
     if not has_manager:
         refuse_without_reward(config, rows)
     sampler = RowSampler(
@@ -165,8 +178,10 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
     )
     val_rows: list[Row] = []
     if wants_validation:
-        val_rows += load_rows(data.val_files, prompt_key=data.prompt_key)[: data.val_max_rows]
-    return sampler, val_rows
+        val_files = load_row_files(data.val_files, prompt_key=data.prompt_key)
+        manifests["val"] = DataManifest.of(val_files)
+        val_rows += [row for file in val_files for row in file.rows][: data.val_max_rows]
+    return sampler, val_rows, manifests
 
 
 def _refuse_groups_of_one(config: Config) -> None:

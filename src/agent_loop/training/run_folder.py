@@ -21,6 +21,7 @@ from agent_loop.training.checkpoint import (
     named_checkpoint,
     step_of,
 )
+from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.metrics import forget_steps_after
 
 CONFIG_FILE = "config.yaml"
@@ -70,6 +71,35 @@ def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite:
                 f"the run is to go on after step {checkpoint.step}, but {str(run_dir)!r} holds later checkpoints "
                 f"({', '.join(later)}); move them elsewhere, or set trainer.run_dir to a new folder"
             )
+
+
+def check_rows_unchanged(
+    checkpoint: Checkpoint, rows: Mapping[str, DataManifest], *, allow_changed: bool
+) -> list[str]:
+    """Refuse to resume with other training rows: which rows a step takes follows from their positions.
+
+    Args:
+        rows: The rows as they are, by split.
+        allow_changed: Whether other training rows are no error.
+
+    Returns:
+        Notes for the user on rows that have changed.
+
+    Raises:
+        CheckpointError: The training rows are not those of the checkpoint.
+    """
+    notes: list[str] = []
+    for split in sorted(rows.keys() & checkpoint.rows.keys()):
+        changes = rows[split].changes_since(checkpoint.rows[split])
+        if changes is None:
+            continue
+        if split == "train" and not allow_changed:
+            raise CheckpointError(
+                f"the training rows are not those of the checkpoint {str(checkpoint.path)!r} ({changes}); put the "
+                "files back as they were, or set data.allow_changed_rows=true to resume with the rows as they are"
+            )
+        notes.append(f"the rows of data.{split}_files changed since that checkpoint ({changes})")
+    return notes
 
 
 def prepare_run_folder(run_dir: Path, *, config: Config, checkpoint: Checkpoint | None) -> None:

@@ -1,0 +1,132 @@
+"""A run knows the files of its rows again, and says which of them have changed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.errors import CheckpointError
+from agent_loop.rollout.rows import RowFile, load_row_files
+from agent_loop.training.checkpoint import Checkpoint
+from agent_loop.training.data_manifest import DataManifest
+from agent_loop.training.run_folder import check_rows_unchanged
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two shards."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name in "ab":
+        rows = [{"prompt": f"{name} {number}"} for number in range(5)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def manifest(*sources: str) -> DataManifest:
+    return DataManifest.of(load_row_files(sources or ["shards"], prompt_key="prompt"))
+
+
+def checkpoint(**rows: DataManifest) -> Checkpoint:
+    return Checkpoint(
+        path=Path("run/checkpoints/step-000002"),
+        step=2,
+        weight_version=2,
+        config={},
+        config_digest="",
+        version="",
+        rows=rows,
+    )
+
+
+def add(folder: Path) -> None:
+    (folder / "c.jsonl").write_text('{"prompt": "c"}\n')
+
+
+def add_many(folder: Path) -> None:
+    for name in "cdefghi":
+        (folder / f"{name}.jsonl").write_text(f'{{"prompt": "{name}"}}\n')
+
+
+def remove(folder: Path) -> None:
+    (folder / "b.jsonl").unlink()
+
+
+def change_a_byte(folder: Path) -> None:
+    path = folder / "b.jsonl"
+    path.write_text(path.read_text().replace("b 3", "b 4"))
+
+
+def cut(folder: Path) -> None:
+    path = folder / "b.jsonl"
+    path.write_text(path.read_text().partition("\n")[0])
+
+
+def swap(folder: Path) -> None:
+    (folder / "a.jsonl").rename(folder / "c.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (add, "added: shards/c.jsonl (1 row, 16 bytes)"),
+        (add_many, "added: shards/g.jsonl (1 row, 16 bytes); and 2 more"),
+        (remove, "removed: shards/b.jsonl (5 rows, 90 bytes)"),
+        (change_a_byte, "changed: shards/b.jsonl (was 5 rows, 90 bytes; is 5 rows, 90 bytes)"),
+        (cut, "changed: shards/b.jsonl (was 5 rows, 90 bytes; is 1 row, 17 bytes)"),
+        (swap, "the files come in another order"),
+    ],
+)
+def test_what_has_changed_is_said_and_other_training_rows_are_refused(
+    folder: Path, change: Callable[[Path], None], said: str
+) -> None:
+    before = manifest()
+    change(folder)
+    now = manifest()
+
+    assert said in str(now.changes_since(before))
+    with pytest.raises(CheckpointError, match=r"set data\.allow_changed_rows=true") as refused:
+        check_rows_unchanged(checkpoint(train=before), {"train": now}, allow_changed=False)
+    assert said in str(refused.value)
+    assert "step-000002" in str(refused.value)
+    [note] = check_rows_unchanged(checkpoint(train=before), {"train": now}, allow_changed=True)
+    assert said in note
+    [note] = check_rows_unchanged(checkpoint(val=before), {"val": now}, allow_changed=False)
+    assert note.startswith("the rows of data.val_files changed since that checkpoint")
+
+
+def test_the_same_rows_in_other_files_are_no_change(folder: Path, tmp_path: Path) -> None:
+    before = manifest()
+    text = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+    (tmp_path / "moved.jsonl.gz").write_bytes(gzip.compress(text))
+
+    assert manifest("moved.jsonl.gz").changes_since(before) is None
+    assert manifest(str(folder)).changes_since(before) is None
+    assert manifest("shards", "shards").changes_since(before) == (
+        "the files come in another order, or another number of times"
+    )
+
+
+def test_a_checkpoint_that_knows_no_rows_is_not_compared() -> None:
+    assert check_rows_unchanged(checkpoint(), {"train": manifest()}, allow_changed=False) == []
+
+
+def test_a_manifest_comes_back_from_its_plain_values() -> None:
+    written = manifest()
+
+    assert DataManifest.read(json.loads(json.dumps(written.form()))) == written
+
+
+def test_rows_of_a_function_may_hold_any_object() -> None:
+    def of(*values: Any) -> DataManifest:
+        return DataManifest.of([RowFile("task.py:rows", None, [{"x": value} for value in values])])
+
+    assert of(np.arange(3), object(), {1}).changes_since(of(np.arange(3), object(), {1})) is None
+    assert of(np.arange(4)).changes_since(of(np.arange(3))) == "changed: task.py:rows (was 1 row; is 1 row)"
