@@ -40,7 +40,7 @@ class EmbeddedConfig:
     of them sample alike."""
     deterministic: bool = False
     """Compute each completion by itself from its first token, so that the same prompt, parameters and seed give the
-    same tokens and log-probs to the last bit, whatever runs beside it."""
+    same tokens and log-probs to the last bit, whatever runs beside it. Uses a cache per completion, or none."""
     recompute_kv_on_update: bool = False
     """After a weight update, compute the cache of requests in flight again under the new weights. Counts as a
     preemption."""
@@ -62,3 +62,8 @@ class EmbeddedConfig:
             value = getattr(self, name)
             if value not in options:
                 raise ConfigError(f"EmbeddedConfig.{name} is {value!r}; give one of {', '.join(options)}")
+        if self.deterministic and self.cache == "shared":
+            raise ConfigError(
+                "EmbeddedConfig.cache is 'shared', but deterministic is true, and what requests share depends on when "
+                "they come; leave cache out"
+            )

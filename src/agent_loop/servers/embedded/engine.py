@@ -203,11 +203,12 @@ class Engine:
     def _sample(self, requests: Sequence[GenerationRequest], *, logits: Tensor) -> None:
         if not requests:
             return
-        rows = sample_rows(
-            logits,
-            params=[request.params for request in requests],
-            uniforms=[request.draw() for request in requests],
-        )
+        params, uniforms = [r.params for r in requests], [r.draw() for r in requests]
+        num_at_once = 1 if self._config.deterministic else len(requests)
+        rows: list[SampledRow] = []
+        for start in range(0, len(requests), num_at_once):
+            part = slice(start, start + num_at_once)
+            rows += sample_rows(logits[part], params=params[part], uniforms=uniforms[part])
         for request, row in zip(requests, rows, strict=True):
             self._accept(request, row=row)
 

@@ -29,6 +29,8 @@ class _Sequence:
     tokens: IntArray
     """Shape [max_model_len]; the first `num_tokens` count."""
     num_tokens: int
+    num_at_once: int = 0
+    """The first so many tokens are computed in one forward, each later one in a forward of its own."""
     num_cached: int = 0
     cache: Any = None
     """What the model returned in its last forward; None before the first."""
@@ -58,6 +60,9 @@ class RequestCaches:
         self.kind: CacheKind = kind
         self.continues = continues
         self._runner = runner
+        self._replays = config.deterministic
+        """Compute what was sampled of an interrupted completion as it was computed then, token by token, so that the
+        rest is equal to the last bit."""
         self._max_requests = config.max_slots
         self._max_model_len = config.max_model_len
         self._running: dict[GenerationRequest, _Sequence] = {}
@@ -86,6 +91,7 @@ class RequestCaches:
             sequence = _Sequence(np.zeros(self._max_model_len, dtype=np.int32), num_tokens=0)
         sequence.tokens[:count] = request.prompt_ids
         sequence.num_tokens = count
+        sequence.num_at_once = count - request.params.num_sampled if self._replays else self._max_model_len
         request.num_cached_tokens = sequence.num_cached
         self._running[request] = sequence
         while self._idle and len(self._idle) + len(self._running) > self._max_requests:
@@ -131,13 +137,18 @@ class RequestCaches:
 
     def _next_logits(self, sequence: _Sequence) -> Tensor:
         """Compute the tokens that are not cached; return the logits after the last one, [vocab]."""
-        new_tokens = sequence.tokens[sequence.num_cached : sequence.num_tokens]
         if self.kind == "none":
-            return self._runner.plain_logits(new_tokens, first=len(new_tokens) - 1)[0]
+            tokens = sequence.tokens[: sequence.num_tokens]
+            return self._runner.plain_logits(tokens, first=len(tokens) - 1)[0]
+        for end in range(max(sequence.num_at_once, sequence.num_cached + 1), sequence.num_tokens):
+            self._extend(sequence, end=end)
+        return self._extend(sequence, end=sequence.num_tokens)
+
+    def _extend(self, sequence: _Sequence, *, end: int) -> Tensor:
         logits, sequence.cache = self._runner.cached_logits(
-            new_tokens, cache=sequence.cache, num_cached=sequence.num_cached
+            sequence.tokens[sequence.num_cached : end], cache=sequence.cache, num_cached=sequence.num_cached
         )
-        sequence.num_cached = sequence.num_tokens
+        sequence.num_cached = end
         return logits
 
 
