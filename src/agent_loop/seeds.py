@@ -1,8 +1,11 @@
-"""Seeds of completions: derived from a run's seed and from what a completion is, not from when it is asked for."""
+"""Seeds of completions and trajectories. They follow from what they are for, not from when they are asked for."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from hashlib import blake2b
 
 from agent_loop.types import IntArray
@@ -41,3 +44,31 @@ class CompletionSeeds:
         number = self._num_asked[context_hash]
         self._num_asked[context_hash] += 1
         return derived_seed(self._seed, context_hash, number)
+
+
+def trajectory_seed(*parts: int | str) -> int | None:
+    """Return a seed of the trajectory that the running code belongs to, for randomness of tools and interactions.
+
+    It is the same whenever the trajectory is run with the same settings, and after an interruption.
+
+    Args:
+        parts: What the seed is for, so that two uses do not draw alike.
+
+    Returns:
+        None outside of trajectories, and in those that have no seed.
+    """
+    seed = _CURRENT.get()
+    return None if seed is None else derived_seed(seed, *parts)
+
+
+@contextmanager
+def seeded_trajectory(seed: int | None) -> Generator[None]:
+    """Let `trajectory_seed` derive from this seed in the body, tasks and threads included."""
+    token = _CURRENT.set(seed)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+_CURRENT: ContextVar[int | None] = ContextVar("agent_loop_trajectory_seed", default=None)

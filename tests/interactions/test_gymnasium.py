@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -11,8 +12,9 @@ from gymnasium import spaces
 
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.gymnasium import GymnasiumInteraction
+from agent_loop.testing import run_virtual
 from agent_loop.types import StopReason
-from tests.helpers import says
+from tests.helpers import says, user
 from tests.interactions.conversations import converse
 from tests.rollout.harness import Stage
 
@@ -122,6 +124,24 @@ def test_each_trajectory_has_an_environment_in_one_thread_and_it_is_closed() -> 
 def test_the_rows_seed_and_arguments_reach_the_environment() -> None:
     output = converse(counting(), ["1"], start=50, seed=3, reward=None).output
     assert output.messages[0]["content"].endswith("\n\n50")
+
+
+def test_without_a_seed_in_the_row_each_trajectory_s_own_seed_decides() -> None:
+    def seeds(*of_trajectories: int | None, **interaction_kwargs: Any) -> list[Any]:
+        Countdown.made = []
+        stage = Stage(lambda _: says("1"), interactions={"countdown": counting()})
+        rows = [
+            {"raw_prompt": user("Go."), "interaction_kwargs": {"name": "countdown", **interaction_kwargs}}
+        ]
+        jobs = stage.jobs(rows * len(of_trajectories))
+        jobs = [replace(job, seed=seed) for job, seed in zip(jobs, of_trajectories, strict=True)]
+        run_virtual(stage.worker.run(jobs))
+        return sorted(env.np_random_seed for env in Countdown.made)
+
+    assert seeds(1, 2) == seeds(2, 1)
+    assert len({*seeds(1, 2), *seeds(3, 2**62)}) == 4
+    assert seeds(1, 2, seed=5) == [5, 5]
+    assert seeds(None) != seeds(None)
 
 
 def test_what_is_no_action_is_answered_and_not_stepped() -> None:

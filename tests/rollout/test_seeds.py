@@ -20,7 +20,7 @@ from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.seeds import CompletionSeeds, derived_seed
+from agent_loop.seeds import CompletionSeeds, derived_seed, trajectory_seed
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -256,6 +256,22 @@ def test_a_rollout_that_was_cancelled_goes_on_with_the_same_draws(is_new_process
         return await (manager() if is_new_process else first).run(ROWS, earlier=begun)
 
     assert tokens_of(run_virtual(scenario())) == tokens_of(run_virtual(manager().run(ROWS)))
+
+
+def test_tools_and_interactions_can_ask_for_a_seed_of_their_trajectory() -> None:
+    @register("seeds_of_the_trajectory")
+    class OfTheTrajectory(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+            async with self.episode(row["raw_prompt"]) as episode:
+                await asyncio.sleep(random.uniform(0, 5))
+                in_thread = await asyncio.to_thread(trajectory_seed, "mine")
+                assert in_thread == trajectory_seed("mine") != trajectory_seed("others")
+            return replace(episode.output(), extra_fields={"completions": [[in_thread]]})
+
+    first = run(make_manager(agent="seeds_of_the_trajectory"))
+    assert first == run(make_manager(agent="seeds_of_the_trajectory", num_workers=2))
+    assert len({seed for [[seed]] in first}) == len(first)
+    assert trajectory_seed("mine") is None
 
 
 def test_derived_seeds_are_what_they_were_in_every_process() -> None:

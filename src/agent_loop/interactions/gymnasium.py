@@ -17,11 +17,13 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import text_of
 from agent_loop.interactions.settings import read_settings
 from agent_loop.loading import import_extra, load_object
+from agent_loop.seeds import trajectory_seed
 from agent_loop.threads import OneThread
 from agent_loop.types import Message
 
 ObservationText = Callable[[Any, Any], str]
 """(observation, environment) -> what the model reads."""
+LARGEST_SEED = 2**31 - 1
 _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
 
 
@@ -53,6 +55,7 @@ class GymnasiumInteraction(BaseInteraction):
     their sum the verdict.
 
     The row's `interaction_kwargs` may hold `seed` and `options` for `reset`; anything else goes to `gymnasium.make`.
+    Without a `seed` there, `rollout.seed` decides, for each trajectory by itself.
     Each reply records `terminated` and `truncated`. An environment lives in a thread of its own.
     """
 
@@ -79,6 +82,9 @@ class GymnasiumInteraction(BaseInteraction):
             key: value for key, value in kwargs.items() if value is not None
         }
         game = self._games[instance_id] = _Game(OneThread(f"{self.name}-{instance_id[:8]}"))
+
+        if seed is None and (derived := trajectory_seed(self.name)) is not None:
+            seed = derived & LARGEST_SEED
 
         def begin() -> str:
             game.env = self._make(self._settings.env_id, **env_kwargs)

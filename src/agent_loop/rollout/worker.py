@@ -29,6 +29,7 @@ from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.oversight import Oversight
 from agent_loop.row_notes import RowNotes
+from agent_loop.seeds import seeded_trajectory
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
@@ -191,7 +192,7 @@ class AgentLoopWorker:
         assert task is not None
         trajectory_id = job.trajectory_id
         self._running[trajectory_id] = task
-        with RowNotes(trajectory_id) as notes:
+        with RowNotes(trajectory_id) as notes, seeded_trajectory(job.seed):
             try:
                 outputs = await self._run_loop(job, context)
                 if job.log is not None and job.log.mismatch is not None:
