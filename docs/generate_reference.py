@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agent_loop.config import FIXED_LONG_NAMES, LONG_NAMES, Config
+from agent_loop.config import FIXED_LONG_NAMES, LONG_NAMES, WORDS_OF_LONG_NAMES, Config
 
 TARGET = Path(__file__).parent / "reference" / "config.md"
 
@@ -32,6 +32,9 @@ def render() -> str:
     lines += ["| name | means |", "|---|---|"]
     lines += [f"| `{name}` | `{key}` |" for name, key in LONG_NAMES.items()]
     lines += [f"| `{name}` | accepted with the value `{value}` |" for name, value in FIXED_LONG_NAMES.items()]
+    for name, (key, meanings) in WORDS_OF_LONG_NAMES.items():
+        words = ", ".join(f"`{word}` is `{key}: {str(value).lower()}`" for word, value in meanings.items())
+        lines.append(f"| `{name}` | {words} |")
     return "\n".join(lines) + "\n"
 
 

@@ -339,8 +339,10 @@ class RewardConfig(Section):
 
     function: str | None = None
     """`file.py:name` or `module:name` of `(output, row) -> float | dict`, sync or async."""
+    batch: bool = False
+    """Call `function` as `(outputs, rows) -> list of float | dict`, once for all trajectories of a row."""
     timeout_s: PositiveSeconds = 60.0
-    """Scoring one trajectory."""
+    """Scoring one trajectory; with `batch`, all trajectories of a row."""
     success_threshold: float = 1.0
     """A trajectory with at least this reward counts as a success."""
 
@@ -598,6 +600,12 @@ FIXED_LONG_NAMES: Mapping[str, Any] = {
 }
 """Switches of other systems that cannot be set otherwise here: accepted with this value, refused with another."""
 
+WORDS_OF_LONG_NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "reward_model.reward_manager": ("reward.batch", {"naive": False, "batch": True}),
+    "reward.reward_manager.name": ("reward.batch", {"naive": False, "batch": True}),
+}
+"""Names of other systems' configurations whose values are words: the key here, and what each word means."""
+
 
 def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and `key=value` overrides.
@@ -681,8 +689,18 @@ def _with_short_names(values: Mapping[str, Any]) -> dict[str, Any]:
                     f"{key} is {value!r}; only {FIXED_LONG_NAMES[key]!r} exists here, so leave it out"
                 )
             continue
+        if key in WORDS_OF_LONG_NAMES:
+            key, value = _read_word(key, value)
         _put(short, _short_name(key).split("."), value)
     return short
+
+
+def _read_word(name: str, word: Any) -> tuple[str, Any]:
+    """Return the key and the value that a word of another system means."""
+    key, meanings = WORDS_OF_LONG_NAMES[name]
+    if not isinstance(word, str) or word not in meanings:
+        raise ConfigError(f"{name} is {word!r}; only {' and '.join(map(repr, meanings))} exist here")
+    return key, meanings[word]
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -47,6 +47,11 @@ def reward(output, row):
     if Path("breaks").is_file():
         raise ValueError("no answer is good enough")
     return float(output.messages[-1]["content"] == "right")
+
+def together(outputs, rows):
+    with open("judged.log", "a") as log:
+        log.write(" ".join(row["prompt"][-1] for row in rows) + chr(10))
+    return [float(output.messages[-1]["content"] == "right") for output in outputs]
 """
 
 

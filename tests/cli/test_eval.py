@@ -97,6 +97,23 @@ def test_an_evaluation_leaves_trajectories_and_a_summary_with_categories(evaluat
     assert not Path("runs/eval/rollout.journal").exists()
 
 
+def test_a_batch_reward_scores_the_samples_of_each_row_with_one_call_and_none_again(
+    evaluate: Evaluate,
+) -> None:
+    options = ["reward.function=script.py:together", "reward.batch=true"]
+    with file("interrupt", "5"), file("hang", "34"):
+        assert evaluate(*options).exit_code == 130
+    assert sorted(Path("judged.log").read_text().splitlines()) == ["0 0", "1 1", "2 2"]
+
+    resumed = evaluate(*options, "--resume")
+
+    assert resumed.exit_code == 0, resumed.err
+    assert sorted(Path("judged.log").read_text().splitlines()) == [f"{n} {n}" for n in range(6)]
+    assert places() == ALL
+    summary = json.loads(Path("runs/eval/summary.json").read_text())
+    assert summary["evaluation"]["scores"]["pass_at_k"]["2"]["value"] == 1.0
+
+
 def test_json_goes_to_the_output_alone(evaluate: Evaluate) -> None:
     result = evaluate("--json", "-n", "1", "--max-rows", "2")
 

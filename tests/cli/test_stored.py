@@ -100,6 +100,32 @@ def test_rescore_with_a_function_that_raises_ends_with_1() -> None:
     assert "1 -> none  RewardError: reward function script.py:half raised ValueError: not this one" in text
 
 
+def test_rescore_in_batches_asks_once_for_each_row(tmp_path: Path) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text(
+        "def together(outputs, rows):\n"
+        "    if rows[0]['prompt'].endswith('2'):\n"
+        "        raise ValueError('not this one')\n"
+        "    return [{'reward': 0.5, 'of': len(outputs)} for _ in outputs]\n"
+    )
+    text = run(
+        "rescore",
+        "run",
+        "--reward",
+        f"{judge}:together",
+        "--batch",
+        "--out",
+        f"{tmp_path}/new.parquet",
+        exit_code=1,
+    ).output
+    assert "scored       4       3" in text
+    assert "raised ValueError: not this one" in text
+    scalars = StoredRun(tmp_path / "new.parquet").scalars()
+    assert scalars["reward"].to_pylist() == [0.5, 0.5, None, 0.5]
+    with pytest.raises(ConfigError, match="--batch"):
+        run("rescore", "run", "--reward", f"{judge}:together")
+
+
 def test_rescore_refuses_what_it_cannot_use() -> None:
     with pytest.raises(ConfigError, match="nothing"):
         run("rescore", "run", "--reward", "script.py:nothing")

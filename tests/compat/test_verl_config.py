@@ -84,6 +84,8 @@ READ = {
     "trainer.save_freq": 20,
     "trainer.test_freq": -1,
     "reward_model.enable": False,
+    "reward_model.reward_manager": "naive",
+    "reward.reward_manager.name": "naive",
     "custom_reward_function.path": "rewards.py",
     "custom_reward_function.name": "score",
 }
@@ -134,6 +136,13 @@ def test_a_loop_reads_every_key_that_verl_documents(config: Config) -> None:
     assert isinstance(loop.config, DictConfig)
     read = {key: OmegaConf.select(loop.config, key, throw_on_missing=True) for key in READ}
     assert {key: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for key, v in read.items()} == READ
+
+
+def test_a_loop_reads_that_rewards_are_given_in_batches(config: Config) -> None:
+    reward = config.reward.model_copy(update={"batch": True})
+    run(config.model_copy(update={"reward": reward}), "config_reader")
+    read = seen[0].config
+    assert (read.reward_model.reward_manager, read.reward.reward_manager.name) == ("batch", "batch")
 
 
 def test_a_configuration_is_a_mapping_with_attributes(config: Config) -> None:

@@ -87,7 +87,7 @@ def test_a_hung_reward_function_ends_at_its_time_limit() -> None:
         await asyncio.Event().wait()
         return 0.0
 
-    with pytest.raises(RewardError, match="judge took longer than 60 s; mend it"):
+    with pytest.raises(RewardError, match="judge took longer than 60 s; fix it"):
         run_virtual(RewardFunction(judge, timeout_s=60)(OUTPUT, ROW))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
-    from agent_loop.rewards.function import RewardFunction
+    from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, Verdict
 
 MAX_AT_ONCE = 32
 UNSCORED = (StopReason.FAILED, StopReason.CANCELLED)
@@ -50,6 +51,18 @@ class Rescored:
         names = ("split", "step", "group", "rollout")
         where = tuple(self.stored[name] for name in names)
         return where if self.stored["branch"] is not None else (*where, self.stored["trajectory_id"])
+
+    @classmethod
+    def of(cls, stored: Mapping[str, Any], trajectory: Trajectory, verdict: Verdict) -> Rescored:
+        """Return a stored trajectory with what the function said of it."""
+        if verdict.score is None:
+            return cls(
+                stored,
+                structs.replace(trajectory, reward=None),
+                describe_error(verdict.error or RewardError()),
+            )
+        score = verdict.score
+        return cls(stored, structs.replace(trajectory, reward=score.reward, reward_extra=score.extra))
 
     @property
     def differs(self) -> bool:
@@ -83,15 +96,22 @@ def rescore_command(
             help="A new reward of at least this is a success; by default that of the run.",
         ),
     ] = None,
+    batch: Annotated[
+        bool,
+        typer.Option(
+            "--batch", help="Call the function once for all trajectories of a row, as with `reward.batch`."
+        ),
+    ] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, callback=finite, help="Seconds for one trajectory.")
+        float, typer.Option("--timeout", min=0.1, callback=finite, help="Seconds for one call.")
     ] = 60.0,
     limit: Annotated[int, typer.Option("--limit", min=0, help="Disagreements that are listed.")] = 20,
 ) -> None:
     """Score stored trajectories again with another reward function, without a model.
 
-    The function is called as in training, with each trajectory's output and row; images are there as descriptions only.
-    Those that failed or were cancelled are not scored. Exit code 1 if the function gave some no reward.
+    The function is called as in training, with each trajectory's output and row, or with --batch with those of all
+    stored trajectories of a row; images are there as descriptions only. Those that failed or were cancelled are not
+    scored. Exit code 1 if the function gave some no reward.
 
     Examples:
 
@@ -102,12 +122,13 @@ def rescore_command(
         agent-loop rescore runs/eval --reward task.py:reward --out rescored.parquet
     """
     # late: keeps `--help` quick
-    from agent_loop.rewards.function import load_reward
+    from agent_loop.rewards.function import load_batch_reward, load_reward
     from agent_loop.storage.run import StoredRun
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out is {str(out)!r}; give a file that ends in .parquet")
-    function, console, stored = load_reward(reward, timeout_s=timeout_s), Console(), StoredRun(find_run(run))
+    function = (load_batch_reward if batch else load_reward)(reward, timeout_s=timeout_s)
+    console, stored = Console(), StoredRun(find_run(run))
     rows = list(stored.rows(split=split, step=step))
     if not rows:
         raise nothing_stored(stored, step=step, split=split)
@@ -123,24 +144,48 @@ def rescore_command(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _score_all(rows: Sequence[Mapping[str, Any]], function: RewardFunction) -> list[Rescored]:
+async def _score_all(
+    rows: Sequence[Mapping[str, Any]], function: RewardFunction | BatchRewardFunction
+) -> list[Rescored]:
     from agent_loop.concurrency import run_together
+    from agent_loop.rewards.function import RewardFunction
     from agent_loop.storage.reading import to_trajectory
 
-    places = asyncio.Semaphore(MAX_AT_ONCE)
+    calls = asyncio.Semaphore(MAX_AT_ONCE)
+    is_single = isinstance(function, RewardFunction)
+    groups: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        groups[place if is_single else (row["split"], row["step"], row["group"])].append(place)
 
-    async def score(row: Mapping[str, Any]) -> Rescored:
-        trajectory = to_trajectory(row)
-        if trajectory.output.stop_reason in UNSCORED:
-            return Rescored(row, trajectory)
-        async with places:
-            try:
-                found = await function(trajectory.output, trajectory.row)
-            except RewardError as error:
-                return Rescored(row, structs.replace(trajectory, reward=None), describe_error(error))
-        return Rescored(row, structs.replace(trajectory, reward=found.reward, reward_extra=found.extra))
+    async def score(places: Sequence[int]) -> dict[int, Rescored]:
+        trajectories = {place: to_trajectory(rows[place]) for place in places}
+        found = {place: Rescored(rows[place], trajectory) for place, trajectory in trajectories.items()}
+        judged = {p: t for p, t in trajectories.items() if t.output.stop_reason not in UNSCORED}
+        if judged:
+            async with calls:
+                verdicts = await _verdicts(list(judged.values()), function)
+            for (place, trajectory), verdict in zip(judged.items(), verdicts, strict=True):
+                found[place] = Rescored.of(rows[place], trajectory, verdict)
+        return found
 
-    return await run_together(score(row) for row in rows)
+    parts = await run_together(score(places) for places in groups.values())
+    found = {place: each for part in parts for place, each in part.items()}
+    return [found[place] for place in range(len(rows))]
+
+
+async def _verdicts(
+    trajectories: Sequence[Trajectory], function: RewardFunction | BatchRewardFunction
+) -> list[Verdict]:
+    """Call the function once."""
+    from agent_loop.rewards.function import RewardFunction, Verdict
+
+    try:
+        if isinstance(function, RewardFunction):
+            [trajectory] = trajectories
+            return [Verdict(await function(trajectory.output, trajectory.row))]
+        return await function([t.output for t in trajectories], [t.row for t in trajectories])
+    except RewardError as error:
+        return [Verdict(error=error) for _ in trajectories]
 
 
 def _comparison(rescored: Sequence[Rescored], *, threshold: float) -> Table:

@@ -14,7 +14,7 @@ from agent_loop.distributed.remote_workers import RemoteWorker, RemoteWorkers
 from agent_loop.distributed.weights import WeightStore
 from agent_loop.errors import ServerError
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.parts import load_template
+from agent_loop.rollout.parts import load_reward_function, load_template
 from agent_loop.servers.factory import server_specs
 from agent_loop.tracing.tracer import with_trace_names
 
@@ -56,6 +56,7 @@ class ClusterManager(AgentLoopManager):
             with_trace_names(config),
             servers=self.remote_servers,
             template=template,
+            reward=load_reward_function(config) if config.reward.batch else None,
             workers=self.remote_workers,
             settings=config,
         )

@@ -123,7 +123,8 @@ class WorkerActor:
             template=template,
             settings=setup.config,
         )
-        reward = load_reward_function(setup.config)
+        # Whole groups are scored by the driver, so that no worker loads what only the function needs.
+        reward = None if setup.config.reward.batch else load_reward_function(setup.config)
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
         freeze_objects()
         return self._client, os.getpid()

@@ -153,6 +153,31 @@ def read_trajectories(
     ]
 
 
+def verdict_form(trajectory: Trajectory) -> dict[str, Any]:
+    """What a batch reward function found of a trajectory: its reward, or why there is none."""
+    output, failure = trajectory.output, trajectory.output.failure
+    return {
+        "branch": trajectory.branch,
+        "reward": trajectory.reward,
+        "reward_extra": dict(trajectory.reward_extra),
+        "failure": failure and [failure.error, failure.traceback],
+        "incidents": [_incident_form(incident) for incident in output.incidents],
+    }
+
+
+def with_verdict(trajectory: Trajectory, form: Mapping[str, Any]) -> Trajectory:
+    """Return a trajectory that had ended with what was found of it."""
+    output = trajectory.output
+    for incident in form["incidents"][len(output.incidents) :]:
+        output = output.noted(_read_incident(incident))
+    return structs.replace(
+        trajectory,
+        output=output.failed(Failure(*form["failure"])) if form["failure"] else output,
+        reward=form["reward"],
+        reward_extra=form["reward_extra"],
+    )
+
+
 def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[str, Any]:
     messages = output.messages
     begins_with_row = len(messages) >= len(prompt) and all(

@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """The row begins anew; what was recorded of it before counts no more."""
     END = "end"
     """The row's trajectories, scored."""
+    REWARDS = "rewards"
+    """What a batch reward function found of rows that had ended."""
     COMPLETE = "complete"
     """The rollout is over, with these trajectories."""
     DAMAGE = "damage"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from agent_loop.boundary import (
     REWARD_LIMIT,
@@ -20,8 +20,11 @@ from agent_loop.copying import copied
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.foreign_values import plain_mapping
 from agent_loop.loading import load_object
-from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.row_notes import RowNotes
+from agent_loop.trajectory import AgentLoopOutput, Incident
 from agent_loop.types import Row
+
+ResultT = TypeVar("ResultT")
 
 FUNCTION_KEY = "reward.function"
 REWARD_NAMES = ("reward", "score")
@@ -35,6 +38,16 @@ class Score:
     reward: float
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What else the function returned; becomes columns of the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a batch reward function said of one trajectory: a score, or why there is none."""
+
+    score: Score | None = None
+    error: RewardError | None = None
+    incidents: Sequence[Incident] = ()
+    """Values of its mapping that could not be kept."""
 
 
 class RewardFunction:
@@ -54,7 +67,7 @@ class RewardFunction:
     ) -> None:
         self.function = function
         self.timeout_s = timeout_s
-        self.name = name or str(getattr(function, "__qualname__", type(function).__qualname__))
+        self.name = name or _name_of(function)
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
         """Scores one trajectory. The function gets copies of the messages, the fields and the row.
@@ -68,18 +81,48 @@ class RewardFunction:
             returned = await call_function(self.function, output.copied(), copied(dict(row)))
             return read_score(returned, source=source)
 
-        try:
-            return await run_bounded(score, timeout_s=self.timeout_s, name=source)
-        except DeadlineExpired as error:
-            raise RewardError(
-                f"reward function {self.name} {error}; mend it, or raise reward.timeout_s"
-            ) from error
-        except RewardError:
-            raise
-        except Exception as error:
-            raise RewardError(
-                f"reward function {self.name} raised {describe_error(error)}; mend it"
-            ) from error
+        return await _run_function(score, source=source, timeout_s=self.timeout_s)
+
+
+class BatchRewardFunction:
+    """A user's `(outputs, rows) -> list of float | dict` within a time limit, called once for a group of trajectories.
+
+    What each element of the list may be, and where the function runs, is as for `RewardFunction`.
+
+    Args:
+        function: Called with the outputs of a group and their rows, two lists of the same length, by position.
+        timeout_s: For one group.
+        name: For errors.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[AgentLoopOutput], list[Row]], Any],
+        *,
+        timeout_s: float,
+        name: str | None = None,
+    ) -> None:
+        self.function = function
+        self.timeout_s = timeout_s
+        self.name = name or _name_of(function)
+
+    async def __call__(self, outputs: Sequence[AgentLoopOutput], rows: Sequence[Row]) -> list[Verdict]:
+        """Score a group, in the order of its outputs. The function gets copies of the messages, the fields and rows.
+
+        Raises:
+            RewardError: The function raised, took too long, or did not return one value for each output. A single value
+                that is no reward is an error of its verdict alone.
+        """
+        source = f"reward function {self.name}"
+
+        async def score() -> list[Verdict]:
+            returned = await call_function(
+                self.function, [output.copied() for output in outputs], [copied(dict(row)) for row in rows]
+            )
+            values = _listed(returned, count=len(outputs), source=source)
+            return [_verdict(value, source=f"{source}, at place {n},") for n, value in enumerate(values)]
+
+        return await _run_function(score, source=source, timeout_s=self.timeout_s)
 
 
 def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
@@ -92,23 +135,22 @@ def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
     Raises:
         ConfigError: There is no such function, or it does not take `(output, row)`.
     """
-    function = load_object(reference, key=FUNCTION_KEY)
-    if not callable(function) or isinstance(function, type):
-        kind = "a class" if isinstance(function, type) else f"an object of type {type(function).__name__}"
-        raise ConfigError(
-            f"{FUNCTION_KEY} is {reference!r}, {kind}; name a function (output, row) -> float | dict"
-        )
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return RewardFunction(function, timeout_s=timeout_s, name=reference)
-    try:
-        signature.bind(None, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"{FUNCTION_KEY} is {reference!r}, which takes {signature}; it is called as (output, row): {error}"
-        ) from None
+    function = _load(reference, form=_SINGLE)
     return RewardFunction(function, timeout_s=timeout_s, name=reference)
+
+
+def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunction:
+    """Load a reward function that is called once for each group.
+
+    Args:
+        reference: `file.py:name` or `module:name`.
+        timeout_s: For one group.
+
+    Raises:
+        ConfigError: There is no such function, or it does not take `(outputs, rows)`.
+    """
+    function = _load(reference, form=_BATCH)
+    return BatchRewardFunction(function, timeout_s=timeout_s, name=reference)
 
 
 def read_score(returned: Any, *, source: str) -> Score:
@@ -138,3 +180,92 @@ def _read_reward(value: Any, *, what: str) -> float:
             f"{what} {describe_value(value)}; return a finite number, or a mapping with 'reward' {REWARD_LIMIT}"
         )
     return number
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+async def _run_function(score: Callable[[], Awaitable[ResultT]], *, source: str, timeout_s: float) -> ResultT:
+    """Raises: RewardError: The function raised, took too long, or returned no reward."""
+    try:
+        return await run_bounded(score, timeout_s=timeout_s, name=source)
+    except DeadlineExpired as error:
+        raise RewardError(f"{source} {error}; fix it, or raise reward.timeout_s") from error
+    except RewardError:
+        raise
+    except Exception as error:
+        raise RewardError(f"{source} raised {describe_error(error)}; fix it") from error
+
+
+def _listed(returned: Any, *, count: int, source: str) -> list[Any]:
+    """Read what a batch reward function returned as a list. Raises: RewardError: It is not one value per output."""
+    is_list = isinstance(returned, Collection) and not isinstance(returned, str | bytes | Mapping | Set)
+    if not is_list:
+        raise RewardError(
+            f"{source} returned {describe_value(returned)}; return a list with one reward for each of the {count} "
+            "outputs"
+        )
+    values = list(cast("Collection[Any]", returned))
+    if len(values) != count:
+        raise RewardError(
+            f"{source} returned {len(values)} values for {count} outputs; return one for each, in their order"
+        )
+    return values
+
+
+def _verdict(value: Any, *, source: str) -> Verdict:
+    with RowNotes(source) as notes:
+        try:
+            score = read_score(value, source=source)
+        except RewardError as error:
+            return Verdict(error=error)
+    return Verdict(score, incidents=tuple(notes.incidents))
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a reward function is called. The names of its parameters tell which form a function has."""
+
+    parameters: tuple[str, str]
+    returns: str
+    for_others: str
+    """What to do where a function has the other form."""
+
+    def __str__(self) -> str:
+        return f"({', '.join(self.parameters)})"
+
+
+_SINGLE = _Form(
+    ("output", "row"), "float | dict", "set reward.batch=true (`--batch` of `agent-loop rescore`)"
+)
+_BATCH = _Form(
+    ("outputs", "rows"),
+    "list of float | dict",
+    "leave reward.batch=true out (`--batch` of `agent-loop rescore`)",
+)
+
+
+def _load(reference: str, *, form: _Form) -> Callable[..., Any]:
+    """Raises: ConfigError: There is no such function, or it has another form."""
+    function = load_object(reference, key=FUNCTION_KEY)
+    if not callable(function) or isinstance(function, type):
+        kind = "a class" if isinstance(function, type) else f"an object of type {type(function).__name__}"
+        raise ConfigError(
+            f"{FUNCTION_KEY} is {reference!r}, {kind}; name a function {form} -> {form.returns}"
+        )
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return function
+    called = f"{FUNCTION_KEY} is {reference!r}, which takes {signature}; it is called as {form}: "
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(f"{called}{error}") from None
+    other = _SINGLE if form is _BATCH else _BATCH
+    names = list(signature.parameters)[:2]
+    is_other = any(name == its for name, its in zip(names, other.parameters, strict=False))
+    if is_other and not set(names) & set(form.parameters):
+        raise ConfigError(f"{called}{form.for_others}, or name its parameters {form}")
+    return function

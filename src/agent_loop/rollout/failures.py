@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 
-from agent_loop.errors import RolloutError
+from agent_loop.boundary import describe_error
+from agent_loop.errors import AgentLoopError, RolloutError
 from agent_loop.trajectory import Failure, Trajectory
 
+MAX_TRACEBACK = 100_000
+"""Characters of a failure's traceback; the middle of a longer one is left out."""
 MAX_TRACEBACK_LINES = 25
 """What fits on a screen."""
 
@@ -52,3 +56,16 @@ class FailureBudget:
             f"rollout.max_failed_share {self._max_share} allows; {count} of them with {error}\n\n"
             + "\n".join(shown)
         )
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return an exception as data. An error of this package that names a user's exception has the traceback of the
+    latter."""
+    root = error.__cause__ if isinstance(error, AgentLoopError) and error.__cause__ else error
+    try:
+        lines = "".join(traceback.format_exception(root))
+    except BaseException:  # noqa: BLE001  (an exception's methods are foreign code)
+        lines = describe_error(root)
+    if len(lines) > MAX_TRACEBACK:
+        lines = f"{lines[: MAX_TRACEBACK // 2]}\n...\n{lines[-MAX_TRACEBACK // 2 :]}"
+    return Failure(error=describe_error(error), traceback=lines)

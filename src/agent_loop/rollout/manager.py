@@ -17,10 +17,11 @@ from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.loops import ToolAgentLoop
-from agent_loop.rewards.function import RewardFunction
+from agent_loop.rewards.function import BatchRewardFunction, RewardFunction
 from agent_loop.rollout.earlier import divide
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.first_groups import FirstGroups
+from agent_loop.rollout.group_scoring import GroupScoring
 from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.parts import (
     load_context,
@@ -62,7 +63,8 @@ class AgentLoopManager:
         config: Limits, sampling and names of loops, tools and interactions.
         servers: The LLM servers; closed with the manager.
         template: The model's chat template.
-        reward: Scores trajectories that have no reward of their own.
+        reward: Scores trajectories that have no reward of their own. The manager itself calls a `BatchRewardFunction`,
+            wherever its workers are; the workers made here call any other.
         workers: Who runs the loops; None makes `rollout.agent.num_workers` in this process. Closed with the manager.
         settings: The settings of the run outside `config`, for loops that read them, as verl's do.
 
@@ -76,7 +78,7 @@ class AgentLoopManager:
         *,
         servers: Sequence[AsyncServerBase],
         template: ChatTemplate,
-        reward: RewardFunction | None = None,
+        reward: RewardFunction | BatchRewardFunction | None = None,
         workers: Workers | None = None,
         settings: Config | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class AgentLoopManager:
             config, server_manager=self.server_manager, template=template, settings=settings
         )
         self._loops = load_loops(config)
+        self._batch_reward = reward if isinstance(reward, BatchRewardFunction) else None
         self._workers = workers or LocalWorkers(self._make_local_workers(reward))
         self.reports = Reports(
             config, template=template, pool=self.server_manager.pool, workers=self._workers
@@ -358,7 +361,9 @@ class AgentLoopManager:
             if not self._num_awake:
                 await self.sleep()
 
-    def _make_local_workers(self, reward: RewardFunction | None) -> list[AgentLoopWorker]:
+    def _make_local_workers(
+        self, reward: RewardFunction | BatchRewardFunction | None
+    ) -> list[AgentLoopWorker]:
         """Workers in this process; where the servers bound what is in flight, they bound it for all together."""
         is_shared = self.config.max_concurrent == "auto"
         gate = make_gate("auto", pool=self.server_manager.pool) if is_shared else None
@@ -400,17 +405,42 @@ class AgentLoopManager:
     ) -> list[Trajectory]:
         budget = FailureBudget(num_trajectories=len(jobs), max_share=self.config.max_failed_share)
         ended: list[Trajectory] = []
+        rest = jobs
         if journal is not None:
-            ended, jobs = journal.divide(jobs)
-        over, jobs = divide(jobs, earlier)
+            ended, rest = journal.divide(rest)
+        over, rest = divide(rest, earlier)
         ended += over
-        _tell(ended, on_trajectory)
+        if self._batch_reward is None:
+            _tell(ended, on_trajectory)
+            with self.reports.counting(len(rest), then=on_trajectory) as note:
+                ran = await self._run_workers(rest, budget=budget, on_trajectory=note)
+            return _in_order([*ended, *ran]) if ended else ran
+        running = {(job.group, job.rollout) for job in rest}
+        with self.reports.counting(len(rest), then=on_trajectory) as note:
+
+            def tell(trajectory: Trajectory) -> None:
+                is_new = (trajectory.group, trajectory.rollout) in running
+                _tell([trajectory], note if is_new else on_trajectory)
+
+            scoring = GroupScoring(
+                self._batch_reward, jobs=jobs, budget=budget, journal=journal, on_trajectory=tell
+            )
+            async with scoring.running():
+                _tell(ended, scoring.add)
+                await self._run_workers(rest, budget=budget, on_trajectory=scoring.add)
+        return _in_order(scoring.trajectories)
+
+    async def _run_workers(
+        self,
+        jobs: Sequence[Job],
+        *,
+        budget: FailureBudget,
+        on_trajectory: Callable[[Trajectory], None] | None,
+    ) -> list[Trajectory]:
         if not jobs:
-            return _in_order(ended)
-        with self.reports.counting(len(jobs), then=on_trajectory) as note:
-            async with self.awake(), self.server_manager.watching():
-                ran = await self._workers.run(jobs, budget=budget, on_trajectory=note)
-        return _in_order([*ended, *ran]) if ended else ran
+            return []
+        async with self.awake(), self.server_manager.watching():
+            return await self._workers.run(jobs, budget=budget, on_trajectory=on_trajectory)
 
     def _check_row(self, row: Row, *, number: int, known: Collection[str]) -> None:
         """Args: known: The names of all tools, those of environments included."""

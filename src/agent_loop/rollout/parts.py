@@ -7,12 +7,13 @@ from typing import Literal
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.config import Config, RolloutConfig
+from agent_loop.errors import ConfigError
 from agent_loop.interactions.registry import load_interactions
 from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.environments import load_environments
 from agent_loop.loops.registry import LoopRegistry
-from agent_loop.rewards.function import RewardFunction, load_reward
+from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, load_batch_reward, load_reward
 from agent_loop.rollout.gate import AdaptiveGate, AdmissionGate
 from agent_loop.rollout.oversight import Oversight
 from agent_loop.rollout.worker import AgentLoopWorker
@@ -39,15 +40,21 @@ def load_template(config: Config) -> ChatTemplate:
     )
 
 
-def load_reward_function(config: Config) -> RewardFunction | None:
+def load_reward_function(config: Config) -> RewardFunction | BatchRewardFunction | None:
     """The reward function, if there is one.
 
     Raises:
-        ConfigError: It does not exist.
+        ConfigError: It does not exist, or is not called as `reward.batch` says.
     """
-    if config.reward.function is None:
+    reward = config.reward
+    if reward.function is None:
+        if reward.batch:
+            raise ConfigError(
+                "reward.batch is true, but there is no reward.function; set reward.function, or leave reward.batch out"
+            )
         return None
-    return load_reward(config.reward.function, timeout_s=config.reward.timeout_s)
+    load = load_batch_reward if reward.batch else load_reward
+    return load(reward.function, timeout_s=reward.timeout_s)
 
 
 def load_loops(config: RolloutConfig) -> LoopRegistry:
@@ -110,17 +117,22 @@ def make_worker(
     *,
     context: LoopContext,
     loops: LoopRegistry,
-    reward: RewardFunction | None,
+    reward: RewardFunction | BatchRewardFunction | None,
     gate: AdmissionGate | None = None,
 ) -> AgentLoopWorker:
-    """A worker. Args: gate: Shared by several workers; None makes one of its own."""
+    """Make a worker.
+
+    Args:
+        reward: A batch reward function is not called by workers: a group may be on several of them.
+        gate: Shared by several workers; None makes one of its own.
+    """
     pool = context.server_manager.pool
     gate = gate or make_gate(config.max_concurrent, pool=pool)
     return AgentLoopWorker(
         context,
         loops=loops,
         default_agent_loop=config.agent.default_agent_loop,
-        reward=reward,
+        reward=reward if isinstance(reward, RewardFunction) else None,
         gate=gate,
         oversight=Oversight(gate=gate, pool=pool, silence_s=config.watchdog_s),
     )

@@ -48,7 +48,8 @@ async def rehearse(
         config: With its loop, template and tools, and where it goes on its server and reward.
         trajectory: The finished one.
         spoken: What is answered as it was.
-        goes_on: What is asked beyond that is really asked; otherwise nothing is, and nothing is scored.
+        goes_on: What is asked beyond that is really asked; otherwise nothing is, and nothing is scored. A batch
+            reward function, which scores whole groups, is not called.
 
     Raises:
         ConfigError: Something that the configuration names does not exist.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,20 +10,20 @@ from typing import Any
 
 from msgspec import structs
 
-from agent_loop.boundary import describe_error, run_bounded
+from agent_loop.boundary import run_bounded
 from agent_loop.cancellation import FINISH_GRACE_S
 from agent_loop.collector import rare_collections
 from agent_loop.concurrency import run_together
 from agent_loop.copying import copied
 from agent_loop.episode import EpisodeStopped
-from agent_loop.errors import AgentLoopError, ConfigError, JournalError
+from agent_loop.errors import ConfigError, JournalError
 from agent_loop.foreign_tasks import containing_tasks
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
-from agent_loop.rollout.failures import FailureBudget
+from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.oversight import Oversight
@@ -38,8 +37,6 @@ from agent_loop.waits import Activity, WaitKind, waiting_for
 BEGIN_AT_ONCE = 64
 """So many trajectories are set up and send their first request before the next ones are: else all requests of a large
 rollout would wait until the last trajectory is set up."""
-MAX_TRACEBACK = 100_000
-"""Characters of a failure's traceback; the middle of a longer one is left out."""
 DEADLINE_GRACE_S = 15.0
 """A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
 
@@ -271,7 +268,7 @@ class AgentLoopWorker:
                 await _close_behind(loop, StopReason.DEADLINE)
             return _record(loop, StopReason.DEADLINE)
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
-            return _record(loop, StopReason.FAILED, failure=_failure(error))
+            return _record(loop, StopReason.FAILED, failure=failure_of(error))
 
     def _accepted(
         self, returned: Any, loop: AgentLoopBase, job: Job, *, completions: CompletionMemory
@@ -289,7 +286,9 @@ class AgentLoopWorker:
             try:
                 accepted.append(door.accept(output))
             except Exception as error:  # noqa: BLE001  (as in `_run_loop`)
-                failed = AgentLoopOutput(segments=(), stop_reason=StopReason.FAILED, failure=_failure(error))
+                failed = AgentLoopOutput(
+                    segments=(), stop_reason=StopReason.FAILED, failure=failure_of(error)
+                )
                 accepted.append(failed)
         return accepted
 
@@ -303,7 +302,7 @@ class AgentLoopWorker:
         try:
             score = await self._score(output, job)
         except Exception as error:  # noqa: BLE001  (a broken reward is data too; many of them stop the run)
-            output = output.failed(_failure(error))
+            output = output.failed(failure_of(error))
         return Trajectory(
             output=output,
             row=job.row,
@@ -363,15 +362,3 @@ def _failed_replay(log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]
     )
     output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
     return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))
-
-
-def _failure(error: Exception) -> Failure:
-    """An error of this package that names a user's exception is kept with the traceback of the latter."""
-    root = error.__cause__ if isinstance(error, AgentLoopError) and error.__cause__ else error
-    try:
-        lines = "".join(traceback.format_exception(root))
-    except BaseException:  # noqa: BLE001  (an exception's methods are foreign code)
-        lines = describe_error(root)
-    if len(lines) > MAX_TRACEBACK:
-        lines = f"{lines[: MAX_TRACEBACK // 2]}\n...\n{lines[-MAX_TRACEBACK // 2 :]}"
-    return Failure(error=describe_error(error), traceback=lines)

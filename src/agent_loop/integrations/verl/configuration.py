@@ -221,13 +221,14 @@ def _trainer(settings: Config) -> dict[str, Any]:
 def _rewards(settings: Config) -> dict[str, Any]:
     path, _, name = (settings.reward.function or "").rpartition(":")
     function = {"path": path or None, "name": name or None}
-    model = {"enable": False, "model": {"path": None}, "reward_manager": "naive"}
+    manager = "batch" if settings.reward.batch else "naive"
+    model = {"enable": False, "model": {"path": None}, "reward_manager": manager}
     return {
         "reward": {
             **_dumped(settings.reward),
             "num_workers": settings.rollout.agent.num_workers,
             "custom_reward_function": function,
-            "reward_manager": {"source": "register", "name": "naive"},
+            "reward_manager": {"source": "register", "name": manager},
             "reward_model": {"enable": False, "model_path": None},
             "reward_kwargs": {},
             "sandbox_fusion": {"url": None},

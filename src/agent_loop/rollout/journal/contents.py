@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from agent_loop.boundary import describe_error
 from agent_loop.errors import JournalError
@@ -16,6 +16,7 @@ from agent_loop.rollout.journal.frames import HEADER, Scan, framed, scan
 from agent_loop.storage.whole_file import sync_to_disk, whole_file
 from agent_loop.types import Row
 
+Rewards: TypeAlias = dict[str, dict[int | None, Mapping[str, Any]]]
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError, struct.error)
 """Errors from reading a record that another version wrote."""
 
@@ -67,6 +68,8 @@ class Contents:
 
     records: Mapping[str, RowRecord] = field(default_factory=dict[str, RowRecord])
     """By row, without what follows a missing record of that row."""
+    rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
+    """What a batch reward function found of trajectories, by row and branch; see `verdict_form`."""
     complete: Sequence[tuple[int, int]] | None = None
     """Group and rollout of each trajectory of a rollout that is over."""
     num_bytes: int = 0
@@ -138,6 +141,7 @@ class _Reading:
 
     key: StepKey | None = None
     records: dict[str, RowRecord] = field(default_factory=dict[str, RowRecord])
+    rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
     complete: list[tuple[int, int]] | None = None
     doubt: str | None = None
     used: list[bytes] = field(default_factory=list[bytes])
@@ -164,11 +168,16 @@ class _Reading:
             self.doubt = str(payload["got"])
         elif kind is Kind.COMPLETE:
             self.complete = [(int(group), int(rollout)) for group, rollout in payload["got"]]
+        elif kind is Kind.REWARDS:
+            for row, forms in payload["got"].items():
+                self.rewards.setdefault(row, {}).update({form["branch"]: form for form in forms})
         else:
             record = self.records.setdefault(payload["row"], RowRecord())
             if payload["n"] != record.num_records:
                 return False
             record.add(payload)
+            if kind is Kind.END:  # rewards of before are of other trajectories
+                self.rewards.pop(payload["row"], None)
         return True
 
 
@@ -177,7 +186,7 @@ def _contents(read: _Reading, *, num_bytes: int, notes: Sequence[str]) -> Conten
         name: record if record.has_succeeded else replace(record, doubt=read.doubt)
         for name, record in read.records.items()
     }
-    return Contents(records, read.complete, num_bytes, read.doubt, notes)
+    return Contents(records, read.rewards, read.complete, num_bytes, read.doubt, notes)
 
 
 def _notes(path: Path, found: Scan, read: _Reading) -> list[str]:
@@ -199,7 +208,7 @@ def _repaired(path: Path, data: bytes, found: Scan, read: _Reading, *, key: Step
     start = _first_damage(found)
     aside = _kept_aside(path, data[start:], start=start)
     if read.key is None:
-        read.records, read.complete, read.used = {}, None, []
+        read.records, read.rewards, read.complete, read.used = {}, {}, None, []
     read.doubt = (
         f"the journal {str(path)!r} was damaged at byte {start}, and records may be missing; what was there is in "
         f"{str(aside)!r}"

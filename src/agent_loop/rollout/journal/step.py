@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config import Config
+from agent_loop.recording.forms import verdict_form, with_verdict
 from agent_loop.recording.record import Kind, RowRecord
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Sink
-from agent_loop.recording.values import pack
+from agent_loop.recording.values import Unstorable, pack
 from agent_loop.rollout.journal.contents import Contents, StepKey, read_contents
 from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.rollout.worker import Job
@@ -54,6 +56,7 @@ class StepJournal:
         self.notes = contents.notes
         """Notes for the user, one line each."""
         self._records = contents.records
+        self._rewards = contents.rewards
         self._doubt = contents.doubt
         self._complete = contents.complete
         self._rows = rows
@@ -77,31 +80,54 @@ class StepJournal:
         return [
             trajectory
             for group, rollout in self._complete
-            for trajectory in self._record(group, rollout).trajectories(
-                self._rows[group], group=group, rollout=rollout
-            )
+            for trajectory in self._ended(self._rows[group], group=group, rollout=rollout, is_over=True)
         ]
 
     def divide(self, jobs: Sequence[Job]) -> tuple[list[Trajectory], list[Job]]:
         """The trajectories of the jobs that are on record to their end, and the other jobs, each with its log.
 
-        A trajectory that failed is run again.
+        A trajectory that failed is run again. One that failed for the reward of its group alone comes back unscored.
         """
         ended: list[Trajectory] = []
         rest: list[Job] = []
         for job in jobs:
             record = self._record(job.group, job.rollout)
             if record.has_succeeded:
-                ended += record.trajectories(job.row, group=job.group, rollout=job.rollout)
+                ended += self._ended(job.row, group=job.group, rollout=job.rollout, is_over=False)
             else:
                 rest.append(replace(job, log=RowLog(job.place, sink=self._sink, record=record)))
         return ended, rest
+
+    async def keep_rewards(self, trajectories: Sequence[Trajectory]) -> None:
+        """Keep what a batch reward function found of trajectories of rows that have ended. When this returns, a process
+        that is killed does not lose it."""
+        got: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        for trajectory in trajectories:
+            got[_name(trajectory.group, trajectory.rollout)].append(verdict_form(trajectory))
+        try:
+            self._sink.append(pack({"is": Kind.REWARDS, "got": got}))
+        except Unstorable as error:
+            logger.warning(
+                "the rewards of group %d cannot be kept: they hold %s", trajectories[0].group, error
+            )
+        await self._sink.flushed()
 
     async def complete(self, trajectories: Sequence[Trajectory]) -> None:
         """Says that the rollout is over, with these trajectories."""
         places = dict.fromkeys((t.group, t.rollout) for t in trajectories)
         self._sink.append(pack({"is": Kind.COMPLETE, "got": list(places)}))
         await self._sink.flushed()
+
+    def _ended(self, row: Row, *, group: int, rollout: int, is_over: bool) -> list[Trajectory]:
+        """Return the trajectories of a row that ended, with the rewards on record. Those that failed for the reward of
+        their group are unscored, unless the rollout is over."""
+        forms = self._rewards.get(_name(group, rollout), {})
+        trajectories = self._record(group, rollout).trajectories(row, group=group, rollout=rollout)
+        for place, trajectory in enumerate(trajectories):
+            form = forms.get(trajectory.branch)
+            if form is not None and (is_over or not form["failure"]):
+                trajectories[place] = with_verdict(trajectory, form)
+        return trajectories
 
     def _record(self, group: int, rollout: int) -> RowRecord:
         return self._records.get(_name(group, rollout)) or RowRecord(doubt=self._doubt)

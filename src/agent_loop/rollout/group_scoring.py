@@ -1,0 +1,156 @@
+"""Scores whole groups: all trajectories of a row with one call of a batch reward function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+from msgspec import structs
+
+from agent_loop.errors import RewardError
+from agent_loop.foreign_tasks import containing_tasks
+from agent_loop.rewards.function import BatchRewardFunction, Verdict
+from agent_loop.rollout.failures import FailureBudget, failure_of
+from agent_loop.rollout.journal.step import StepJournal
+from agent_loop.rollout.worker import Job
+from agent_loop.row_notes import RowNotes
+from agent_loop.trajectory import Span, Trajectory
+from agent_loop.types import StopReason
+from agent_loop.waits import WaitKind
+
+
+class GroupScoring:
+    """Scores the trajectories of one run, each group when its last rollout has ended.
+
+    Trajectories that failed, were cancelled, or have a reward of their own are not given to the function. A trajectory
+    that has a reward keeps it, as after a crash; it is given to the function where others of its group have none. A
+    group with a trajectory that can be resumed is left unscored until that has ended in a later run.
+
+    Args:
+        reward: Is called once for each group.
+        jobs: All of the run: how many rollouts each group has.
+        budget: Counts trajectories that fail for their reward.
+        journal: Keeps the rewards; None keeps none.
+        on_trajectory: Told of each trajectory, once its group is scored.
+    """
+
+    def __init__(
+        self,
+        reward: BatchRewardFunction,
+        *,
+        jobs: Iterable[Job],
+        budget: FailureBudget,
+        journal: StepJournal | None,
+        on_trajectory: Callable[[Trajectory], None],
+    ) -> None:
+        self.trajectories: list[Trajectory] = []
+        """Those of the groups that are scored."""
+        self._reward = reward
+        self._sizes = Counter(job.group for job in jobs)
+        self._budget = budget
+        self._journal = journal
+        self._on_trajectory = on_trajectory
+        self._groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
+        self._complete: set[int] = set()
+        self._has_raised = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Take trajectories in the body; wait at its end until all groups are scored.
+
+        Raises:
+            RolloutError: More trajectories failed than the budget allows; the body is cancelled.
+            JournalError: The rewards cannot be kept; the body is cancelled.
+        """
+        try:
+            with containing_tasks():
+                async with asyncio.TaskGroup() as self._tasks:
+                    yield
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take a trajectory that has ended. The branches of a rollout come one right after the other."""
+        number = trajectory.group
+        group = self._groups[number]
+        group.append(trajectory)
+        is_complete = len({t.rollout for t in group}) == self._sizes[number]
+        if is_complete and number not in self._complete and not self._has_raised:
+            self._complete.add(number)
+            self._tasks.create_task(self._finish(number))  # begins when all branches have come
+
+    async def _finish(self, number: int) -> None:
+        """Score a group and report its trajectories."""
+        group = sorted(self._groups.pop(number), key=lambda t: (t.rollout, t.branch or 0))
+        try:
+            if any(map(_lacks_reward, group)) and not any(map(_can_be_resumed, group)):
+                await self._score(group)
+            self.trajectories += group
+            for trajectory in group:
+                self._on_trajectory(trajectory)
+        except BaseException:
+            self._has_raised = True  # the task group starts no more tasks
+            raise
+
+    async def _score(self, group: list[Trajectory]) -> None:
+        """Replace the trajectories that lack a reward by scored or failed ones, and keep these in the journal."""
+        judged = [place for place, trajectory in enumerate(group) if _is_judged(trajectory)]
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        with RowNotes(f"group={group[0].group}") as notes:
+            try:
+                verdicts = await self._reward(
+                    [group[place].output for place in judged], [group[place].row for place in judged]
+                )
+            except RewardError as error:
+                verdicts = [Verdict(error=error) for _ in judged]
+        seconds = clock() - started
+        verdict_of = {p: v for p, v in zip(judged, verdicts, strict=True) if _lacks_reward(group[p])}
+        for place, verdict in verdict_of.items():
+            group[place] = _with_verdict(group[place], verdict, seconds=seconds)
+        first = next(iter(verdict_of))
+        for incident in notes.incidents:
+            group[first] = group[first].noted(incident)
+        scored = [group[place] for place in verdict_of]
+        if self._journal is not None:
+            await self._journal.keep_rewards(scored)
+        for trajectory in scored:
+            self._budget.count(trajectory)
+
+
+def _with_verdict(trajectory: Trajectory, verdict: Verdict, *, seconds: float) -> Trajectory:
+    """Return the trajectory scored or failed. Its trace gets the seconds of the call, and not those for which it waited
+    for the others of its group."""
+    output, trace = trajectory.output, trajectory.trace
+    if verdict.error is not None:
+        output = output.failed(failure_of(verdict.error))
+    for incident in verdict.incidents:
+        output = output.noted(incident)
+    if trace is not None:
+        span = Span(WaitKind.REWARD, "", trace.seconds, trace.seconds + seconds)
+        trace = structs.replace(trace, seconds=span.end, spans=(*trace.spans, span))
+    score = verdict.score
+    return structs.replace(
+        trajectory,
+        output=output,
+        trace=trace,
+        reward=None if score is None else score.reward,
+        reward_extra={} if score is None else score.extra,
+    )
+
+
+def _is_judged(trajectory: Trajectory) -> bool:
+    """Whether the function is given this trajectory."""
+    output = trajectory.output
+    return output.stop_reason not in (StopReason.FAILED, StopReason.CANCELLED) and output.reward_score is None
+
+
+def _lacks_reward(trajectory: Trajectory) -> bool:
+    return trajectory.reward is None and _is_judged(trajectory)
+
+
+def _can_be_resumed(trajectory: Trajectory) -> bool:
+    output = trajectory.output
+    return output.stop_reason is StopReason.CANCELLED and bool(output.extra_fields.get("is_cancel"))

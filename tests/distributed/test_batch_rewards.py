@@ -1,0 +1,89 @@
+"""Groups whose rollouts run on several workers of a cluster, scored by the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from agent_loop.config import Config
+from agent_loop.distributed.manager import ClusterManager
+from agent_loop.errors import ConfigError
+from agent_loop.trajectory import Trajectory
+from tests.distributed.cluster import Stage
+from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), OTHER_PROJECTS]
+N = 4
+
+REWARD = """
+import json
+import os
+from pathlib import Path
+
+
+def reward(outputs, rows):
+    with open(Path(__file__).parent / "judged.log", "a") as log:
+        log.write(json.dumps([row["number"] for row in rows]) + "\\n")
+    return [
+        {"reward": row["number"] + place / 10, "pid": os.getpid(), "answer": output.answer}
+        for place, (output, row) in enumerate(zip(outputs, rows))
+    ]
+"""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
+    folder = make_project(tmp_path_factory.mktemp("project"))
+    (folder / "judge.py").write_text(REWARD, encoding="utf-8")
+    config = make_config(folder, num_servers=2, num_workers=3)
+    reward = config.reward.model_copy(update={"function": f"{folder}/judge.py:reward", "batch": True})
+    with Stage(config.model_copy(update={"reward": reward}), folder=folder, cluster=None) as stage:
+        yield stage
+
+
+def judged(stage: Stage) -> list[list[int]]:
+    """What the function was asked since the last time."""
+    log = stage.folder / "judged.log"
+    lines = log.read_text().splitlines()
+    log.unlink()
+    return sorted(json.loads(line) for line in lines)
+
+
+def assert_scored(trajectories: list[Trajectory], *, num_groups: int) -> None:
+    assert [(t.group, t.rollout) for t in trajectories] == [
+        (g, n) for g in range(num_groups) for n in range(N)
+    ]
+    assert [t.reward for t in trajectories] == [g + n / 10 for g in range(num_groups) for n in range(N)]
+    assert all(t.reward_extra["answer"] == t.output.answer for t in trajectories)
+    assert {t.reward_extra["pid"] for t in trajectories} == {os.getpid()}
+
+
+def test_each_group_is_scored_by_one_call_in_the_driver(stage: Stage) -> None:
+    set_latency(stage.folder, 0.0)
+
+    trajectories = stage.runner.run(stage.manager.run(rows(5), n=N))
+
+    assert_scored(trajectories, num_groups=5)
+    assert judged(stage) == [[n] * N for n in range(5)]
+    assert not any(stage.runner.run(stage.held()).values())
+
+
+def test_groups_are_whole_although_a_worker_dies(stage: Stage) -> None:
+    set_latency(stage.folder, 0.3)
+
+    trajectories = stage.runner.run(stage.run(rows(8), n=N, breaks=stage.kill_worker, after=N))
+
+    assert_scored(trajectories, num_groups=8)
+    assert judged(stage) == [[n] * N for n in range(8)]
+    stage.runner.run(stage.recovered())
+
+
+def test_a_function_of_the_other_form_is_refused_before_the_cluster_is_started(tmp_path: Path) -> None:
+    config: Config = make_config(make_project(tmp_path))
+    reward = config.reward.model_copy(update={"batch": True})
+    with pytest.raises(ConfigError, match=r"it is called as \(outputs, rows\)"):
+        ClusterManager(config.model_copy(update={"reward": reward}))

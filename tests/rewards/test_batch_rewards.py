@@ -1,0 +1,524 @@
+"""One call of a reward function for all trajectories of a row."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.config import AgentConfig, Config, RolloutConfig, load_config
+from agent_loop.errors import ConfigError, RewardError, RolloutError
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.own_task import ABANDON_GRACE_S
+from agent_loop.rewards.function import BatchRewardFunction, Score, Verdict, load_batch_reward, load_reward
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.parts import load_reward_function
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
+from agent_loop.types import Row, StopReason
+from agent_loop.waits import WaitKind
+from tests.helpers import hermes_template, says, user
+
+N = 4
+BatchReward = Callable[[list[AgentLoopOutput], list[Row]], Any]
+
+
+class Talker:
+    """Says a new number at every request, and takes a different time for each."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+
+    def __call__(self, request: ScriptedRequest) -> ScriptedReply:
+        self.num_requests += 1
+        return says(str(self.num_requests), latency_s=1.0 + self.num_requests * 7 % 5)
+
+
+class Judge:
+    """Rewards each output with the number that it says, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], list[int]]] = []
+
+    async def __call__(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> list[float]:
+        self.calls.append(([output.answer for output in outputs], [row["number"] for row in rows]))
+        return [float(output.answer) for output in outputs]
+
+
+@register("fails_at_times")
+class FailsAtTimes(AgentLoopBase):
+    """Fails where it says a number of `failing`; with `all_fail`, always. `own` is its own reward."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        async with self.episode(row["raw_prompt"]) as episode:
+            turn = await episode.generate(sampling_params)
+            if row.get("all_fail") or turn.parsed.content.strip() in row["failing"]:
+                raise ValueError("a bad day")
+            return episode.output(reward_score=row.get("own"))
+
+
+@register("says_two_things")
+class SaysTwoThings(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        async with self.episode(row["raw_prompt"]) as first, first.branch() as second:
+            await first.generate(sampling_params)
+            await second.generate(sampling_params)
+            return [first.output(), second.output()]
+
+
+def make_manager(
+    reward: BatchReward,
+    *,
+    num_workers: int = 1,
+    timeout_s: float = 60.0,
+    agent: str = "tool_agent",
+    **settings: Any,
+) -> AgentLoopManager:
+    return AgentLoopManager(
+        RolloutConfig(
+            **{"n": N, "max_failed_share": 1.0, **settings},
+            agent=AgentConfig(num_workers=num_workers, default_agent_loop=agent),
+        ),
+        servers=[ScriptedServer(Talker())],
+        template=hermes_template(),
+        reward=BatchRewardFunction(reward, timeout_s=timeout_s, name="judge"),
+    )
+
+
+def rows(count: int, **columns: Any) -> list[dict[str, Any]]:
+    return [{"raw_prompt": user(f"question {n}"), "number": n, **columns} for n in range(count)]
+
+
+def rewards_of(trajectories: Sequence[Trajectory]) -> list[list[float | None]]:
+    groups: dict[int, list[float | None]] = {}
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.group, []).append(trajectory.reward)
+    return list(groups.values())
+
+
+def errors_of(trajectories: Sequence[Trajectory]) -> list[str]:
+    return [t.output.failure.error for t in trajectories if t.output.failure is not None]
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_each_group_is_scored_by_one_call_however_its_rollouts_are_split_over_workers(
+    num_workers: int,
+) -> None:
+    judge = Judge()
+
+    trajectories = run_virtual(make_manager(judge, num_workers=num_workers).run(rows(3)))
+
+    assert sorted(numbers for _, numbers in judge.calls) == [[n] * N for n in range(3)]
+    answers = [t.output.answer for t in trajectories]
+    by_row = {numbers[0]: said for said, numbers in judge.calls}
+    assert [by_row[n] for n in range(3)] == [answers[N * n : N * n + N] for n in range(3)]
+    assert [t.reward for t in trajectories] == [float(answer) for answer in answers]
+    assert [(t.group, t.rollout) for t in trajectories] == [(g, n) for g in range(3) for n in range(N)]
+
+
+def test_a_plain_function_runs_in_a_thread_and_gets_copies() -> None:
+    threads: list[bool] = []
+
+    def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        outputs[0].extra_fields["mine"] = 1  # pyright: ignore[reportIndexIssue]
+        rows[0]["raw_prompt"].clear()
+        return np.arange(len(outputs)) / 2
+
+    given = rows(1)
+    trajectories = run_virtual(make_manager(reward).run(given))
+
+    assert threads == [False]
+    assert [t.reward for t in trajectories] == [0.0, 0.5, 1.0, 1.5]
+    assert given == rows(1)
+    assert "mine" not in trajectories[0].output.extra_fields
+
+
+def test_each_element_may_be_what_a_single_function_may_return() -> None:
+    def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        return (True, {"score": 2, "why": "close"}, np.float32(0.5), {"reward": 1.0})
+
+    trajectories = run_virtual(make_manager(reward).run(rows(1)))
+
+    assert [t.reward for t in trajectories] == [1.0, 2.0, 0.5, 1.0]
+    assert [t.reward_extra for t in trajectories] == [{}, {"why": "close"}, {}, {}]
+
+
+def test_an_evaluation_scores_its_samples_of_a_row_together() -> None:
+    judge = Judge()
+    manager = make_manager(judge, val={"n": 3})
+
+    trajectories = run_virtual(manager.run(rows(2), validate=True))
+
+    assert sorted(numbers for _, numbers in judge.calls) == [[0] * 3, [1] * 3]
+    assert len(trajectories) == 6
+
+
+def test_runs_beside_each_other_do_not_mix_their_groups() -> None:
+    judge = Judge()
+    manager = make_manager(judge)
+
+    async def scenario() -> list[list[Trajectory]]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(manager.run(rows(2), label=f"step={n}")) for n in range(3)]
+        return [task.result() for task in tasks]
+
+    steps = run_virtual(scenario())
+    assert sorted(numbers for _, numbers in judge.calls) == [[0] * N] * 3 + [[1] * N] * 3
+    assert all(t.reward == float(t.output.answer) for step in steps for t in step)
+
+
+def test_a_stream_and_a_callback_get_whole_groups() -> None:
+    manager = make_manager(Judge(), num_workers=2)
+    told: list[int] = []
+
+    async def scenario() -> list[Trajectory]:
+        async with aclosing(manager.stream(rows(3))) as stream:
+            streamed = [trajectory async for trajectory in stream]
+        await manager.run(rows(3), on_trajectory=lambda t: told.append(t.group))
+        return streamed
+
+    streamed = run_virtual(scenario())
+    assert all(t.reward is not None for t in streamed)
+    for groups in ([t.group for t in streamed], told):
+        assert [groups[place] for place in range(0, 3 * N, N) for _ in range(N)] == groups
+
+
+def test_over_sampling_keeps_groups_that_are_scored_first() -> None:
+    trajectories = run_virtual(make_manager(Judge(), num_workers=3).run(rows(6), num_groups=2))
+    assert len(trajectories) == 2 * N
+    assert all(t.reward is not None for t in trajectories)
+
+
+def test_a_batch_of_tensors_has_the_rewards() -> None:
+    batch = run_virtual(make_manager(Judge()).generate_sequences(rows(2)))
+    assert sorted(batch["reward"].tolist()) == [float(n) for n in range(1, 2 * N + 1)]
+
+
+def test_the_trace_holds_the_seconds_of_the_call_and_not_the_wait_for_the_group() -> None:
+    async def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> list[float]:
+        await asyncio.sleep(30)
+        return [1.0] * len(outputs)
+
+    for trajectory in run_virtual(make_manager(reward).run(rows(1))):
+        assert trajectory.trace is not None
+        [span] = [span for span in trajectory.trace.spans if span.kind == WaitKind.REWARD]
+        assert span.seconds == pytest.approx(30)
+        assert span.end == trajectory.trace.seconds < 30 + 8
+
+
+# -- who is scored ---------------------------------------------------------------------------------------------------
+
+
+def test_branches_are_outputs_of_their_own() -> None:
+    judge = Judge()
+
+    trajectories = run_virtual(make_manager(judge, agent="says_two_things", n=2, num_workers=2).run(rows(2)))
+
+    assert sorted(numbers for _, numbers in judge.calls) == [[0] * 4, [1] * 4]
+    places = [(t.group, t.rollout, t.branch) for t in trajectories]
+    assert places == [(g, n, b) for g in range(2) for n in range(2) for b in range(2)]
+    assert all(t.reward == float(t.output.answer) for t in trajectories)
+
+
+def test_failed_trajectories_do_not_reach_the_function() -> None:
+    judge = Judge()
+
+    work = rows(2, failing=["1"])
+    trajectories = run_virtual(make_manager(judge, agent="fails_at_times").run(work))
+
+    assert sorted(len(said) for said, _ in judge.calls) == [N - 1, N]
+    failed = [t for t in trajectories if t.output.stop_reason is StopReason.FAILED]
+    assert errors_of(failed) == ["ValueError: a bad day"]
+    assert [t.reward for t in failed] == [None]
+
+
+def test_a_group_in_which_all_failed_or_have_rewards_of_their_own_is_not_scored() -> None:
+    judge = Judge()
+    work = [*rows(1, failing=[], all_fail=True), *rows(1, failing=[], own=0.25)]
+
+    trajectories = run_virtual(make_manager(judge, agent="fails_at_times").run(work))
+
+    assert judge.calls == []
+    assert rewards_of(trajectories) == [[None] * N, [0.25] * N]
+
+
+def test_a_cancelled_trajectory_does_not_keep_its_group_from_being_scored() -> None:
+    judge = Judge()
+    manager = make_manager(judge)
+
+    async def scenario() -> list[Trajectory]:
+        asyncio.get_running_loop().call_later(0.5, manager.cancel, "group=0/rollout=2")
+        return await manager.run(rows(1))
+
+    trajectories = run_virtual(scenario())
+    assert trajectories[2].output.stop_reason is StopReason.CANCELLED
+    assert [t.reward is None for t in trajectories] == [False, False, True, False]
+    assert [len(said) for said, _ in judge.calls] == [N - 1]
+
+
+def test_a_group_that_is_to_be_resumed_is_scored_once_it_has_ended() -> None:
+    judge = Judge()
+    manager = make_manager(judge, agent="partial_tool_agent")
+    work = rows(2)
+
+    async def scenario() -> tuple[list[Trajectory], list[Trajectory]]:
+        asyncio.get_running_loop().call_later(2.5, manager.cancel_all)
+        first = await manager.run(work)
+        assert not judge.calls
+        told: list[Trajectory] = []
+        second = await manager.run(work, earlier=first, on_trajectory=told.append)
+        assert sorted(map(id, told)) == sorted(map(id, second))
+        return first, second
+
+    first, second = run_virtual(scenario())
+    assert {t.output.stop_reason for t in first} == {StopReason.ANSWERED, StopReason.CANCELLED}
+    assert {t.reward for t in first} == {None}
+    assert sorted(numbers for _, numbers in judge.calls) == [[0] * N, [1] * N]
+    assert all(t.reward == float(t.output.answer) for t in second)
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def of_row_1(bad: Callable[[int], Any]) -> BatchReward:
+    async def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        if rows[0]["number"] != 1:
+            return [1.0] * len(outputs)
+        result = bad(len(outputs))
+        return await result if asyncio.iscoroutine(result) else result
+
+    return reward
+
+
+def raises(count: int) -> Any:
+    raise KeyError("truth")
+
+
+async def hangs(count: int) -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (lambda count: [0.5] * (count - 1), "judge returned 3 values for 4 outputs; return one for each"),
+        (lambda count: [0.5] * (count + 1), "judge returned 5 values for 4 outputs; return one for each"),
+        (
+            lambda count: 0.5,
+            r"judge returned 0.5 \(float\); return a list with one reward for each of the 4 outputs",
+        ),
+        (lambda count: None, "judge returned None; return a list"),
+        (lambda count: "four", r"judge returned 'four' \(str\); return a list"),
+        (lambda count: {"reward": 1.0}, "judge returned .*; return a list"),
+        (raises, "judge raised KeyError: 'truth'; fix it"),
+        (hangs, r"judge took longer than 60 s; fix it, or raise reward\.timeout_s"),
+    ],
+)
+def test_a_bad_call_fails_the_trajectories_of_its_group_and_no_others(bad: Any, says: str) -> None:
+    trajectories = run_virtual(make_manager(of_row_1(bad), num_workers=2).run(rows(3)))
+
+    assert rewards_of(trajectories) == [[1.0] * N, [None] * N, [1.0] * N]
+    errors = errors_of(trajectories)
+    assert len(errors) == N
+    assert all(re.match(f"RewardError: reward function {says}", error) for error in errors)
+    assert all(t.output.messages for t in trajectories)
+    assert {t.output.stop_reason for t in trajectories[N : 2 * N]} == {StopReason.FAILED}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (float("nan"), r"returned nan \(float\)"),
+        (None, "returned None"),
+        ("1.0", r"returned '1.0' \(str\)"),
+        ({"scor": 1.0}, "returned a mapping with the keys"),
+    ],
+)
+def test_a_bad_value_fails_its_own_trajectory_alone(value: Any, says: str) -> None:
+    reward = of_row_1(lambda count: [0.5, 0.5, value, 0.5])
+
+    trajectories = run_virtual(make_manager(reward).run(rows(2)))
+
+    assert rewards_of(trajectories) == [[1.0] * N, [0.5, 0.5, None, 0.5]]
+    [error] = errors_of(trajectories)
+    assert re.match(f"RewardError: reward function judge, at place 2, {says}", error)
+
+
+def test_more_bad_rewards_than_may_fail_end_the_run() -> None:
+    manager = make_manager(of_row_1(raises), max_failed_share=0.25)
+    with pytest.raises(RolloutError, match=r"4 of 12 trajectories failed.* 'truth'"):
+        run_virtual(manager.run(rows(3)))
+
+
+def test_more_bad_trajectories_than_may_fail_end_the_run_too() -> None:
+    manager = make_manager(Judge(), agent="fails_at_times", max_failed_share=0.25)
+    with pytest.raises(RolloutError, match=r"3 of 8 trajectories failed.*a bad day"):
+        run_virtual(manager.run(rows(2, failing=[], all_fail=True)))
+
+
+def test_what_cannot_be_stored_is_noted_on_the_trajectory_it_came_with() -> None:
+    def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        return [0.0, {"reward": 1.0, "lock": threading.Lock()}, 0.0, 0.0]
+
+    trajectories = run_virtual(make_manager(reward).run(rows(1)))
+
+    kinds = [[incident.kind for incident in t.output.incidents] for t in trajectories]
+    assert kinds == [[], [IncidentKind.UNSTORABLE_VALUE], [], []]
+
+
+def test_a_function_that_swallows_its_cancellation_is_abandoned_and_noted() -> None:
+    is_over = asyncio.Event()
+
+    async def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        while not is_over.is_set():
+            try:
+                await is_over.wait()
+            except asyncio.CancelledError:
+                continue
+
+    async def scenario() -> list[Trajectory]:
+        clock = asyncio.get_running_loop().time
+        trajectories = await make_manager(reward, timeout_s=10).run(rows(1))
+        assert clock() < 10 + ABANDON_GRACE_S + 8
+        is_over.set()
+        await asyncio.sleep(0)
+        return trajectories
+
+    trajectories = run_virtual(scenario())
+    assert all("and was abandoned" in error for error in errors_of(trajectories))
+    assert [i.kind for t in trajectories for i in t.output.incidents] == [IncidentKind.ABANDONED]
+
+
+def test_a_cancelled_run_ends_calls_that_are_in_flight() -> None:
+    ended: list[str] = []
+
+    async def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("reward")
+
+    async def scenario() -> None:
+        task = asyncio.create_task(make_manager(reward).run(rows(1)))
+        asyncio.get_running_loop().call_later(20, task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(scenario())
+    assert ended == ["reward"]
+
+
+# -- the function by itself --------------------------------------------------------------------------------------------
+
+OUTPUT = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
+
+
+def test_the_function_can_be_called_by_itself() -> None:
+    function = BatchRewardFunction(lambda outputs, rows: [1, {"reward": 0.5, "n": 2}], timeout_s=1)
+    assert run_virtual(function([OUTPUT, OUTPUT], [{}, {}])) == [
+        Verdict(Score(1.0)),
+        Verdict(Score(0.5, {"n": 2})),
+    ]
+    with pytest.raises(RewardError, match="2 values for 1 outputs"):
+        run_virtual(function([OUTPUT], [{}]))
+
+
+FUNCTIONS = """
+def batch(outputs, rows, weight=1): return [1.0 for _ in outputs]
+def batch_of_others(answers, questions): return [1.0 for _ in answers]
+def single(output, row): return 1.0
+def single_ignoring(_, row): return 1.0
+def of_verl(data_sources, solution_strs, ground_truths, extra_infos): return [1.0 for _ in solution_strs]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+@pytest.mark.parametrize("name", ["batch", "batch_of_others"])
+def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
+    config = Config.model_validate({"reward": {"function": f"{file}:{name}", "batch": True}})
+    function = load_reward_function(config)
+    assert isinstance(function, BatchRewardFunction)
+    assert run_virtual(function([OUTPUT], [{}])) == [Verdict(Score(1.0))]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("single", r"takes \(output, row\); it is called as \(outputs, rows\): leave reward\.batch=true out"),
+        ("single_ignoring", r"or name its parameters \(outputs, rows\)"),
+        ("of_verl", r"takes \(data_sources, .*\); it is called as \(outputs, rows\): missing a required"),
+    ],
+)
+def test_a_function_of_one_trajectory_is_refused_with_batch(file: Path, name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_batch_reward(f"{file}:{name}", timeout_s=1)
+
+
+def test_a_function_of_a_group_is_refused_without_batch(file: Path) -> None:
+    says = r"takes \(outputs, rows, weight=1\); it is called as \(output, row\): set reward\.batch=true"
+    with pytest.raises(ConfigError, match=says):
+        load_reward(f"{file}:batch", timeout_s=1)
+
+
+def test_batch_without_a_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"reward\.batch is true, but there is no reward\.function"):
+        load_reward_function(Config.model_validate({"reward": {"batch": True}}))
+
+
+@pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
+def test_reward_managers_of_verl_are_understood_or_refused_by_name(key: str) -> None:
+    assert load_config(overrides=[f"{key}=batch"]).reward.batch is True
+    assert load_config(overrides=[f"{key}=naive"]).reward.batch is False
+    with pytest.raises(ConfigError, match=f"{key} is 'dapo'; only 'naive' and 'batch' exist here"):
+        load_config(overrides=[f"{key}=dapo"])
+
+
+def test_the_example_in_the_docs_scores_a_group(tmp_path: Path) -> None:
+    page = Path("docs/how-to.md").read_text(encoding="utf-8")
+    [code] = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+        if "brief_and_right" in code
+    ]
+    [settings] = [
+        text for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL) if "batch: true" in text
+    ]
+    (tmp_path / "task.py").write_text(code)
+    (tmp_path / "config.yaml").write_text(settings.replace("task.py", f"{tmp_path}/task.py"))
+    function = load_reward_function(load_config(tmp_path / "config.yaml"))
+    assert isinstance(function, BatchRewardFunction)
+
+    def output(text: str) -> AgentLoopOutput:
+        messages = [{"role": "assistant", "content": text}]
+        ids = list(range(len(text)))
+        return AgentLoopOutput(
+            prompt_ids=[1], response_ids=ids, response_mask=[1] * len(ids), messages=messages
+        )
+
+    outputs = [output("It is 7."), output("7"), output("8")]
+    verdicts = run_virtual(function(outputs, [{"answer": "7"}] * 3))
+    assert [verdict.score for verdict in verdicts] == [
+        Score(0.5, {"length": 8}),
+        Score(1.0, {"length": 1}),
+        Score(0.0, {"length": 1}),
+    ]
