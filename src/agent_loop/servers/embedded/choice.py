@@ -39,9 +39,11 @@ def choose_computation(runner: ModelRunner, *, config: EmbeddedConfig, limits: R
             computation = way.build()
             if verification is not None:
                 verification.check(computation, limits=limits)
-        except ConfigError as error:
+        except Exception as error:  # noqa: BLE001  (the model's code, which is not ours)
             runner.restore_attention()
-            reasons[way.name] = str(error)
+            reasons[way.name] = (
+                str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+            )
             continue
         computation.forget_idle()
         if reasons:
@@ -54,14 +56,14 @@ def choose_computation(runner: ModelRunner, *, config: EmbeddedConfig, limits: R
 
 
 def _ways(runner: ModelRunner, *, config: EmbeddedConfig) -> list[_Way]:
-    def per_request(kind: CacheKind, *, continues: bool) -> Callable[[], Computation]:
-        return lambda: RequestCaches(runner, config=config, kind=kind, continues=continues)
+    def per_request(kind: CacheKind, *, resumes_turns: bool) -> Callable[[], Computation]:
+        return lambda: RequestCaches(runner, config=config, kind=kind, resumes_turns=resumes_turns)
 
     ways = [
         _Way("shared", "one cache for all requests", lambda: SharedCache(runner, config=config)),
-        _Way("per_request", "a cache per request", per_request("per_request", continues=True)),
-        _Way("per_request", "a cache per completion", per_request("per_request", continues=False)),
-        _Way("none", "no cache", per_request("none", continues=False)),
+        _Way("per_request", "a cache per request", per_request("per_request", resumes_turns=True)),
+        _Way("per_request", "a cache per completion", per_request("per_request", resumes_turns=False)),
+        _Way("none", "no cache", per_request("none", resumes_turns=False)),
     ]
     if config.deterministic:
         ways = ways[2:]  # a shared or resumed cache was computed in another order each time

@@ -32,6 +32,11 @@ class Computation(Protocol):
     def kind(self) -> CacheKind: ...
 
     @property
+    def resumes_turns(self) -> bool:
+        """A session's next turn computes only the tokens that it adds."""
+        ...
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the caches; 0 while they are freed."""
         ...

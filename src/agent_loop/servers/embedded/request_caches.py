@@ -47,18 +47,18 @@ class RequestCaches:
     """Runs each request in forwards of its own: its whole prompt at once, then token by token.
 
     A request's logits depend on its own tokens and the weights alone, never on the requests beside it. With
-    `continues` they also depend on where its session's earlier turns ended, since a turn resumes their cache.
+    `resumes_turns` they also depend on where its session's earlier turns ended, since a turn resumes their cache.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, config: EmbeddedConfig, kind: CacheKind, continues: bool
+        self, runner: ModelRunner, *, config: EmbeddedConfig, kind: CacheKind, resumes_turns: bool
     ) -> None:
         """Args:
         kind: `per_request`, or `none` to compute the whole sequence for each token.
-        continues: Resume the cache of the session's last turn if the prompt goes on from it.
+        resumes_turns: Resume the cache of the session's last turn if the prompt goes on from it.
         """
         self.kind: CacheKind = kind
-        self.continues = continues
+        self.resumes_turns = resumes_turns
         self._runner = runner
         self._replays = config.deterministic
         """Compute what was sampled of an interrupted completion as it was computed then, token by token, so that the
@@ -118,7 +118,13 @@ class RequestCaches:
 
     def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
         sequence = self._running.pop(request, None)
-        if sequence is None or discard or sequence.is_stale or sequence.cache is None or not self.continues:
+        if (
+            sequence is None
+            or discard
+            or sequence.is_stale
+            or sequence.cache is None
+            or not self.resumes_turns
+        ):
             return
         self._idle[request.request_id] = sequence
 

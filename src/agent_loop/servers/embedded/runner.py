@@ -46,7 +46,14 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        """Raises: ConfigError: The model has no embedding of token ids."""
+        weight = getattr(self.model.get_input_embeddings(), "weight", None)
+        if weight is None:
+            raise ConfigError(
+                f"{type(self.model).__name__} has no single embedding of token ids; the embedded server runs models of "
+                "text only"
+            )
+        return int(weight.shape[0])
 
     @property
     def image_token_id(self) -> int | None:

@@ -66,29 +66,32 @@ class EmbeddedServer(AsyncServerBase):
             eos_token_ids: The tokens that end a completion; by default those of the model's generation config.
 
         Raises:
-            ConfigError: The model is of a kind that the engine does not compute, or does not fit the config.
+            ConfigError: The engine does not compute the model exactly in any way, or the model does not fit the config.
         """
         self.name = name
         self.abilities = ABILITIES
         self.max_concurrent = config.max_slots
         runner = ModelRunner(model, config=config)
-        self._limits = RequestLimits(
-            server=name,
-            max_model_len=config.max_model_len,
-            vocab_size=runner.vocab_size,
-            image_token_id=runner.image_token_id,
-            counts_in_3d=runner.counts_in_3d,
-            eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
-        )
         try:
+            self._limits = RequestLimits(
+                server=name,
+                max_model_len=config.max_model_len,
+                vocab_size=runner.vocab_size,
+                image_token_id=runner.image_token_id,
+                counts_in_3d=runner.counts_in_3d,
+                eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
+            )
             computation = choose_computation(runner, config=config, limits=self._limits)
         except ConfigError:
             runner.hand_back()
             raise
-        if computation.kind != "shared":
-            self._limits = replace(self._limits, image_token_id=None)
         self.cache_kind: CacheKind = computation.kind
         """How requests are computed: see `EmbeddedConfig.cache`."""
+        if computation.kind != "shared":
+            self._limits = replace(self._limits, image_token_id=None)
+            self.abilities -= {Ability.ATTACHMENTS}
+        if not computation.resumes_turns:
+            self.abilities -= {Ability.PREFIX_REUSE}
         self._engine = Engine(runner, computation, config=config, server=name)
         self._thread = EngineThread(self._engine, name=name, num_threads=config.num_threads)
         # Also runs at the interpreter's exit, which would otherwise kill the thread in the middle of a forward.

@@ -23,6 +23,7 @@ class SharedCache:
     """
 
     kind: CacheKind = "shared"
+    resumes_turns = True
 
     def __init__(self, runner: ModelRunner, *, config: EmbeddedConfig) -> None:
         self._model = SlotModel(runner, max_model_len=config.max_model_len)

@@ -22,7 +22,8 @@ class SlotModel:
     """Switches the model's attention to the slots, and runs steps through it.
 
     Raises:
-        ConfigError: The model is of a kind that attention over slots does not compute.
+        ConfigError: The model is of a kind that attention over slots does not compute. Errors of the model's own code
+            pass through.
     """
 
     def __init__(self, runner: ModelRunner, *, max_model_len: int) -> None:
@@ -33,11 +34,9 @@ class SlotModel:
         runner.switch_attention(ATTENTION_NAME)
         try:
             self.layers = self._probe_layers(max_model_len)
-        except Exception as error:
+        except Exception:
             runner.restore_attention()
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"its forward fails with {type(error).__name__}: {error}") from error
+            raise
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

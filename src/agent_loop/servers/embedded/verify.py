@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from agent_loop.servers.embedded.config import CONTEXT
 from agent_loop.servers.embedded.disturbance import rounding_allowance
 from agent_loop.servers.embedded.length_limits import LengthLimit, length_limits
 from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
-from agent_loop.servers.embedded.runner import ModelRunner
+from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.types import SamplingParams
 
 PROMPT_LENGTHS = (7, 4)
@@ -89,13 +90,14 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
     name, random = type(runner.model).__name__, Random(0)
     crossed = length_limits(runner.model.config)
     lengths = _prompt_lengths(crossed, max_model_len=limits.max_model_len)
-    conversations = tuple(_conversation(length, random, vocab_size=limits.vocab_size) for length in lengths)
+    vocabulary = _plain_tokens(runner.model.config, vocab_size=limits.vocab_size)
+    conversations = tuple(_conversation(length, random, vocabulary=vocabulary) for length in lengths)
     try:
         tolerance = rounding_allowance(
             runner.model, token_ids=conversations[-1].token_ids, plain_logits=runner.plain_logits
         )
         differences = [_expect(conversation, runner) for conversation in conversations]
-    except Exception as error:  # the model's code is not ours
+    except Exception as error:  # the model's code, which is not ours
         raise ConfigError(
             f"{name} cannot be served: its forward fails with {type(error).__name__}: {error}"
         ) from error
@@ -129,9 +131,19 @@ def _prompt_lengths(crossed: Sequence[LengthLimit], *, max_model_len: int) -> li
     return sorted(lengths)
 
 
-def _conversation(length: int, random: Random, *, vocab_size: int) -> Conversation:
+def _plain_tokens(config: Any, *, vocab_size: int) -> list[int]:
+    """Return the token ids that the configuration gives no meaning of their own, such as padding or an image."""
+    special: set[int] = set()
+    for part in (config, text_config_of(config)):
+        for name, value in cast(dict[str, Any], part.to_dict()).items():
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                special.update(cast(list[int], value) if isinstance(value, list) else [value])
+    return [token for token in range(vocab_size) if token not in special] or list(range(vocab_size))
+
+
+def _conversation(length: int, random: Random, *, vocabulary: Sequence[int]) -> Conversation:
     def tokens(count: int) -> list[int]:
-        return [random.randrange(vocab_size) for _ in range(count)]
+        return random.choices(vocabulary, k=count)
 
     return Conversation(
         prompt=tokens(length),

@@ -118,7 +118,7 @@ async def _start(line: Line, call: Call) -> Host | None:
         line.say(Answer(call.number, error))
         return None
     freeze_objects()
-    line.say(Answer(call.number, None))
+    line.say(Answer(call.number, server.abilities))
     return Host(line, server)
 
 

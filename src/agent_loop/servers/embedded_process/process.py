@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from agent_loop.errors import ServerDied, ServerTimeout
-from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.base import Ability, ServerSpec
 from agent_loop.servers.embedded_process.line import Answer, Call, Line
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ class EngineProcess:
         self._line: Line | None = None
         self._listening: asyncio.Task[None] | None = None
 
-    async def start(self, spec: ServerSpec) -> None:
-        """Starts the process and has it load the model.
+    async def start(self, spec: ServerSpec) -> frozenset[Ability]:
+        """Start the process, load the model there, and return what the engine can do with it.
 
         Raises:
             ConfigError: The engine refuses the model or an option.
@@ -55,7 +55,7 @@ class EngineProcess:
         self._listening = asyncio.create_task(self._listen(self._line, self._process))
         try:
             async with asyncio.timeout(spec.start_timeout_s):
-                await self.ask("start", spec)
+                return await self.ask("start", spec)
         except BaseException as error:
             await self.stop(timeout_s=0)
             if not isinstance(error, TimeoutError):

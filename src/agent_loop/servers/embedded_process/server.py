@@ -41,7 +41,7 @@ class EmbeddedProcess(AsyncServerBase):
         return cls(spec)
 
     async def start(self) -> None:
-        await self._process.start(self._spec)
+        self.abilities = await self._process.start(self._spec)
 
     async def generate(
         self,
