@@ -48,6 +48,14 @@ def test_the_embedded_server_keeps_the_whole_contract(reference: Reference) -> N
     assert report.named("skipped") == []
 
 
+@pytest.mark.parametrize("cache", ["per_request", "none"])
+def test_the_embedded_server_keeps_the_contract_with_any_cache(reference: Reference, cache: Any) -> None:
+    server = EmbeddedServer(make_model(), config=EmbeddedConfig(max_model_len=LENGTH, cache=cache))
+    report = asyncio.run(check_server(server, max_model_len=LENGTH, reference=reference))
+    report.raise_if_failed()
+    assert len(report.named("skipped")) == (cache == "none")
+
+
 def say_more(request: ScriptedRequest) -> ScriptedReply:
     """A model of sorts: the next token depends on all tokens before it."""
     context = request.prompt_ids.tolist()

@@ -88,8 +88,7 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
             "or set rollout.engine_kwargs.verify=false"
         )
     name, random = type(runner.model).__name__, Random(0)
-    crossed = length_limits(runner.model.config)
-    lengths = _prompt_lengths(crossed, max_model_len=limits.max_model_len)
+    lengths = _prompt_lengths(length_limits(runner.model.config), max_model_len=limits.max_model_len)
     vocabulary = _plain_tokens(runner.model.config, vocab_size=limits.vocab_size)
     conversations = tuple(_conversation(length, random, vocabulary=vocabulary) for length in lengths)
     try:
@@ -101,13 +100,17 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
         raise ConfigError(
             f"{name} cannot be served: its forward fails with {type(error).__name__}: {error}"
         ) from error
+    longest_exact = 0
     for conversation, difference in zip(conversations, differences, strict=True):
+        num_tokens = len(conversation.token_ids)
         if not difference <= tolerance:
+            advice = f"; with {CONTEXT} of at most {longest_exact} tokens it can be" if longest_exact else ""
             raise ConfigError(
                 f"{name} cannot be served: its log-probs of a token depend on the tokens after it, or on chance (two "
-                f"forwards of {len(conversation.token_ids)} and fewer tokens differ by {difference:.3g}), so that no "
-                f"trainer could compute them again{_advice(crossed, max_model_len=limits.max_model_len)}"
+                f"forwards of {num_tokens} and fewer tokens differ by {difference:.3g}), so that no trainer could "
+                f"compute them again{advice}"
             )
+        longest_exact = num_tokens
     return Verification(conversations, tolerance)
 
 
@@ -207,14 +210,3 @@ def _log_probs(logits: Tensor) -> Tensor:
 
 def _session(number: int) -> str:
     return f"verify-{number}"
-
-
-def _advice(crossed: Sequence[LengthLimit], *, max_model_len: int) -> str:
-    inside = [limit for limit in crossed if limit.length < max_model_len]
-    if not inside:
-        return ""
-    shortest = min(inside, key=lambda limit: limit.length)
-    return (
-        f"; {CONTEXT} is {max_model_len} tokens, and the model's {shortest.name} is {shortest.length}: at most that "
-        "many may work"
-    )

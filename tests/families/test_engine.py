@@ -1,0 +1,98 @@
+"""Every family of models on the embedded engine: exact by the way that the documentation names, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+
+import numpy as np
+import pytest
+
+from agent_loop.errors import ConfigError
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from tests.families.page import REFUSED, documented_ways, way_of
+from tests.families.zoo import Family, each_family, token_ids
+from tests.servers.tiny_embedded import decoded, full_forward_log_probs, generate_all, joined, weights_of
+
+pytestmark = pytest.mark.slow
+
+MAX_MODEL_LEN = 128
+TOLERANCE = 1e-3
+"""In nats; a wrong window, state or position moves log-probs by far more."""
+DOCUMENTED = documented_ways()
+
+
+@each_family()
+def test_a_family_is_served_exactly_as_documented(family: Family) -> None:
+    name = family.name
+    model = family.build()
+    try:
+        server = EmbeddedServer(
+            copy.deepcopy(model),
+            name=name,
+            config=EmbeddedConfig(max_model_len=MAX_MODEL_LEN, max_slots=8, recompute_kv_on_update=True),
+            eos_token_ids=(),
+        )
+    except ConfigError:
+        assert DOCUMENTED[name] == REFUSED
+        return
+    assert DOCUMENTED[name] == way_of(server)
+    asyncio.run(_check(server, model, family))
+
+
+async def _check(server: EmbeddedServer, model: object, family: Family) -> None:
+    try:
+        for count in (1, 8, 32):
+            await _check_two_turns(server, model, _prompts(family, count))
+        await _check_update(server, model, family)
+    finally:
+        await server.close()
+
+
+def _prompts(family: Family, count: int) -> list[IntArray]:
+    """Prompts at and beyond each limit first, then of any length."""
+    rng = random.Random(count)
+    lengths = [n for limit in family.limits for n in (limit - 2, limit, limit + 1, 2 * limit + 3)]
+    rng.shuffle(lengths)
+    lengths = [min(max(n, 1), MAX_MODEL_LEN - 20) for n in lengths] + [
+        rng.randrange(1, 70) for _ in range(count)
+    ]
+    return [np.array(token_ids(n, seed=i), dtype=np.int32) for i, n in enumerate(lengths[:count])]
+
+
+async def _check_two_turns(server: EmbeddedServer, model: object, prompts: list[IntArray]) -> None:
+    prefix = f"{len(prompts)}-"
+    for turn in range(2):
+        params = [SamplingParams(max_tokens=6, seed=100 * turn + i) for i in range(len(prompts))]
+        outputs = await generate_all(server, prompts, params, prefix=prefix)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            _compare(model, prompt, output.token_ids, output.log_probs)
+        prompts = [
+            joined(prompt, output.token_ids, token_ids(3, seed=i))
+            for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+
+
+async def _check_update(server: EmbeddedServer, model: object, family: Family) -> None:
+    """Tokens before a weight update have the log-probs of the old model, those after it of the new one."""
+    prompt, num_before = np.array(token_ids(12), dtype=np.int32), server.stats.decoded_tokens
+    newer = family.build(seed=1)
+    async with asyncio.TaskGroup() as group:
+        completion = group.create_task(
+            server.generate(prompt, SamplingParams(max_tokens=60, seed=5), "update")
+        )
+        await decoded(server, num_before + 5)
+        await server.update_weights(weights_of(newer).items(), weight_version=1)
+    output: TokenOutput = completion.result()
+    assert [span.weight_version for span in output.version_spans] == [0, 1]
+    split = output.version_spans[0].num_tokens
+    _compare(model, prompt, output.token_ids[:split], output.log_probs[:split])
+    _compare(
+        newer, joined(prompt, output.token_ids[:split]), output.token_ids[split:], output.log_probs[split:]
+    )
+
+
+def _compare(model: object, prompt: IntArray, token_ids: list[int], log_probs: list[float]) -> None:
+    assert log_probs == pytest.approx(full_forward_log_probs(model, prompt, token_ids), abs=TOLERANCE)
