@@ -23,6 +23,8 @@ from agent_loop.types import SamplingParams
 PROMPT_LENGTHS = (7, 4)
 TOKENS_PER_TURN = 3
 TOKENS_BETWEEN_TURNS = 2
+OF_TEXT = ("bos_", "eos_", "pad_", "sep_", "cls_", "mask_", "unk_", "decoder_start_")
+"""Special tokens that a completion may hold."""
 TOKENS_AFTER_PROMPT = 2 * TOKENS_PER_TURN + TOKENS_BETWEEN_TURNS
 
 
@@ -89,7 +91,7 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
         )
     name, random = type(runner.model).__name__, Random(0)
     lengths = _prompt_lengths(length_limits(runner.model.config), max_model_len=limits.max_model_len)
-    vocabulary = _plain_tokens(runner.model.config, vocab_size=limits.vocab_size)
+    vocabulary = _text_tokens(runner.model.config, vocab_size=limits.vocab_size)
     conversations = tuple(_conversation(length, random, vocabulary=vocabulary) for length in lengths)
     try:
         tolerance = rounding_allowance(
@@ -134,14 +136,14 @@ def _prompt_lengths(crossed: Sequence[LengthLimit], *, max_model_len: int) -> li
     return sorted(lengths)
 
 
-def _plain_tokens(config: Any, *, vocab_size: int) -> list[int]:
-    """Return the token ids that the configuration gives no meaning of their own, such as padding or an image."""
-    special: set[int] = set()
+def _text_tokens(config: Any, *, vocab_size: int) -> list[int]:
+    """Return the token ids without those that the configuration reserves for images, sound and the like."""
+    reserved: set[int] = set()
     for part in (config, text_config_of(config)):
         for name, value in cast(dict[str, Any], part.to_dict()).items():
-            if name.endswith(("_token_id", "_token_ids", "_token_index")):
-                special.update(cast(list[int], value) if isinstance(value, list) else [value])
-    return [token for token in range(vocab_size) if token not in special] or list(range(vocab_size))
+            if name.endswith(("_token_id", "_token_index")) and not name.startswith(OF_TEXT):
+                reserved.add(value)
+    return [token for token in range(vocab_size) if token not in reserved]
 
 
 def _conversation(length: int, random: Random, *, vocabulary: Sequence[int]) -> Conversation:
