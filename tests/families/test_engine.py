@@ -65,7 +65,7 @@ def _prompts(family: Family, count: int) -> list[IntArray]:
 async def _check_two_turns(server: EmbeddedServer, model: object, prompts: list[IntArray]) -> None:
     prefix = f"{len(prompts)}-"
     for turn in range(2):
-        params = [SamplingParams(max_tokens=6, seed=100 * turn + i) for i in range(len(prompts))]
+        params = [SamplingParams(max_tokens=4, seed=100 * turn + i) for i in range(len(prompts))]
         outputs = await generate_all(server, prompts, params, prefix=prefix)
         for prompt, output in zip(prompts, outputs, strict=True):
             _compare(model, prompt, output.token_ids, output.log_probs)
@@ -81,9 +81,9 @@ async def _check_update(server: EmbeddedServer, model: object, family: Family) -
     newer = family.build(seed=1)
     async with asyncio.TaskGroup() as group:
         completion = group.create_task(
-            server.generate(prompt, SamplingParams(max_tokens=60, seed=5), "update")
+            server.generate(prompt, SamplingParams(max_tokens=24, seed=5), "update")
         )
-        await decoded(server, num_before + 5)
+        await decoded(server, num_before + 4)
         await server.update_weights(weights_of(newer).items(), weight_version=1)
     output: TokenOutput = completion.result()
     assert [span.weight_version for span in output.version_spans] == [0, 1]
