@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from agent_loop.chat.makeshift import makeshift_tokenizer
-from agent_loop.chat.report import Cause, Verdict
+from agent_loop.chat.report import Cause, Kind, Verdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template, verify_template
 from agent_loop.errors import ChatTemplateError
@@ -36,6 +36,45 @@ MOVES_SYSTEM = """\
 {%- set unused = '<|user|>' -%}
 """
 
+MANY_HABITS = """\
+{%- for m in messages if m.role != 'system' -%}
+{%- if m.role == 'tool' %}<|tool|>{{ m.content }}<|end|>
+{%- elif m.tool_calls -%}
+<|assistant|>{{ m.tool_calls[0].function.arguments | tojson }}<|end|>
+{%- elif m.role == 'assistant' -%}
+<|assistant|>{{ '[' + m.reasoning_content + ']' if m.reasoning_content and loop.last }}{{ m.content }}
+{{- '<|return|>' if loop.last else '<|end|>' }}
+{%- else %}<|{{ m.role }}|>{{ m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{{ '<hm>' if messages[-1].role == 'tool' }}{% endif -%}
+{%- set unused = '<|user|>' -%}
+"""
+ONE_CALL = """\
+{{- '<|system|>' + tools | tojson if tools }}
+{%- for m in messages -%}
+<|{{ m.role }}|>{{ m.content }}
+{{- '<call>' + m.tool_calls[0].function.arguments | tojson + '</call>' if m.tool_calls }}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+{%- set unused = '<|user|><|tool|>' -%}
+"""
+MOVES_TEXT = """\
+{{- '<|system|>' + tools | tojson if tools }}
+{%- set ns = namespace(text='') -%}
+{%- for m in messages -%}
+{%- if m.role != 'tool' and ns.text %}{{ ns.text }}{% set ns.text = '' %}{% endif -%}
+<|{{ m.role }}|>
+{%- if m.tool_calls -%}
+{%- for call in m.tool_calls %}<call>{{ call.function.arguments | tojson }}</call>{% endfor -%}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{ m.content }}{% else %}{% set ns.text = m.content %}{% endif -%}
+{%- else %}{{ m.content }}{% endif %}<|end|>
+{%- endfor -%}
+{{- ns.text }}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+{%- set unused = '<|user|><|tool|>' -%}
+"""
+
 
 def causes(chat_template: str, *, tools: bool = False) -> tuple[Cause, ...]:
     return verify_template(family(chat_template), tools=tools).causes
@@ -60,11 +99,72 @@ def test_the_cause_of_a_difference_is_named(chat_template: str, cause: Cause) ->
     assert cause in causes(chat_template)
 
 
-@pytest.mark.parametrize("chat_template", [NEXT_ROLE_ENDS_THE_TURN, NINE_LETTER_IDS])
-def test_a_family_without_tool_schemas_differs_by_nothing_else(chat_template: str) -> None:
+@pytest.mark.parametrize(
+    ("chat_template", "others"), [(NEXT_ROLE_ENDS_THE_TURN, ()), (NINE_LETTER_IDS, (Cause.DROPPED_TEXT,))]
+)
+def test_a_family_without_tool_schemas_is_exact_without_tools(
+    chat_template: str, others: tuple[Cause, ...]
+) -> None:
     report = verify_template(family(chat_template), tools=True)
+    assert (report.without_tools, report.with_tools) == (Verdict.EXACT, Verdict.DIFFERS)
+    assert report.causes == (Cause.IGNORED_TOOLS, *others)
+
+
+def test_every_cause_is_reported_with_an_example_and_what_is_left_out_comes_first() -> None:
+    report = verify_template(family(MANY_HABITS), tools=True)
+    assert report.causes[:3] == (Cause.IGNORED_TOOLS, Cause.IGNORED_SYSTEM_PROMPT, Cause.DROPPED_CALL)
+    assert set(report.causes[3:]) == {
+        Cause.DROPPED_TEXT,
+        Cause.STRIPPED_REASONING,
+        Cause.GENERATION_PROMPT,
+        Cause.END_TOKEN,
+    }
+    assert report.kinds() == (Kind.LEFT_OUT, Kind.REWRITTEN)
+    assert report.kinds(tools=False) == (Kind.LEFT_OUT, Kind.REWRITTEN)
+    shown = {cause: report.examples(cause)[0][1] for cause in report.causes}
+    assert shown[Cause.IGNORED_SYSTEM_PROMPT].kept == "Answer briefly."
+    assert shown[Cause.DROPPED_CALL].kept == "Oslo"
+    assert shown[Cause.STRIPPED_REASONING].kept.startswith("[I recall")
+    assert shown[Cause.GENERATION_PROMPT].kept.startswith("<hm>")
+
+
+def test_what_is_left_out_is_reported_where_all_tokens_are_equal() -> None:
+    results = {result.name: result for result in verify_template(family(ONE_CALL), tools=True).results}
+    assert (results["tool"].verdict, results["tool"].causes) == (Verdict.EXACT, ())
+    parallel = results["parallel tools"]
+    assert (parallel.position, parallel.num_kept_tokens) == (None, 0)
+    assert (parallel.verdict, parallel.causes) == (Verdict.DIFFERS, (Cause.DROPPED_CALL,))
+    assert (parallel.differences[0].kept, parallel.differences[0].is_in_no_render) == ("Oslo", True)
+
+
+def test_text_that_moves_behind_the_replies_has_a_cause_of_its_own() -> None:
+    report = verify_template(family(MOVES_TEXT), tools=True)
     assert report.without_tools is Verdict.EXACT
-    assert report.causes == (Cause.IGNORED_TOOLS,)
+    assert report.causes == (Cause.MOVED_TEXT,)
+    assert {result.name for result, _ in report.examples(Cause.MOVED_TEXT)} == {
+        result.name for result in report.results if "text and" in result.name and "without" not in result.name
+    }
+
+
+def test_reasoning_that_no_render_holds_is_not_exact() -> None:
+    """Though the tokens are equal: what the model reasons is in the trajectory alone."""
+    drops = family(HERMES_TEMPLATE + "{% set unused = messages[0].reasoning_content %}")
+    report = verify_template(drops, tools=False)
+    assert report.has_reasoning
+    assert report.causes == (Cause.STRIPPED_REASONING,)
+    assert all(result.position is None for result in report.results)
+
+
+def test_a_template_that_knows_no_reasoning_is_tried_without() -> None:
+    report = verify_template(family(HERMES_TEMPLATE + "{# thinking #}"), tools=True)
+    assert not report.has_reasoning
+    assert not any("thinking" in result.name for result in report.results)
+
+
+def test_what_is_tried_when_a_run_starts_is_never_called_exact() -> None:
+    report = require_template(hermes_template(), tools=True)
+    assert report.without_tools is report.with_tools is report.verdict is Verdict.LIKELY_EXACT
+    assert len(report.results) < len(verify_template(hermes_template(), tools=True).results) / 2
 
 
 def test_what_a_template_refuses_beside_the_essential_is_a_limit() -> None:
@@ -78,8 +178,10 @@ def test_what_a_template_refuses_beside_the_essential_is_a_limit() -> None:
 def test_the_report_shows_the_first_differing_token_and_the_cost() -> None:
     report = verify_template(family(STRIPS_REASONING), tools=False)
     [result] = [result for result in report.results if result.name == "thinking"]
-    assert (result.kept, result.is_bridge_exact) == ("<think>", True)
+    [difference] = result.differences
+    assert (difference.kept[:7], result.is_bridge_exact) == ("<think>", True)
     assert result.num_kept_tokens > 2
+    assert result.position is not None
     assert json.loads(json.dumps(report.as_dict()))["without_tools"] == "differs"
 
 
@@ -100,6 +202,13 @@ def test_a_difference_is_said_once_and_exactness_not_at_all(caplog: pytest.LogCa
     [record] = caplog.records
     assert "stripped_reasoning" in record.getMessage()
     assert "nothing is lost" in record.getMessage()
+
+
+def test_what_is_left_out_is_logged_first_and_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    require_template(family(MANY_HABITS), tools=True)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 3 + [logging.WARNING]
+    assert "ignored_tools" in caplog.records[0].getMessage()
 
 
 def test_a_date_in_the_prompt_is_noted() -> None:

@@ -49,16 +49,38 @@ def test_the_table_fits_eighty_columns(template_file: Path) -> None:
         assert line.split(probe)[1].split()[0] in {"exact", "differs", "unsupported"}
 
 
-def test_where_tokens_differ_first_is_shown_with_both_texts(tmp_path: Path) -> None:
+def test_where_tokens_differ_is_shown_with_both_texts(tmp_path: Path) -> None:
     path = tmp_path / "strips.jinja"
     path.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         encoding="utf-8",
     )
-    output = verify(path, "--no-tools").output
-    assert "thinking, token " in output
-    assert "full render 'S" in output
+    result = verify(path, "--no-tools")
+    assert result.exit_code == 0
+    assert "without tools: differs (rewritten)" in result.output
+    assert "thinking (and 2 more): kept 'I recall" in result.output
+    assert "full render 'S" in result.output
+
+
+def test_what_is_left_out_is_shown_first_and_told_by_the_exit_code(tmp_path: Path) -> None:
+    path = tmp_path / "no_schemas.jinja"
+    path.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{{ m.tool_calls[0].function.arguments if m.tool_calls }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        encoding="utf-8",
+    )
+    result = verify(path)
+    assert result.exit_code == 3
+    lines = [line.strip() for line in result.output.splitlines()]
+    assert lines[0].startswith("left_out: ")
+    assert lines[1].startswith("ignored_tools: ")
+    assert lines[2].endswith("'Gives the weather of a city.' is in no render")
+    assert lines[3].startswith("dropped_call: ")
+    assert lines[4].endswith("'Oslo' is in no render")
+    assert verify(path, "--no-tools").exit_code == 0
+    assert [*json.loads(verify(path, "--json").output)["causes"]] == ["ignored_tools", "dropped_call"]
 
 
 def test_a_template_file_can_be_tried_with_a_tokenizer(tmp_path: Path, template_file: Path) -> None:
@@ -67,7 +89,7 @@ def test_a_template_file_can_be_tried_with_a_tokenizer(tmp_path: Path, template_
     assert result.exit_code == 1
     report = json.loads(result.output)
     assert (report["without_tools"], report["with_tools"]) == ("exact", "unsupported")
-    assert {"name", "verdict", "cause", "position"} <= set(report["probes"][0])
+    assert {"name", "verdict", "differences", "position"} <= set(report["probes"][0])
 
 
 def test_a_template_that_writes_nothing_is_unsupported(tmp_path: Path) -> None:

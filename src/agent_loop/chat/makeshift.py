@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS, EOS = "<|makeshift_begin|>", "<|makeshift_end|>"
-VOCAB_SIZE = 600
+VOCAB_SIZE = 800
+
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How the Qwen2 tokenizers and those after it split text: newlines stay with the punctuation before them."""
+MERGED = tuple(f"{end}{run}" for run in ("\n", "\n\n", "\n\n\n") for end in ("", " ", *".,:;!?)]}>\"'`*"))
+"""Each of these is one token, as in most large vocabularies."""
+NUM_REPEATS = 100
+"""More often than anything stands in a template, so that these are merged first."""
 
 _MARKERS = (
     r"<\|[^\s<>|{}]+\|?>",  # <|im_end|> and <|turn>
@@ -22,20 +32,25 @@ _MARKERS = (
 
 
 def makeshift_tokenizer(chat_template: str) -> Any:
-    """A small byte-level BPE tokenizer whose control tokens are the markers in the template's text.
+    """Return a small byte-level BPE tokenizer whose control tokens are the markers in the template's text.
 
-    It splits text otherwise than the model's own tokenizer, so numbers of tokens differ; what a template writes, and in
-    which order, does not.
+    It merges newlines with each other and with punctuation, as the vocabularies of most models do. Otherwise it splits
+    text in its own way, so numbers of tokens differ from those of the model; what a template writes, and in which
+    order, does not.
     """
     from transformers import PreTrainedTokenizerFast  # late: importing transformers takes seconds
 
     backend = Tokenizer(models.BPE())
-    cast(Any, backend).pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    cast(Any, backend).pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     cast(Any, backend).decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator([re.sub("|".join(_MARKERS), " ", chat_template)], trainer)
+    newlines = [f"x{text}x" for text in MERGED] * NUM_REPEATS
+    backend.train_from_iterator([re.sub("|".join(_MARKERS), " ", chat_template), *newlines], trainer)
     markers = control_markers(chat_template)
     cast(Any, backend).add_special_tokens(
         [AddedToken(m, normalized=False, special=True) for m in (BOS, EOS, *markers)]

@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import count
 from typing import Any
 
 from agent_loop.types import Message, ToolCall
 
 TOOL_NAME = "get_weather"
-CITY = "Lisbon"
-REASONING = "I recall that this was asked before."
 
-PROBE_TOOLS: Sequence[Mapping[str, Any]] = (
-    {
+
+def _schema(name: str, description: str, **parameters: str) -> Mapping[str, Any]:
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    return {
         "type": "function",
         "function": {
-            "name": TOOL_NAME,
-            "description": "Gives the weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "Its name."}},
-                "required": ["city"],
-            },
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": [*properties]},
         },
-    },
+    }
+
+
+PROBE_TOOLS: Sequence[Mapping[str, Any]] = (
+    _schema(TOOL_NAME, "Gives the weather of a city.", city="Name of the city."),
+    _schema("get_tides", "Gives the tides of a port.", port="Name of the port."),
 )
 
-_SYSTEM: Message = {"role": "system", "content": "Answer briefly."}
-_USER: Message = {"role": "user", "content": f"How is the weather in {CITY}?"}
-_ANSWER: Message = {"role": "assistant", "content": "Sunny."}
-_NEXT: Message = {"role": "user", "content": "And tomorrow?"}
+# A text stands once in a conversation, so that it can be found again in what a template writes.
+_TEXTS: Mapping[str, Sequence[str]] = {
+    "system": ("Answer briefly.",),
+    "user": ("How is the weather?", "And tomorrow?", "And by the sea?", "And in the hills?", "And at night?"),
+    "answer": ("Sunny.", "Cloudy.", "Windy.", "Foggy."),
+    "text": ("I will look it up.", "Let me check once more.", "One last look."),
+    "thinking": ("I recall that this was asked.", "It may have changed.", "It is a new day.", "Now I know."),
+    "call": ("Lisbon", "Oslo", "Quito", "Hanoi", "Tunis", "Perth"),
+    "reply": ("21 degrees", "5 degrees", "30 degrees", "9 degrees", "17 degrees", "8 degrees"),
+}
+_ROLES = {"system": "system", "user": "user", "reply": "tool"}
+"""Of the messages that are not the assistant's."""
+_ERROR = 'Error: "city" is unknown;\ngive one of {"Paris", "Rome"}'
 _UNICODE = "¿Qué tal? 你好, 🌦️ e\u0301\n\n  <b>&amp;</b> \\n {{ x }}"
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """A prompt, one assistant turn, and what follows it."""
+class Part(StrEnum):
+    """What a text in a conversation is."""
 
-    name: str
+    SYSTEM = "system"
+    SCHEMA = "schema"
+    QUESTION = "question"
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+    REPLY = "reply"
+
+
+@dataclass(frozen=True, slots=True)
+class Landmark:
+    """A text by which a part of a conversation is found in a render."""
+
+    part: Part
+    text: str
+    message: int = -1
+    """Index of the message that holds it; -1 for a schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn of a probe, with what stands before and behind it."""
+
     opening: Sequence[Message]
     said: Message
-    """The assistant turn."""
+    """The assistant's message."""
     replies: Sequence[Message]
-    has_tools: bool = False
-    is_essential: bool = False
-    """A template that refuses it is refused; one that refuses another probe has a limit."""
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        return PROBE_TOOLS if self.has_tools else ()
+    """What follows it up to the next assistant turn."""
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -59,57 +86,170 @@ class Probe:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A conversation. Each of its assistant turns is tried."""
+
+    name: str
+    messages: Sequence[Message]
+    has_tools: bool = False
+    is_essential: bool = False
+    """A template that refuses it is refused; one that refuses another probe has a limit."""
+    is_quick: bool = False
+    """It is tried when a run starts, too."""
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return PROBE_TOOLS if self.has_tools else ()
+
+    @property
+    def has_reasoning(self) -> bool:
+        return any("reasoning_content" in message for message in self.messages)
+
+    @property
+    def turns(self) -> Iterator[Turn]:
+        roles = [message["role"] for message in self.messages]
+        starts = [i for i, role in enumerate(roles) if role == "assistant"]
+        for start, end in zip(starts, [*starts[1:], len(roles)], strict=True):
+            yield Turn(self.messages[:start], self.messages[start], self.messages[start + 1 : end])
+
+
 def plain_probes(control_text: str) -> list[Probe]:
-    """Conversations without tools.
+    """Return conversations without tools.
 
     Args:
         control_text: A text that holds control tokens.
     """
-    thinking = {**_ANSWER, "reasoning_content": REASONING}
+    ask = _TEXTS["user"][0]
     return [
-        Probe("user follow-up", [_USER], _ANSWER, [_NEXT], is_essential=True),
-        Probe("system prompt", [_SYSTEM, _USER], _ANSWER, [_NEXT]),
-        Probe("third turn", [_USER, _ANSWER, _NEXT], _ANSWER, [_NEXT]),
-        Probe("thinking", [_USER], thinking, [_NEXT]),
-        Probe("empty text", [_USER], {**_ANSWER, "content": ""}, [_NEXT]),
-        Probe("unicode", [_USER], _ANSWER, [{**_NEXT, "content": _UNICODE}]),
-        Probe("control tokens", [_USER], _ANSWER, [{**_NEXT, "content": control_text}]),
+        _probe("user follow-up", "user answer user", is_essential=True, is_quick=True),
+        _probe("system prompt", "system user answer user answer user", is_quick=True),
+        _probe("third turn", "user answer user answer user"),
+        _probe("two user messages", "user answer user user answer user"),
+        _probe("thinking", "user thinking+answer user"),
+        _probe(
+            "thinking in some turns",
+            "user thinking+answer user thinking+answer user answer user thinking+answer user",
+            is_quick=True,
+        ),
+        _probe("thinking and system prompt", "system user thinking+answer user thinking+answer user"),
+        _probe("empty text", "user answer user answer user", answer=("", "Sunny."), is_quick=True),
+        _probe("empty user message", "user answer user answer user", user=(ask, "", "And then?")),
+        _probe("unicode", "user answer user", user=(ask, _UNICODE), answer=(_UNICODE,)),
+        _probe("control tokens", "user answer user", user=(ask, control_text), is_quick=True),
     ]
 
 
 def tool_probes(control_text: str) -> list[Probe]:
-    """Conversations with tools."""
-    call, reply = _calls(1), _reply(1, "21 °C, sunny")
-    thinking = {**call, "reasoning_content": REASONING}
-    error = _reply(1, 'Error: "city" is unknown;\ngive one of {"Lisbon", "Oslo"}')
+    """Return conversations with tools."""
 
-    def probe(name: str, said: Message, replies: Sequence[Message], *opening: Message) -> Probe:
-        return Probe(name, opening or [_USER], said, replies, has_tools=True, is_essential=name == "tool")
+    def probe(
+        name: str, plan: str, *, is_essential: bool = False, is_quick: bool = False, **texts: Sequence[str]
+    ) -> Probe:
+        return _probe(name, plan, has_tools=True, is_essential=is_essential, is_quick=is_quick, **texts)
 
     return [
-        probe("tool", call, [reply]),
-        probe("parallel tools", _calls(2), [reply, _reply(2, "22 °C")]),
-        probe("tool error", call, [error]),
-        probe("system prompt and tool", call, [reply], _SYSTEM, _USER),
-        probe("second tool turn", _calls(1, first=2), [_reply(2, "22 °C")], _USER, call, reply),
-        probe("follow-up after tool", _ANSWER, [_NEXT], _USER, call, reply),
-        probe("follow-up with tools", _ANSWER, [_NEXT]),
-        probe("thinking and tool", thinking, [reply]),
-        probe("empty tool reply", call, [_reply(1, "")]),
-        probe("unicode tool reply", call, [_reply(1, _UNICODE)]),
-        probe("control tokens in tool reply", call, [_reply(1, control_text)]),
+        probe("tool", "user call reply", is_essential=True, is_quick=True),
+        probe("parallel tools", "user call+call reply reply", is_quick=True),
+        probe("tool error", "user call reply", reply=(_ERROR,)),
+        probe("system prompt and tool", "system user call reply answer user call reply", is_quick=True),
+        probe("second tool turn", "user call reply call reply", is_quick=True),
+        probe("parallel tools in each turn", "user call+call reply reply call+call reply reply answer user"),
+        probe("follow-up after tool", "user call reply answer user call reply answer user", is_quick=True),
+        probe("follow-up with tools", "user answer user call reply"),
+        probe("user behind tool reply", "user call reply user answer user"),
+        probe("tool without reply", "user call user answer user"),
+        probe("text and tool", "user text+call reply"),
+        probe("text and tool, then answer", "user text+call reply answer user", is_quick=True),
+        probe("text and tool, then user", "user text+call reply user answer user"),
+        probe("text and tool without reply", "user text+call user answer user"),
+        probe(
+            "text and tool in each turn", "user text+call reply text+call reply answer user text+call reply"
+        ),
+        probe("text and parallel tools", "user text+call+call reply reply answer user"),
+        probe("thinking with tools", "user thinking+answer user thinking+answer user"),
+        probe("thinking and tool", "user thinking+call reply"),
+        probe("thinking and tool, then answer", "user thinking+call reply thinking+answer user"),
+        probe("thinking and tool, then user", "user thinking+call reply user thinking+answer user"),
+        probe("thinking and parallel tools", "user thinking+call+call reply reply answer user"),
+        probe(
+            "thinking in each tool turn",
+            "system user thinking+call reply thinking+call reply answer user thinking+call reply answer user",
+            is_quick=True,
+        ),
+        probe("thinking, text and tool", "user thinking+text+call reply thinking+answer user"),
+        probe("empty tool reply", "user call reply call reply", reply=("", "5 degrees")),
+        probe("unicode tool reply", "user call reply answer user", call=(_UNICODE,), reply=(_UNICODE,)),
+        probe("control tokens in tool reply", "user call reply", reply=(control_text,), is_quick=True),
     ]
 
 
-def _calls(count: int, *, first: int = 1) -> Message:
-    numbers = range(first, first + count)
-    calls = [ToolCall(TOOL_NAME, {"city": CITY}, id=_id(number)).as_message() for number in numbers]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
+def schema_landmarks() -> list[Landmark]:
+    """Return the texts of the tools' schemas, which stand nowhere else."""
+    texts: list[str] = []
+    for tool in PROBE_TOOLS:
+        function = tool["function"]
+        texts.append(function["description"])
+        texts += [parameter["description"] for parameter in function["parameters"]["properties"].values()]
+    return [Landmark(Part.SCHEMA, text) for text in texts]
 
 
-def _reply(number: int, text: str) -> Message:
-    return {"role": "tool", "name": TOOL_NAME, "tool_call_id": _id(number), "content": text}
+def landmarks(messages: Sequence[Message]) -> list[Landmark]:
+    """Return the texts of messages, in the order in which a template is expected to write them."""
+    return [
+        Landmark(part, text, i)
+        for i, message in enumerate(messages)
+        for part, text in _parts_of(message)
+        if text
+    ]
 
 
-def _id(number: int) -> str:
-    return f"probe{number:04d}"
+def _parts_of(message: Message) -> Iterator[tuple[Part, str]]:
+    if message["role"] != "assistant":
+        part = {"system": Part.SYSTEM, "tool": Part.REPLY}.get(message["role"], Part.QUESTION)
+        yield part, message["content"]
+        return
+    yield Part.REASONING, message.get("reasoning_content", "")
+    yield Part.TEXT, message["content"]
+    for call in message.get("tool_calls", ()):
+        yield Part.CALL, call["function"]["arguments"]["city"]
+
+
+def _probe(
+    name: str,
+    plan: str,
+    *,
+    has_tools: bool = False,
+    is_essential: bool = False,
+    is_quick: bool = False,
+    **texts: Sequence[str],
+) -> Probe:
+    """Return the probe of a plan.
+
+    Args:
+        name: Of the probe.
+        plan: What each message holds, in words: `user thinking+call reply`.
+        has_tools, is_essential, is_quick: See `Probe`.
+        texts: The texts of a word, in the order in which they are used, in place of the usual ones.
+    """
+    used = {word: iter(choice) for word, choice in {**_TEXTS, **texts}.items()}
+    ids = (f"probe{number:04d}" for number in count(1))
+    calls: list[ToolCall] = []
+    messages: list[Message] = []
+    for words in plan.split():
+        message: Message = {"role": _ROLES.get(words, "assistant"), "content": ""}
+        if message["role"] == "assistant":
+            calls = []
+        for word in words.split("+"):
+            text = next(used[word])
+            if word == "thinking":
+                message["reasoning_content"] = text
+            elif word == "call":
+                calls.append(ToolCall(TOOL_NAME, {"city": text}, id=next(ids)))
+                message["tool_calls"] = [call.as_message() for call in calls]
+            else:
+                message["content"] = text
+        if words == "reply":
+            message |= {"name": TOOL_NAME, "tool_call_id": calls.pop(0).id}
+        messages.append(message)
+    return Probe(name, messages, has_tools=has_tools, is_essential=is_essential, is_quick=is_quick)

@@ -16,11 +16,19 @@ from agent_loop.cli.arguments import refuse_no_model
 from agent_loop.errors import ChatTemplateError
 
 if TYPE_CHECKING:
-    from agent_loop.chat.report import ProbeResult, TemplateReport
+    from agent_loop.chat.report import Cause, Difference, Kind, ProbeResult, TemplateReport, Verdict
     from agent_loop.chat.template import ChatTemplate
 
 EXIT_UNSUPPORTED = 1
-COLOURS = {"exact": "green", "differs": "yellow", "unsupported": "red"}
+EXIT_LEFT_OUT = 3  # (2 is a wrong argument)
+COLOURS = {
+    "exact": "green",
+    "differs": "yellow",
+    "unsupported": "red",
+    "left_out": "bold red",
+    "rewritten": "yellow",
+    "merged": "yellow",
+}
 
 
 def verify_template_command(
@@ -46,9 +54,13 @@ def verify_template_command(
 ) -> None:
     """Compare the tokens of a trajectory with the template's own render of the same messages.
 
-    Each probe is a short conversation: `exact` is token for token the same; `differs` names the cause, and the
-    trajectory keeps what the model saw and said; `unsupported` shows the template's own error. Exit code 1 if the
-    template cannot be used at all, or not with tools.
+    Each probe is a short conversation: `exact` is token for token the same; `differs` names every cause, with an
+    example; `unsupported` shows the template's own error. Differences are of three kinds: something is left out,
+    history is rewritten, or tokens are merged where turns meet.
+
+    Exit codes: 0 if the template is exact, or rewrites history or merges tokens only, which a trajectory does not
+    suffer from; 1 if the template cannot be used at all, or not with tools; 3 if it leaves out the tools' schemas, the
+    system prompt or calls of the assistant; 2 for a wrong argument.
 
     Examples:
 
@@ -71,6 +83,8 @@ def verify_template_command(
         _print(report, Console())
     if report.verdict == "unsupported":
         raise typer.Exit(EXIT_UNSUPPORTED)
+    if "left_out" in report.kinds():
+        raise typer.Exit(EXIT_LEFT_OUT)
 
 
 def _load(template: str, chat_template: Path | None) -> ChatTemplate:
@@ -87,39 +101,62 @@ def _load(template: str, chat_template: Path | None) -> ChatTemplate:
 
 
 def _print(report: TemplateReport, console: Console) -> None:
+    left_out = [kind for kind in report.kinds() if kind == "left_out"]
+    for kind in left_out:  # (before all that can be lived with)
+        _print_kind(report, kind, console)
     counts = [Column(name, justify="right") for name in ("adds", "keeps")]
-    table = Table("probe", "verdict", "cause", *counts, box=box.SIMPLE_HEAD)
+    table = Table(Column("probe", no_wrap=True), "verdict", "causes", *counts, box=box.SIMPLE_HEAD)
     for result in report.results:
         table.add_row(*_cells(result))
     console.print(table)
-    console.print("adds: tokens between two turns of the model; keeps: tokens that a full render would lose.")
-    console.print(Text("without tools: "), _coloured(report.without_tools), sep="")
+    console.print("adds: tokens between turns of the model; keeps: tokens that full renders would lose.")
+    console.print(_summary("without tools", report.without_tools, report, tools=False))
     if report.with_tools is not None:
-        console.print(Text("with tools: "), _coloured(report.with_tools), sep="")
-    for cause in report.causes:
-        console.print(f"{cause}: {cause.meaning}", markup=False, highlight=False)
-        for result in report.results:
-            if result.cause is cause and result.position is not None:
-                console.print(f"  {_difference(result)}", markup=False, highlight=False)
-    if report.verdict == "differs":
-        console.print("History is never rendered again: a trajectory keeps what the model saw and said.")
+        console.print(_summary("with tools", report.with_tools, report, tools=True))
+    for kind in report.kinds()[len(left_out) :]:
+        _print_kind(report, kind, console)
     if report.has_date:
         console.print("The template writes today's date into the prompt; it is rendered once per trajectory.")
+    if not report.has_reasoning:
+        console.print("The template writes no reasoning; the verdict is for a model that does not reason.")
     for error in dict.fromkeys(result.error for result in report.results if result.error):
         console.print(error, markup=False, highlight=False)
 
 
-def _difference(result: ProbeResult) -> str:
-    """Where and how a probe's tokens differ first."""
-    kept, rendered = (repr(text) if text else "nothing" for text in (result.kept, result.rendered))
-    return f"{result.name}, token {result.position}: kept {kept}, full render {rendered}"
+def _print_kind(report: TemplateReport, kind: Kind, console: Console) -> None:
+    """Print the causes of a kind, each with an example."""
+    console.print(Text(f"{kind}: {kind.meaning}", style=COLOURS[str(kind)]))
+    for cause in report.causes:
+        if cause.kind is kind:
+            console.print(f"  {cause}: {cause.meaning}", markup=False, highlight=False)
+            console.print(f"    {_example(report, cause)}", markup=False, highlight=False)
+
+
+def _summary(name: str, verdict: Verdict, report: TemplateReport, *, tools: bool) -> Text:
+    kinds = ", ".join(report.kinds(tools=tools))
+    return Text(f"{name}: ") + _coloured(verdict) + Text(f" ({kinds})" if kinds else "")
+
+
+def _example(report: TemplateReport, cause: Cause) -> str:
+    """The first probe that shows a cause, and how."""
+    examples = report.examples(cause)
+    result, difference = examples[0]
+    others = f" (and {len(examples) - 1} more)" if len(examples) > 1 else ""
+    return f"{result.name}{others}: {_shown(difference)}"
+
+
+def _shown(difference: Difference) -> str:
+    kept, rendered = (repr(text) if text else "nothing" for text in (difference.kept, difference.rendered))
+    if difference.is_in_no_render:
+        return f"{kept} is in no render"
+    return f"kept {kept}, full render {rendered}"
 
 
 def _cells(result: ProbeResult) -> list[str | Text]:
     return [
         result.name,
         _coloured(result.verdict),
-        result.cause or "",
+        ", ".join(result.causes),
         "" if result.error else str(result.num_bridge_tokens),
         "" if result.error else str(result.num_kept_tokens),
     ]
