@@ -309,10 +309,10 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     deterministic: bool = False
-    """Make two synchronous runs with the same settings equal to the last bit, weights included, also when one of them
-    was interrupted and resumed. Needs the embedded engine, which then computes each completion by itself: several times
-    the time of a rollout. Without it, runs with the same seed differ where a batch of another shape rounds
-    differently."""
+    """Make two runs with the same settings equal to the last bit, weights included, also when one of them was
+    interrupted and resumed. Needs the embedded engine, which then computes each completion by itself and takes several
+    times as long, and `trainer.mode=sync`. Without it, runs with the same seed differ by what batches of other shapes
+    round differently."""
 
     @field_validator("deterministic")
     @classmethod

@@ -6,10 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from transformers import MistralConfig
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     SIZES,
@@ -102,6 +104,16 @@ def test_a_turn_does_not_depend_on_whether_the_one_before_was_computed_here(
             assert (one.token_ids, one.log_probs) == (other.token_ids, other.log_probs)
 
     asyncio.run(main())
+
+
+def test_a_gpu_is_told_to_run_deterministic_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", told.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    use_deterministic_kernels(torch.device("cpu"))
+    assert told == []
+    use_deterministic_kernels(torch.device("cuda"))
+    assert told == [True]
 
 
 def test_a_cache_that_requests_share_is_refused_by_name() -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from agent_loop.config import Config, OptimConfig
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
+from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.training import learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
@@ -211,6 +212,8 @@ def load_learner(config: Config, *, checkpoint: Checkpoint | None = None, team: 
         CheckpointError: The checkpoint is damaged.
     """
     with team.together("load", checkpoint=checkpoint):
+        if config.rollout.deterministic:
+            use_deterministic_kernels(device_of(config.model))
         learner = _load_models(config, checkpoint, team)
         if checkpoint is not None:
             learner.load(checkpoint)

@@ -13,6 +13,7 @@ from torch import Tensor
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.attention import ATTENTION_NAME
 from agent_loop.servers.embedded.config import CONTEXT, EmbeddedConfig
+from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.types import IntArray
 
@@ -33,6 +34,8 @@ class ModelRunner:
         _check_model(model, config=config)
         self.model: Any = model
         self.device = _choose_device(config)
+        if config.deterministic:
+            use_deterministic_kernels(self.device)
         self.text_config = text_config_of(model.config)
         self._config = config
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)

@@ -62,6 +62,8 @@ def sample_rows(
         params: One per row.
         uniforms: One per row, from 0 to below 1; of no effect on greedy rows.
     """
+    if logits.is_cuda and torch.are_deterministic_algorithms_enabled():
+        logits = logits.cpu()  # sums along a row have no deterministic kernel on a GPU
     logits = logits.float()
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits = logits / _column([p.temperature or 1.0 for p in params], like=logits)
