@@ -53,11 +53,11 @@ class Interruption:
     at: frozenset[int] = frozenset()
 
 
-def interrupting_reward(output: Any, row: Any) -> float:
+async def interrupting_reward(output: Any, row: Any) -> float:
     Interruption.num_scored += 1
     if Interruption.num_scored in Interruption.at:
         os.kill(os.getpid(), signal.SIGINT)
-    return reward(output, row)
+    return await reward(output, row)
 
 
 @pytest.fixture(scope="module")
