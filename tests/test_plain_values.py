@@ -25,7 +25,10 @@ CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1,
     ("text", "complaint"),
     [
         ("7\n", "it holds the single value '7'"),
-        ("a: " + "[" * 20_000 + "]" * 20_000, f"nested more than {MAX_DEPTH} deep"),
+        (
+            "a: " + "[" * 20_000 + "]" * 20_000,
+            f"nested more than {MAX_DEPTH} deep|exceeded maximum nesting depth",  # the latter from PyYAML 6.0.4 on
+        ),
         ("a: " + "{a: " * 500 + "1" + "}" * 500, f"nested more than {MAX_DEPTH} deep"),
         ("".join(f"{'  ' * depth}a:\n" for depth in range(1500)), f"nested more than {MAX_DEPTH} deep"),
         (CHAIN, f"nested more than {MAX_DEPTH} deep"),

@@ -28,7 +28,7 @@ TOLERANCE = 1e-4
 """In nats, between the log-probs of rollout and trainer."""
 
 
-@register("asks_twice")
+@register("family_asks_twice")
 class AsksTwice(AgentLoopBase):
     """Two completions, with a question between them."""
 
@@ -69,7 +69,7 @@ def test_three_steps_of_grpo_with_equal_log_probs_in_rollout_and_trainer(
                 "n": 4,
                 "prompt_length": 48,
                 "response_length": 48,
-                "agent": {"default_agent_loop": "asks_twice"},
+                "agent": {"default_agent_loop": "family_asks_twice"},
             },
             "reward": {"function": f"{__name__}:share_of_odd_tokens"},
             "actor": {"lr": 1e-3, "ppo_mini_batches": 1},

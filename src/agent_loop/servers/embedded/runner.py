@@ -17,7 +17,7 @@ from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.types import IntArray
 
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 """What models call the cache that they take and return."""
 _owned: WeakSet[Any] = WeakSet()
 """The models that belong to a runner."""
