@@ -406,11 +406,12 @@ class OptimConfig(Section):
     max_tokens_per_micro_batch: Tokens = 16384
     """Tokens in one forward and backward pass, padding included."""
     use_packing: bool = False
-    """Put several short rows into one line of the input instead of padding each; needs a model whose attention keeps
-    them apart, which is tried at the start."""
+    """Put several short rows into one line of the input instead of padding each. A model that computes such rows
+    otherwise than alone is refused at the start."""
     share_prefixes: bool = False
     """Compute what rows of a micro-batch begin with alike, such as the prompt of a group, once for all of them; packs
-    rows too. Needs a model with full attention that takes a mask of any form, which is tried at the start."""
+    rows too. A model that computes such rows otherwise than alone is refused at the start; full attention is needed as
+    far as rows are longer than the model's windows."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
     """The norm to which gradients are cut."""
     loss_agg_mode: AggregationMode = "token-mean"

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
-from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.packing import pack, prove_packing, prove_sharing
+from agent_loop.training.packing import pack
 from agent_loop.training.policy import response_log_probs
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
@@ -83,7 +82,6 @@ def test_packing_leaves_less_padding() -> None:
 def test_log_probs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind: str, attention: str) -> None:
     model: Any = tiny_policy() if kind == "full" else sliding_window_model()
     model.set_attn_implementation(attention)
-    prove_packing(model)
     for part in cut(batch, max_tokens=60):
         packed = response_log_probs(model, part, temperature=0.8)
         [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=torch.device("cpu"))
@@ -93,15 +91,6 @@ def test_log_probs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind:
             torch.testing.assert_close(packed_BR, padded_BR, atol=1e-5, rtol=0)
             assert packed_BR[part.mask_BR.bool()].all()
             assert not packed_BR[~part.mask_BR.bool()].any()
-
-
-def test_a_model_that_sees_across_rows_is_refused() -> None:
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
-    model = MambaForCausalLM(config).eval()
-
-    with pytest.raises(ConfigError, match=r"use_packing is on, but mamba .* set use_packing=false"):
-        prove_packing(model)
 
 
 def turns(*runs: tuple[list[int], bool]) -> Trajectory:
@@ -155,7 +144,6 @@ def test_a_prefix_is_in_a_line_once() -> None:
 def test_log_probs_of_rows_that_share_prefixes_are_the_padded_ones(attention: str, max_tokens: int) -> None:
     model: Any = tiny_policy()
     model.set_attn_implementation(attention)
-    prove_sharing(model)
     for batch in (
         make_forked_batch(),
         assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD),
@@ -172,15 +160,3 @@ def test_log_probs_of_rows_that_share_prefixes_are_the_padded_ones(attention: st
             padded = response_log_probs(model, padded_part, temperature=0.8)
             for shared_BR, padded_BR in zip(shared, padded, strict=True):
                 torch.testing.assert_close(shared_BR, padded_BR[order], atol=1e-5, rtol=0)
-
-
-def test_a_model_that_does_not_attend_as_a_mask_says_shares_no_prefixes() -> None:
-    torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
-
-    with pytest.raises(ConfigError, match=r"share_prefixes is on, but mamba .* set share_prefixes=false"):
-        prove_sharing(MambaForCausalLM(config).eval())
-    with pytest.raises(
-        ConfigError, match=r"share_prefixes is on, but gemma3_text .* not full in every layer"
-    ):
-        prove_sharing(sliding_window_model())

@@ -19,13 +19,13 @@ from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
 from agent_loop.training.adapted_model import AdaptedModel, are_low_rank
 from agent_loop.training.adapters import merged_parameters, persistent_buffers
+from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.learned import TRAIN_LOG_PROBS
 from agent_loop.training.losses import Aggregation, kl_penalty, policy_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.packing import prove_lines
 from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import make_exact, response_log_probs
 from agent_loop.training.tally import StepNames, UpdateTally
@@ -54,6 +54,7 @@ class Actor:
         seed: int = 0,
         team: Team = ALONE,
         num_threads: int = 1,
+        max_row_tokens: int = 1024,
     ) -> None:
         """Takes over a loaded model.
 
@@ -67,9 +68,11 @@ class Actor:
             seed: Decides how rows are dealt into mini-batches.
             team: Over whose processes the models are sharded.
             num_threads: So many micro-batches are trained on at once; 1 in a team.
+            max_row_tokens: Longest row that ways of batching are tried on before the start.
 
         Raises:
-            ConfigError: The model cannot be trained on rows that share lines, or prefixes.
+            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as the
+                configuration wants.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
@@ -82,7 +85,11 @@ class Actor:
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
         if reference is not None:
             make_exact(reference.requires_grad_(False), gradient_checkpointing=False)
-        prove_lines(model, config=config)
+        self._pads = all(
+            prove_batching(each, config=config, section="actor", max_row_tokens=max_row_tokens)
+            for each in (model, reference)
+            if each is not None
+        )
         self._team = team
         self._num_threads = num_threads
         self._weights = take_weights(model, team=team, dtype=dtype)
@@ -311,5 +318,6 @@ class Actor:
             device=self.model.device,
             use_packing=self._config.use_packing,
             share_prefixes=self._config.share_prefixes,
+            pad=self._pads,
             at_least=self._num_threads,
         )

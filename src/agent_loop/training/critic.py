@@ -18,13 +18,13 @@ from agent_loop.config import CriticConfig, ModelConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training import metrics as names
+from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.forward import predict_response
 from agent_loop.training.losses import Aggregation, masked_mean, value_loss
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
-from agent_loop.training.packing import prove_lines
 from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import device_of, make_exact
 from agent_loop.training.tally import StepNames, UpdateTally
@@ -50,6 +50,7 @@ class Critic:
         seed: int = 0,
         team: Team = ALONE,
         num_threads: int = 1,
+        max_row_tokens: int = 1024,
     ) -> None:
         """Takes over a loaded model.
 
@@ -60,14 +61,16 @@ class Critic:
             seed: Decides how rows are dealt into mini-batches.
             team: Over whose processes the model is sharded.
             num_threads: So many micro-batches are trained on at once; 1 in a team.
+            max_row_tokens: Longest row that ways of batching are tried on before the start.
 
         Raises:
-            ConfigError: The model cannot be trained on rows that share lines, or prefixes.
+            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as the
+                configuration wants.
         """
         self.model = model
         self._config = config
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
-        prove_lines(model, config=config)
+        self._pads = prove_batching(model, config=config, section="critic", max_row_tokens=max_row_tokens)
         self._team = team
         self._num_threads = num_threads
         self._weights = take_weights(model, team=team, dtype=dtype)
@@ -179,6 +182,7 @@ class Critic:
             device=self.model.device,
             use_packing=self._config.use_packing,
             share_prefixes=self._config.share_prefixes,
+            pad=self._pads,
             at_least=self._num_threads,
         )
 

@@ -44,19 +44,25 @@ def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predict
         ConfigError: There are images, which a model of this kind is not trained with.
     """
     mask_BR = micro_batch.mask_BR
-    if micro_batch.lines:
-        packed = pack(micro_batch)
-        inputs, before_M = packed.inputs(model.dtype), packed.before_M
-    else:
-        inputs, before_M = _padded_inputs(model, micro_batch), _places_before(micro_batch)
+    inputs, before_M = model_inputs(model, micro_batch)
     before_N, place_M = before_M, torch.arange(len(before_M), device=before_M.device)
     if micro_batch.shares_prefixes:
         before_N, place_M = cast(tuple[Tensor, Tensor], cast(Any, before_M).unique(return_inverse=True))
-    outputs_NX = _outputs_at(model, before_N, inputs)
+    outputs_NX = outputs_at(model, before_N, inputs)
     return Predictions(outputs_NX, place_M, micro_batch.response_ids_BR[mask_BR.bool()], mask_BR)
 
 
+def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the model's arguments, and for each token to predict the place of the flattened input before it, [M]."""
+    if micro_batch.lines:
+        packed = pack(micro_batch)
+        return packed.inputs(model.dtype), packed.before_M
+    return _padded_inputs(model, micro_batch), _places_before(micro_batch)
+
+
 def _padded_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str, Tensor]:
+    if micro_batch.is_one_plain_row:
+        return {"input_ids": micro_batch.input_ids_BW}
     inputs = {"attention_mask": micro_batch.attention_mask_BW, "position_ids": micro_batch.position_ids}
     if any(micro_batch.attachments):
         return inputs | {"inputs_embeds": _embed(model, micro_batch)}
@@ -71,7 +77,7 @@ def _places_before(micro_batch: MicroBatch) -> Tensor:
     return places_BW[:, -response_width - 1 : -1][micro_batch.mask_BR.bool()]
 
 
-def _outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+def outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """The outputs at some places of the flattened input, [N, X]. A head of logits computes no others."""
     head: nn.Module | None = cast(Any, model).get_output_embeddings()
     selection = _Selection(places_N)

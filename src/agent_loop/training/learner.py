@@ -228,6 +228,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> L
     num_threads = (
         config.trainer.num_threads if team.size == 1 and device_of(model_config).type == "cpu" else 1
     )
+    max_row_tokens = config.rollout.prompt_length + config.rollout.response_length
     reference = None
     if config.actor.kl_loss_coef or config.algorithm.kl_reward_coef:
         reference = load_policy(model_config.model_copy(update={"lora_rank": 0}))
@@ -240,6 +241,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> L
         seed=seed,
         team=team,
         num_threads=num_threads,
+        max_row_tokens=max_row_tokens,
     )
     critic = None
     if config.algorithm.adv_estimator == "gae":
@@ -250,6 +252,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> L
             seed=seed,
             team=team,
             num_threads=num_threads,
+            max_row_tokens=max_row_tokens,
         )
     return Learner(config, actor=actor, critic=critic, team=team)
 

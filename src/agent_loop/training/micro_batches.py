@@ -54,6 +54,11 @@ class MicroBatch:
     """These rows are another micro-batch's too."""
 
     @property
+    def is_one_plain_row(self) -> bool:
+        """It is a single row of text, so that nothing is padding and positions count from 0."""
+        return len(self.input_ids_BW) == 1 and self.position_ids.dim() == 2 and not any(self.attachments)
+
+    @property
     def response_ids_BR(self) -> Tensor:
         return self.input_ids_BW[:, self._prompt_width :]
 
@@ -104,6 +109,7 @@ def micro_batches(
     device: torch.device,
     use_packing: bool = False,
     share_prefixes: bool = False,
+    pad: bool = True,
     at_least: int = 1,
 ) -> Iterator[MicroBatch]:
     """The rows, longest first, in parts of at most `max_tokens` tokens (or of one row that is longer), of which at most
@@ -113,6 +119,7 @@ def micro_batches(
     follow one another. Rows of a batch with images are padded anyway. Padding counts as tokens.
 
     Args:
+        pad: Rows that share no lines may be padded to the same width; False gives each a part of its own.
         at_least: So many parts there are, as far as there are rows, or lines, to part.
     """
     prompt_width = batch["prompts"].shape[1]
@@ -127,6 +134,8 @@ def micro_batches(
         parts = _shared_parts(rows_of_tokens, max_tokens=max_tokens)
     elif has_lines:
         parts = _packed_parts(longest_first, prompt_lengths + response_lengths, max_tokens=max_tokens)
+    elif not pad:
+        parts = ((torch.tensor([row]), ()) for row in longest_first)
     else:
         parts = _padded_parts(longest_first, prompt_lengths, response_lengths, max_tokens=max_tokens)
     for part, lines in _parted(list(parts), at_least=at_least):

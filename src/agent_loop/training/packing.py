@@ -15,14 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from agent_loop.config import OptimConfig
-from agent_loop.errors import ConfigError
 from agent_loop.training.micro_batches import NO_TOKENS, LongArray, MicroBatch, common_prefix
-
-TOLERANCE = 0.02
-"""Of the largest activation: half-precision attention differs by so much where its shapes do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,91 +116,3 @@ def additive_mask(is_seen_KLL: Tensor, *, dtype: torch.dtype) -> Tensor:
     """As every attention of `transformers` takes it, [K, 1, L, L]: added to the scores."""
     mask_KLL = torch.zeros(is_seen_KLL.shape, dtype=dtype, device=is_seen_KLL.device)
     return mask_KLL.masked_fill_(~is_seen_KLL, torch.finfo(dtype).min).unsqueeze(1)
-
-
-def prove_lines(model: PreTrainedModel, *, config: OptimConfig) -> None:
-    """Tries what the configuration asks of the model.
-
-    Raises:
-        ConfigError: The model does not do it.
-    """
-    if config.share_prefixes:
-        prove_sharing(model)
-    elif config.use_packing:
-        prove_packing(model)
-
-
-@torch.no_grad()
-def prove_packing(model: PreTrainedModel) -> None:
-    """Tries whether rows that share lines get the activations that they get alone.
-
-    Raises:
-        ConfigError: They do not: the model's attention sees across them.
-    """
-    ids_BW = torch.arange(12, device=model.device).view(4, 3)
-    positions_BW = torch.arange(3, device=model.device).expand(4, 3)
-
-    def activations(*, num_lines: int) -> Tensor:
-        return _activations(
-            model, ids_BW.reshape(num_lines, -1), position_ids=positions_BW.reshape(num_lines, -1)
-        ).reshape(12, -1)
-
-    difference = _difference(activations(num_lines=2), activations(num_lines=4))
-    if not difference <= TOLERANCE:
-        raise ConfigError(
-            f"use_packing is on, but {_kind(model)} attention lets packed rows see each other (activations differ by "
-            f"{difference:.2g} of the largest); set use_packing=false"
-        )
-
-
-@torch.no_grad()
-def prove_sharing(model: PreTrainedModel) -> None:
-    """Tries whether rows that share a prefix get the activations that they get alone.
-
-    Raises:
-        ConfigError: They do not: the model's attention takes no mask of any form.
-    """
-    config: Any = cast(Any, model.config).get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ()
-    window = None if layer_types else getattr(config, "sliding_window", None)
-    if window is not None or set(layer_types) - {"full_attention"}:
-        raise ConfigError(
-            f"share_prefixes is on, but {_kind(model)} attention is not full in every layer; set share_prefixes=false, "
-            "or use_packing=true instead"
-        )
-    rows = [np.array([0, 1, 2, 3, 4]), np.array([0, 1, 5, 6])]
-    line = _Line(rows, shares_prefixes=True)
-    ids_L, positions_L = np.zeros((2, line.num_tokens), dtype=np.int64)
-    is_seen_LL = np.zeros((line.num_tokens, line.num_tokens), dtype=np.bool_)
-    line.write(ids_L, positions_L, is_seen_LL)
-    ids_1L, positions_1L, is_seen_1LL = (
-        cast(Any, torch).from_numpy(array).to(model.device).unsqueeze(0)
-        for array in (ids_L, positions_L, is_seen_LL)
-    )
-    mask = additive_mask(is_seen_1LL, dtype=model.dtype)
-    shared = _activations(model, ids_1L, position_ids=positions_1L, attention_mask=mask)[0]
-    for row, places in zip(rows, line.places, strict=True):
-        ids_1T = torch.tensor(row, device=model.device).unsqueeze(0)
-        alone = _activations(model, ids_1T, position_ids=torch.arange(len(row), device=model.device)[None])[0]
-        difference = _difference(shared[places], alone)
-        if not difference <= TOLERANCE:
-            raise ConfigError(
-                f"share_prefixes is on, but {_kind(model)} attention does not follow the mask that this needs "
-                f"(activations differ by {difference:.2g} of the largest); set share_prefixes=false"
-            )
-
-
-def _activations(model: PreTrainedModel, ids: Tensor, **inputs: Tensor) -> Tensor:
-    """Of some token ids, which may be more than the model knows."""
-    ids = ids % cast(Any, model.config).get_text_config().vocab_size
-    return cast(Any, model).base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state.float()
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    """As a share of the largest activation."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
-def _kind(model: PreTrainedModel) -> str:
-    config: Any = model.config
-    return f"{config.model_type} with {config._attn_implementation}"

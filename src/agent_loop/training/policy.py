@@ -98,6 +98,10 @@ def device_of(config: ModelConfig) -> torch.device:
 def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
     """Switches off all that makes two passes differ, such as dropout: engines sample without it."""
     model.eval()
+    if getattr(model.config, "rescale_every", 0):
+        cast(
+            Any, model.config
+        ).rescale_every = 0  # RWKV would divide its weights in place at the first forward
     if gradient_checkpointing:
         older_name: Any = getattr(model, "gradient_checkpointing_enable", None)
         enable: Any = getattr(model, "activation_checkpointing_enable", older_name)

@@ -22,6 +22,7 @@ def own_micro_batches(
     device: torch.device,
     use_packing: bool = False,
     share_prefixes: bool = False,
+    pad: bool = True,
     at_least: int = 1,
 ) -> Iterator[MicroBatch]:
     """This process's share of the rows, as `micro_batches` cuts it; all rows where there is one process.
@@ -38,6 +39,7 @@ def own_micro_batches(
             device=device,
             use_packing=use_packing,
             share_prefixes=share_prefixes,
+            pad=pad,
             at_least=at_least,
         )
 

@@ -23,8 +23,7 @@ def rounding_allowance(
 ) -> float:
     """Return the largest difference of log-probs, in nats, that two exact ways of computing may have.
 
-    That is 1e-4 in float32, or more for a model that magnifies rounding: its log-probs are compared with those that
-    it gives for embeddings disturbed by one unit in the last place.
+    That is 1e-4 in float32, or more for a model that magnifies rounding.
 
     Args:
         model: Model of `transformers`.
@@ -33,11 +32,21 @@ def rounding_allowance(
     """
     if model.dtype not in TOLERANCE:
         return TOLERANCE_OF_SHORT_TYPES
-    plain_TV = plain_logits(token_ids).log_softmax(dim=-1)
-    with _disturbed(model):
-        disturbed_TV = plain_logits(token_ids).log_softmax(dim=-1)
-    moved_by = float((plain_TV - disturbed_TV).nan_to_num(0.0).abs().max())
+    moved_by = moved_by_rounding(model, lambda: plain_logits(token_ids).log_softmax(dim=-1))
     return min(max(TOLERANCE[model.dtype], MARGIN * moved_by), LARGEST_TOLERANCE)
+
+
+def moved_by_rounding(model: Any, compute: Callable[[], Tensor]) -> float:
+    """Return how far the outputs of a model move when its embeddings are disturbed by one unit in the last place.
+
+    Args:
+        model: Model of `transformers`.
+        compute: Runs the model.
+    """
+    plain = compute()
+    with _disturbed(model):
+        disturbed = compute()
+    return float((plain - disturbed).nan_to_num(0.0).abs().max())
 
 
 @contextmanager
