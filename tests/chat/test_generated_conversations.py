@@ -1,0 +1,167 @@
+"""Random conversations on every chat template that is called exact: none differs from a full render."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any, TypeAlias
+
+import pytest
+
+from agent_loop.chat.probes import PROBE_TOOLS
+from agent_loop.chat.report import Verdict
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.errors import ChatTemplateError
+from agent_loop.types import Message, ToolCall
+from tests.chat.test_trl_templates import TEMPLATES, report_of, template_of
+
+AssistantTurn: TypeAlias = tuple[Message, list[Message]]
+"""What the assistant says, and what follows it."""
+
+NUM_CONVERSATIONS = 60
+PIECES = (
+    *(
+        "so",
+        "It is 21 °C.",
+        "a\nb",
+        "list:\n\n- one\n- two",
+        "x = {1: '}'}",
+        "why?",
+        "\t",
+        "  ",
+        "\n",
+        "\n\n\n",
+        "…",
+        "0",
+    ),
+    *(
+        "¿Qué?",
+        "你好世界",
+        "🌦️",
+        "e\u0301",
+        "<b>&amp;</b>",
+        "```py\nf()\n```",
+        '"',
+        ":",
+        "\\n",
+        "{{ x }}",
+        "{% y %}",
+        "नमस्ते",
+    ),
+)
+
+
+def text(random: Random, *, most: int = 5) -> str:
+    """Pieces in any order, or nothing."""
+    return "".join(random.choices(PIECES, k=random.randrange(most)))
+
+
+def said(random: Random, *, has_tools: bool, has_reasoning: bool) -> Message:
+    """An assistant turn: parallel calls, text beside calls, reasoning, or nothing at all."""
+    message: Message = {"role": "assistant", "content": text(random).strip()}
+    if has_reasoning and random.random() < 0.4:
+        message["reasoning_content"] = text(random).strip() or "hm"
+    if has_tools and random.random() < 0.6:
+        ids = [f"{random.randrange(10**9):09d}" for _ in range(random.randrange(1, 4))]
+        names = [random.choice([("get_weather", "city"), ("get_tides", "port")]) for _ in ids]
+        calls = [ToolCall(name, {key: text(random)}, id=i) for (name, key), i in zip(names, ids, strict=True)]
+        message["tool_calls"] = [call.as_message() for call in calls]
+        if random.random() < 0.5:
+            message["content"] = ""
+    return message
+
+
+def conversation(
+    random: Random, *, has_tools: bool, has_reasoning: bool
+) -> tuple[list[Message], list[AssistantTurn]]:
+    """Return first messages, and turns."""
+    first: list[Message] = [{"role": "system", "content": text(random)}] if random.random() < 0.4 else []
+    first.append({"role": "user", "content": text(random)})
+    turns: list[AssistantTurn] = []
+    for _ in range(random.randrange(1, 6)):
+        message = said(random, has_tools=has_tools, has_reasoning=has_reasoning)
+        replies: list[Message] = [
+            {"role": "tool", "content": text(random), "name": c["function"]["name"], "tool_call_id": c["id"]}
+            for c in message.get("tool_calls", ())
+        ]
+        if not replies:
+            replies = [{"role": "user", "content": text(random)}]
+        turns.append((message, replies))
+    return first, turns
+
+
+def completion(template: ChatTemplate, before: str, ended: str) -> list[int]:
+    """Return what a model samples that says what the template writes, up to where it stops."""
+    assert ended.startswith(before)
+    ids = template.encoder.encode(ended[len(before) :])
+    first_stop = len(ids)
+    for place in reversed(range(len(ids))):
+        if ids[place] in template.end_ids:
+            first_stop = place
+        elif template.decode([ids[place]]).strip():
+            break
+    return ids[: first_stop + 1]
+
+
+def tokens(
+    template: ChatTemplate,
+    first: list[Message],
+    turns: list[AssistantTurn],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a whole trajectory, and those of a full render."""
+    ids = template.open(first, tools=tools).tolist()
+    messages = [template.replies.written(message) for message in first]
+
+    def render(messages: list[Message], *, add_generation_prompt: bool = True) -> str:
+        return template.renderer.text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    for message, replies in turns:
+        written = template.replies.written(message)
+        ids += completion(
+            template, render(messages), render([*messages, written], add_generation_prompt=False)
+        )
+        calls = [
+            ToolCall(c["function"]["name"], c["function"]["arguments"], id=c["id"])
+            for c in message.get("tool_calls", ())
+        ]
+        ids += template.bridge(replies, last_token_id=ids[-1], calls=calls).tolist()
+        messages += [written, *template.replies.filled(replies, calls=calls)]
+    return ids, template.encoder.encode(render(messages))
+
+
+def num_equal(name: str, *, has_tools: bool) -> tuple[int, int]:
+    """Return how many conversations a template writes, and how many of them are equal."""
+    report, template = report_of(name), template_of(name)
+    num_written = equal = 0
+    for seed in range(NUM_CONVERSATIONS):
+        first, turns = conversation(Random(seed), has_tools=has_tools, has_reasoning=report.has_reasoning)
+        try:
+            kept, rendered = tokens(template, first, turns, tools=PROBE_TOOLS if has_tools else ())
+        except ChatTemplateError:
+            continue
+        num_written += 1
+        equal += kept == rendered
+    return num_written, equal
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("qwen3_vl", "lfm2_v2") else pytest.param(name, marks=pytest.mark.slow)
+        for name in TEMPLATES
+    ],
+)
+def test_no_conversation_differs_where_a_template_is_exact(name: str) -> None:
+    report = report_of(name)
+    for has_tools, verdict in ((False, report.without_tools), (True, report.with_tools)):
+        if verdict is Verdict.EXACT:
+            num_written, equal = num_equal(name, has_tools=has_tools)
+            assert equal == num_written >= NUM_CONVERSATIONS / 2
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_newlines_that_merge_show_in_the_conversations(has_tools: bool) -> None:
+    num_written, equal = num_equal("qwen3_8", has_tools=has_tools)
+    assert equal < num_written
