@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from agent_loop import AgentLoopBase, AgentLoopOutput, register
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 3
 TOLERANCE = 1e-4
 """In nats, between the log-probs of rollout and trainer."""
+HEAD_SCALE = 0.1
+"""The zoo's wide logits magnify the rounding of linear attention to about the tolerance."""
 
 
 @register("family_asks_twice")
@@ -57,6 +60,8 @@ def test_three_steps_of_grpo_with_equal_log_probs_in_rollout_and_trainer(
     tokenizer = small_tokenizer()
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     model = replace(family, changes={**family.changes, **ids}).build()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(HEAD_SCALE)
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [{"prompt": f"say {n}"} for n in range(8)]
