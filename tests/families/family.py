@@ -43,6 +43,7 @@ class Family:
             head = model.get_output_embeddings()
             if isinstance(head, torch.nn.Linear) and head.weight.std() < NARROW:
                 torch.nn.init.normal_(head.weight, std=WIDE)
+            _fill_padding(model)
             return model
 
     def config(self) -> Any:
@@ -67,3 +68,13 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def _fill_padding(model: Any) -> None:
+    """Give the padding token an embedding like others, which it has in models that were trained on it.
+
+    Keys of zeros would tie in sparse attention, and torch breaks ties by the length of the sequence.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            torch.nn.init.normal_(module.weight.data[module.padding_idx], std=module.weight.std().item())

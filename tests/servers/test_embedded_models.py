@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BigBirdConfig,
     BloomConfig,
     Gemma2Config,
     GptOssConfig,
@@ -21,6 +22,7 @@ from transformers import (
     PhimoeConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    RobertaConfig,
 )
 
 from agent_loop.config import ModelConfig, RolloutConfig
@@ -199,6 +201,31 @@ def test_a_model_that_mixes_tokens_outside_attention_is_computed_without_a_cache
         assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(main())
+
+
+def test_a_model_whose_positions_depend_on_padding_tokens_is_computed_without_a_cache() -> None:
+    """A vocabulary this large hides padding from random tokens."""
+    sizes = {**SIZES, "vocab_size": 5000, "pad_token_id": 1}
+    model = build(RobertaConfig(**sizes, is_decoder=True))
+
+    async def main() -> None:
+        async with serving(model, max_model_len=64) as server:
+            assert server.cache_kind == "none"
+            prompt = joined(random_prompt(9), [1, 7, 1], [8])
+            output = await server.generate(prompt, SamplingParams(max_tokens=4, seed=1), "a")
+        expected = full_forward_log_probs(model, prompt, output.token_ids)
+        assert output.log_probs == pytest.approx(expected, abs=1e-4)
+
+    asyncio.run(main())
+
+
+def test_a_model_that_remembers_earlier_sequences_is_refused() -> None:
+    """BigBird goes over to full attention for good at the first short sequence."""
+    config = BigBirdConfig(
+        **SIZES, is_decoder=True, block_size=4, num_random_blocks=1, attention_type="block_sparse"
+    )
+    with pytest.raises(ConfigError, match="or on earlier sequences"):
+        EmbeddedServer(build(config), config=EmbeddedConfig(max_model_len=128))
 
 
 def test_lengths_too_short_to_verify_with_are_named() -> None:

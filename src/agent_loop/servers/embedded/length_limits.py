@@ -78,11 +78,19 @@ def _products(fields: Mapping[str, Any], *, path: str) -> Iterator[LengthLimit]:
             fields.get("index_topk"),
             cast(Mapping[str, Any], fields.get("compress_rates") or {}).values(),
         ),
+        "(5 + 2 x num_random_blocks) x block_size": (  # BigBird attends to all tokens of shorter sequences
+            _count_of_blocks(fields.get("num_random_blocks")),
+            [fields.get("block_size")],
+        ),
     }
     for name, (count, sizes) in factors.items():
         for size in sizes:
             if isinstance(count, int) and isinstance(size, int):
                 yield from _lengths(f"{path}{name}", count * size)
+
+
+def _count_of_blocks(num_random: Any) -> int | None:
+    return 5 + 2 * num_random if isinstance(num_random, int) else None
 
 
 def _lengths(name: str, value: Any) -> Iterator[LengthLimit]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from random import Random
 from typing import Any, cast
 
@@ -23,8 +24,8 @@ from agent_loop.types import SamplingParams
 PROMPT_LENGTHS = (7, 4)
 TOKENS_PER_TURN = 3
 TOKENS_BETWEEN_TURNS = 2
-OF_TEXT = ("bos_", "eos_", "pad_", "sep_", "cls_", "mask_", "unk_", "decoder_start_")
-"""Special tokens that a completion may hold."""
+OF_TEXT = ("pad_", "eos_", "bos_", "sep_", "cls_", "mask_", "unk_", "decoder_start_")
+"""Names of special tokens that a completion may hold begin so."""
 TOKENS_AFTER_PROMPT = 2 * TOKENS_PER_TURN + TOKENS_BETWEEN_TURNS
 
 
@@ -81,7 +82,7 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
 
     Raises:
         ConfigError: The context is too short, the forward fails, or the log-probs of a token depend on the tokens
-            after it or on chance, so that a trainer cannot compute them again.
+            after it, on chance or on earlier sequences, so that a trainer cannot compute them again.
     """
     needed = max(PROMPT_LENGTHS) + TOKENS_AFTER_PROMPT
     if limits.max_model_len < needed:
@@ -91,13 +92,24 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
         )
     name, random = type(runner.model).__name__, Random(0)
     lengths = _prompt_lengths(length_limits(runner.model.config), max_model_len=limits.max_model_len)
-    vocabulary = _text_tokens(runner.model.config, vocab_size=limits.vocab_size)
-    conversations = tuple(_conversation(length, random, vocabulary=vocabulary) for length in lengths)
+    special, reserved = _special_tokens(runner.model.config)
+    vocabulary = [token for token in range(limits.vocab_size) if token not in reserved]
+    conversations = (
+        _conversation_of_special(
+            [token for token in special if token in vocabulary],
+            random,
+            vocabulary=vocabulary,
+            longest_prompt=limits.max_model_len - TOKENS_AFTER_PROMPT,
+        ),
+        *(_conversation(length, random, vocabulary=vocabulary) for length in lengths),
+    )
     try:
         tolerance = rounding_allowance(
             runner.model, token_ids=conversations[-1].token_ids, plain_logits=runner.plain_logits
         )
-        differences = [_expect(conversation, runner) for conversation in conversations]
+        # The longest first: some models switch to another attention for good at the first short sequence.
+        differences = [_expect(conversation, runner) for conversation in reversed(conversations)][::-1]
+        differences[-1] = max(differences[-1], _changes(conversations[-1], runner))
     except Exception as error:  # the model's code, which is not ours
         raise ConfigError(
             f"{name} cannot be served: its forward fails with {type(error).__name__}: {error}"
@@ -108,11 +120,11 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
         if not difference <= tolerance:
             advice = f"; with {CONTEXT} of at most {longest_exact} tokens it can be" if longest_exact else ""
             raise ConfigError(
-                f"{name} cannot be served: its log-probs of a token depend on the tokens after it, or on chance (two "
-                f"forwards of {num_tokens} and fewer tokens differ by {difference:.3g}), so that no trainer could "
-                f"compute them again{advice}"
+                f"{name} cannot be served: its log-probs of a token depend on the tokens after it, on chance, or on "
+                f"earlier sequences (two forwards of {num_tokens} and fewer tokens differ by {difference:.3g}), so "
+                f"that no trainer could compute them again{advice}"
             )
-        longest_exact = num_tokens
+        longest_exact = max(longest_exact, num_tokens)
     return Verification(conversations, tolerance)
 
 
@@ -136,14 +148,16 @@ def _prompt_lengths(crossed: Sequence[LengthLimit], *, max_model_len: int) -> li
     return sorted(lengths)
 
 
-def _text_tokens(config: Any, *, vocab_size: int) -> list[int]:
-    """Return the token ids without those that the configuration reserves for images, sound and the like."""
-    reserved: set[int] = set()
+def _special_tokens(config: Any) -> tuple[list[int], set[Any]]:
+    """Return the special tokens of text that the configuration names, padding first, and those of images and sound."""
+    named: dict[str, list[Any]] = {}
     for part in (config, text_config_of(config)):
         for name, value in cast(dict[str, Any], part.to_dict()).items():
-            if name.endswith(("_token_id", "_token_index")) and not name.startswith(OF_TEXT):
-                reserved.add(value)
-    return [token for token in range(vocab_size) if token not in reserved]
+            if name.endswith(("_token_id", "_token_index")):
+                named[name] = cast(list[Any], value) if isinstance(value, list) else [value]
+    of_text = [name for start in OF_TEXT for name in named if name.startswith(start)]
+    special = dict.fromkeys(token for name in of_text for token in named.pop(name))
+    return list(special), {token for tokens in named.values() for token in tokens} - set(special)
 
 
 def _conversation(length: int, random: Random, *, vocabulary: Sequence[int]) -> Conversation:
@@ -155,6 +169,21 @@ def _conversation(length: int, random: Random, *, vocabulary: Sequence[int]) -> 
         turns=(tokens(TOKENS_PER_TURN), tokens(TOKENS_PER_TURN)),
         between=tokens(TOKENS_BETWEEN_TURNS),
     )
+
+
+def _conversation_of_special(
+    special: Sequence[int], random: Random, *, vocabulary: Sequence[int], longest_prompt: int
+) -> Conversation:
+    """Put special tokens between random ones, in the prompt and among the sampled tokens."""
+    each = cycle(special or vocabulary)
+
+    def tokens(count: int) -> list[int]:
+        return [next(each) if place % 2 else random.choice(vocabulary) for place in range(count)]
+
+    prompt = tokens(min(max(max(PROMPT_LENGTHS), 2 * len(special)), longest_prompt))
+    each = cycle(special or vocabulary)  # the first again, now sampled
+    first = [next(each), *tokens(TOKENS_PER_TURN - 1)]
+    return Conversation(prompt, (first, tokens(TOKENS_PER_TURN)), between=tokens(TOKENS_BETWEEN_TURNS))
 
 
 def _expect(conversation: Conversation, runner: ModelRunner) -> float:
@@ -171,6 +200,13 @@ def _expect(conversation: Conversation, runner: ModelRunner) -> float:
         alone_TV = _log_probs(runner.plain_logits(context, first=len(context) - 1))
         differs_by = max(differs_by, largest_difference(alone_TV, expected_TV=expected_TV[:1]))
     return differs_by
+
+
+def _changes(conversation: Conversation, runner: ModelRunner) -> float:
+    """Compute log-probs of a conversation again; return how much they depend on the sequences computed since."""
+    last = len(conversation.prompt) - 1
+    again_TV = _log_probs(runner.plain_logits(conversation.prompt, first=last))
+    return largest_difference(again_TV, expected_TV=conversation.expected[0][:1])
 
 
 def _run_turn(
