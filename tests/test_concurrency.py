@@ -132,7 +132,7 @@ def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
         async def run(call: Callable[[], Coroutine[Any, Any, str]]) -> str | None:
             with suppress(Cut):
                 return await run_abortable(
-                    call, abort=abort, keep_partial=kept.append, grace_s=5, signal=Signal.of(event)
+                    call, abort=abort, keep_partial=kept.append, grace_s=5, signal=Signal(event)
                 )
 
         kept: list[str] = []
@@ -149,8 +149,7 @@ def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
 def test_a_signal_calls_those_who_listen_and_no_others() -> None:
     async def scenario() -> None:
         event = asyncio.Event()
-        signal, called = Signal.of(event), list[str]()
-        assert Signal.of(event) is signal
+        signal, called = Signal(event), list[str]()
         left = signal.listen(lambda: called.append("left"))
         signal.listen(lambda: called.append("first"))
         signal.leave(left)

@@ -24,8 +24,8 @@ class Cancellation:
     """
 
     def __init__(self, event: asyncio.Event | None) -> None:
-        self.signal = None if event is None else Signal.of(event)
-        """Of that event."""
+        self.signal = None if event is None else Signal(event)
+        """Callbacks for the event."""
 
     async def call(
         self, function: Callable[[], Coroutine[Any, Any, ResultT]], *, on_replay: OnReplay

@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
-from weakref import WeakValueDictionary
 
 from agent_loop.own_task import ABANDON_GRACE_S, OwnTask
 from agent_loop.time_scope import TimeScope
@@ -262,50 +261,36 @@ async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> Non
 
 
 class Signal:
-    """An `asyncio.Event` that calls back.
+    """Callbacks for an `asyncio.Event`.
 
-    Whoever waits for an event beside something else needs a task for it; to be called takes none.
+    A task waits for the event while there is a callback.
     """
 
     def __init__(self, event: asyncio.Event) -> None:
         self.is_set = event.is_set
         self._event = event
         self._callbacks: dict[object, Callable[[], object]] = {}
-        self._waiting: Coroutine[Any, Any, Any] | None = None
-
-    @classmethod
-    def of(cls, event: asyncio.Event) -> Signal:
-        """The one signal of an event: however many listen to it, one waits."""
-        signal = _SIGNALS.get(id(event))
-        if signal is None:
-            signal = _SIGNALS[id(event)] = cls(event)
-        return signal
+        self._task: asyncio.Task[None] | None = None
 
     def listen(self, callback: Callable[[], object]) -> object:
-        """Has it called once the event is set, which it is not; returns what `leave` takes."""
+        """Add a callback for an event that is not set yet; return the argument of `leave`."""
         listener = object()
         self._callbacks[listener] = callback
-        if self._waiting is None:
-            # A coroutine that is stepped by hand hands out the future that it waits for.
-            self._waiting = self._event.wait()
-            self._waiting.send(None).add_done_callback(self._call_back)
+        if self._task is None:
+            self._task = asyncio.create_task(self._call_back())
         return listener
 
     def leave(self, listener: object) -> None:
-        """It is called no more."""
+        """Remove a callback."""
         self._callbacks.pop(listener, None)
-        if not self._callbacks and self._waiting is not None:
-            self._waiting.close()
-            self._waiting = None
+        if not self._callbacks and self._task is not None:
+            self._task.cancel()
+            self._task = None
 
-    def _call_back(self, _: asyncio.Future[Any]) -> None:
-        callbacks = list(self._callbacks.values())
-        for callback in callbacks:
+    async def _call_back(self) -> None:
+        await self._event.wait()
+        for callback in list(self._callbacks.values()):
             callback()
-
-
-_SIGNALS: WeakValueDictionary[int, Signal] = WeakValueDictionary()
-"""By the ids of their events, which they keep alive."""
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

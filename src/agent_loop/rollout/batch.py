@@ -14,7 +14,6 @@ from tensordict import TensorDict
 
 from agent_loop.attachments import position_ids
 from agent_loop.errors import DataError
-from agent_loop.rollout.column_memory import ColumnMemory
 from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
 from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
@@ -41,9 +40,6 @@ TENSOR_COLUMNS = (
     "branch",
     "num_turns",
 )
-
-_MEMORY = ColumnMemory()
-"""Shared by all batches of the process."""
 
 
 def assemble(
@@ -184,12 +180,8 @@ def _token_columns(
 def _padded(
     values: Iterable[NDArray[Any]], *, first_B: IndexArray, shape: tuple[int, int], dtype: Any, fill: int = 0
 ) -> NDArray[Any]:
-    """One run of values for each row, from its first place on."""
-    values = list(values)
-    if fill:
-        padded = _MEMORY.filled(shape, dtype, fill)
-    else:
-        padded = _MEMORY.zeros(shape, dtype, num_written=sum(map(len, values)))
+    """Return a column of `fill` with one run of values in each row, from the row's first place on."""
+    padded = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
     for row, first, run in zip(padded, first_B.tolist(), values, strict=True):
         row[first : first + len(run)] = run
     return padded
@@ -209,9 +201,8 @@ def _positions_in_3d(
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], *, width: int) -> dict[str, NDArray[Any]]:
-    shape, num_written = (len(trajectories), width), len(trajectories)
-    rewards_BR = _MEMORY.zeros(shape, np.float32, num_written=num_written)
-    has_reward_BR = _MEMORY.zeros(shape, np.bool_, num_written=num_written)
+    shape = (len(trajectories), width)
+    rewards_BR, has_reward_BR = np.zeros(shape, np.float32), np.zeros(shape, np.bool_)
     for row, trajectory in enumerate(trajectories):
         for feedback in trajectory.output.feedback:
             if feedback.reward is not None and feedback.place is not None:
