@@ -26,12 +26,12 @@ from overhead.processes import tree_cpu_seconds
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.concurrency import run_together, running_beside
 from agent_loop.config import Config, parse_section
 from agent_loop.distributed import create_manager
 from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.distributed.server_actor import CONTROL_GROUP, ServerActor
 from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.runtime.concurrency import run_together, running_beside
 from agent_loop.servers.balancer import LoadBalancer, Request
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.manager import AsyncLLMServerManager

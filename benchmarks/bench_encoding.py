@@ -26,7 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.ledger import TokenLedger
+from agent_loop.episode.ledger import TokenLedger
 from agent_loop.types import Message, Origin, TokenOutput
 
 NUM_TURNS = 200

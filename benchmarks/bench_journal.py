@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from scripted_rollouts import NUM_CALLS, NUM_ROWS, ScriptedRollouts, in_turns, lookup, median_ratio
 
-from agent_loop.limits import EpisodeLimits
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.loops.tool_agent import ToolAgentLoop

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent_loop.collector import OBJECTS_PER_COLLECTION, frozen_objects, rare_collections
+from agent_loop.runtime.collector import OBJECTS_PER_COLLECTION, frozen_objects, rare_collections
 from agent_loop.testing import run_virtual
 from tests.helpers import says, user
 from tests.rollout.harness import Stage

@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import Cut, Signal, merged, run_abortable, run_shielded, run_together, run_while
+from agent_loop.runtime.concurrency import (
+    Cut,
+    Signal,
+    merged,
+    run_abortable,
+    run_shielded,
+    run_together,
+    run_while,
+)
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.testing import run_virtual
-from agent_loop.threads import run_in_thread
 
 
 def test_the_virtual_clock_jumps_over_an_hour() -> None:

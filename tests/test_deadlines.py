@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_loop.config import MultiTurnConfig
-from agent_loop.deadlines import Deadlines, TimeLimit
+from agent_loop.episode.deadlines import Deadlines, TimeLimit
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply

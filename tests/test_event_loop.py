@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from agent_loop.event_loop import run_to_end
-from agent_loop.own_task import num_abandoned
+from agent_loop.runtime.event_loop import run_to_end
+from agent_loop.runtime.own_task import num_abandoned
 
 GRACE_S = 0.05
 
@@ -112,7 +112,7 @@ def test_a_thread_of_the_default_executor_that_hangs_does_not_keep_the_loop() ->
 
 SCRIPT = """
 import asyncio, threading
-from agent_loop.event_loop import leave, run_to_end
+from agent_loop.runtime.event_loop import leave, run_to_end
 
 async def main():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from agent_loop.identifiers import new_id
+from agent_loop.runtime.identifiers import new_id
 
 
 def test_ids_differ_whatever_a_program_seeds() -> None:

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.attachments import Attachment
+from agent_loop.episode.ledger import TokenLedger
 from agent_loop.errors import EpisodeError
-from agent_loop.ledger import TokenLedger
 from agent_loop.trajectory import AgentLoopOutput, Segment, placed_attachments
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import Origin, TokenOutput, VersionSpan
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=2000)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_loop.limits import EpisodeLimits
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.types import SamplingParams, StopReason
 
 

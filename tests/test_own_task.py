@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.boundary import run_bounded
-from agent_loop.concurrency import SHIELD_GRACE_S, run_shielded
-from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, num_abandoned
-from agent_loop.row_notes import RowNotes
+from agent_loop.runtime.boundary import run_bounded
+from agent_loop.runtime.concurrency import SHIELD_GRACE_S, run_shielded
+from agent_loop.runtime.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, num_abandoned
+from agent_loop.runtime.row_notes import RowNotes
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError
-from agent_loop.plain_values import (
+from agent_loop.files.plain_values import (
     MAX_DATA_DEPTH,
     MAX_DEPTH,
     depth_fault,

@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
-from agent_loop.concurrency import run_together
+from agent_loop.runtime.concurrency import run_together
+from agent_loop.runtime.threads import OneThread, num_idle_threads, run_in_thread, run_in_threads
 from agent_loop.testing import run_virtual
-from agent_loop.threads import OneThread, num_idle_threads, run_in_thread, run_in_threads
 
 
 class Large:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop import time_scope
+from agent_loop.runtime import time_scope
+from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.testing import run_virtual
-from agent_loop.time_scope import TimeScope
 
 
 def now() -> float:

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_loop.attachments import Attachment
 from agent_loop.chat.template import load_chat_template
 from agent_loop.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.base import AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.tools.function import function_tool
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, Row, SamplingParams, TokenOutput
 from overhead import tools
 from overhead.rounds import Columns, Runner, serve

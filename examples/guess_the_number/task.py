@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.boundary import OnReplay
 from agent_loop.interactions.base import BaseInteraction
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message
 

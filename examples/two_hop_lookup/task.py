@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import ToolError
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall

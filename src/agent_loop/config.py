@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.plain_values import parse_override, read_yaml, resolve_interpolation, shown
+from agent_loop.files.plain_values import parse_override, read_yaml, resolve_interpolation, shown
 from agent_loop.types import StopReason
 
 MOST = 2**31 - 1

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from agent_loop.boundary import describe_error
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.files.plain_values import read_yaml, shown
 from agent_loop.loading import load_object
-from agent_loop.plain_values import read_yaml, shown
+from agent_loop.runtime.boundary import describe_error
 
 EntryT = TypeVar("EntryT", bound=Section)
 BaseT = TypeVar("BaseT")

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from agent_loop.attachments import Attachment, position_ids
 from agent_loop.chat.multimodal import Encoded, MediaProcessor
 from agent_loop.chat.sources import Medium, load_image
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.errors import ChatTemplateError, DataError, EpisodeError
 from agent_loop.trajectory import Segment
+from agent_loop.trajectory.attachments import Attachment, position_ids
 from agent_loop.types import Origin, as_token_ids
 from tests.helpers import hermes_template, user
 from tests.tiny_vision import (

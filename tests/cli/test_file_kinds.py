@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from agent_loop.cli import main
-from agent_loop.file_kinds import (
+from agent_loop.files.file_kinds import (
     CHECKPOINT,
     DAMAGED_PARQUET,
     EVALUATION,

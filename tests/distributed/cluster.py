@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import run_together
 from agent_loop.config import Config
 from agent_loop.distributed.manager import ClusterManager
 from agent_loop.distributed.ray_module import ActorLost, answer_of
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import Trajectory
 from tests.distributed.project import rows
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agent_loop.concurrency import run_together
 from agent_loop.config import load_config
 from agent_loop.distributed import create_manager
 from agent_loop.distributed.manager import ClusterManager
 from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import SamplingParams, StopReason
 from tests.cli.project import make_project as make_model_project

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.attachments import Attachment
 from agent_loop.distributed.contexts import HeldContexts, SentContexts, UnknownContext, token_bytes
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import as_token_ids
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)

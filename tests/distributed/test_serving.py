@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import run_together
 from agent_loop.distributed.contexts import SentContexts, token_bytes
 from agent_loop.distributed.mailbox import Mailbox
 from agent_loop.distributed.serving import Serving
 from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Refusal, Resend, Response
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids

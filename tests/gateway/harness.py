@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.gateway.listener import _sites
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction

@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from agent_loop.config import MultiTurnConfig
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.gateway.clients import openai_client
 from agent_loop.gateway.listener import reachable
 from agent_loop.gateway.session import Session
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_loop.boundary import OnReplay
 from agent_loop.config import MultiTurnConfig
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.interactions.scripted import ScriptedInteraction
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.tools.base import BaseTool, ToolResponse

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.boundary import OnReplay
+from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import EpisodeError
 from agent_loop.recording.values import pack, unpack
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
-from agent_loop.turn_log import ReplayMismatch
 from agent_loop.types import Origin, StopReason
 from tests.helpers import call_text, encoded
 from tests.loops.partials import TOKEN_S, Setting, facts, log_prob_at, random_turns

@@ -7,7 +7,7 @@ import copy
 
 import numpy as np
 
-from agent_loop.limits import EpisodeLimits
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
 from agent_loop.servers.embedded import EmbeddedServer

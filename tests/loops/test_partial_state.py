@@ -8,11 +8,11 @@ from uuid import uuid4
 
 import pytest
 
-from agent_loop.boundary import OnReplay
+from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.integrations import verl
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
-from agent_loop.turn_log import ReplayMismatch
 from agent_loop.types import StopReason
 from tests.helpers import call_text, encoded
 from tests.loops.partials import TOKEN_S, Doer, Setting, facts, random_turns

@@ -8,8 +8,8 @@ from typing import Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import MultiTurnConfig
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops import ToolAgentLoop
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.environments import EnvironmentFactory

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from agent_loop.boundary import OnReplay
-from agent_loop.concurrency import run_until
 from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.rollout.earlier import divide
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.worker import Job
+from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.concurrency import run_until
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory

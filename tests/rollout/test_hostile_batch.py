@@ -18,14 +18,14 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agent_loop.config import Config, MultiTurnConfig
-from agent_loop.own_task import num_abandoned
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.records import write_records
 from agent_loop.rollout.worker import Job
+from agent_loop.runtime.own_task import num_abandoned
+from agent_loop.runtime.threads import num_idle_threads
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.testing import run_virtual
-from agent_loop.threads import num_idle_threads
 from agent_loop.training import metrics as names
 from agent_loop.training.learner import load_learner
 from agent_loop.trajectory import IncidentKind, Trajectory

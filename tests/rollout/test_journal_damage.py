@@ -13,13 +13,13 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import JournalError
 from agent_loop.recording.record import Kind
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.journal.frames import FRAME_BYTES, HEADER, framed, scan
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.journal.writer import JournalWriter
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from agent_loop.boundary import OnReplay
 from agent_loop.config import MultiTurnConfig
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply
@@ -23,6 +22,7 @@ from agent_loop.loops.registry import register
 from agent_loop.recording.record import Kind
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.frames import FRAME_BYTES, scan
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Origin, StopReason

@@ -16,7 +16,7 @@ from agent_loop.chat.multimodal import MediaProcessor
 from agent_loop.chat.parsers import ToolParser
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import ActorConfig
-from agent_loop.limits import EpisodeLimits
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.batch import assemble
@@ -25,7 +25,7 @@ from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply
-from agent_loop.testing import REAL_WAIT_S
+from agent_loop.testing.virtual_time import REAL_WAIT_S
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.actor import Actor
 from agent_loop.trajectory import IncidentKind, Trajectory

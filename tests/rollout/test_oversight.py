@@ -18,12 +18,12 @@ from agent_loop.rollout.batch import timing_metrics
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_lag import LagMonitor, LoopLag
 from agent_loop.rollout.oversight import Oversight
+from agent_loop.runtime.waits import Board, WaitKind, waiting_for
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import StopReason
-from agent_loop.waits import Board, WaitKind, waiting_for
 from tests.helpers import calls, encoded, says, small_tokenizer, user
 from tests.rollout.harness import Adder, Stage
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import run_together, run_until
 from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.episode import Episode
-from agent_loop.identifiers import new_id
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.runtime.concurrency import run_together, run_until
+from agent_loop.runtime.identifiers import new_id
 from agent_loop.seeds import CompletionSeeds, derived_seed, trajectory_seed
 from agent_loop.servers.base import Ability
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer

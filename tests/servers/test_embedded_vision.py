@@ -12,11 +12,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from agent_loop.attachments import position_ids
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.errors import ServerError
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.vision import VIDEO_MODELS, VISION_MODELS, media_features
+from agent_loop.trajectory.attachments import position_ids
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import joined, serving, tiny_model
 from tests.tiny_vision import (

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from agent_loop.concurrency import run_together
 from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool

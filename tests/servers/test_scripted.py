@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from agent_loop.concurrency import run_together
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual

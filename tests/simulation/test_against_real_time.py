@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent_loop.concurrency import running_beside
+from agent_loop.runtime.concurrency import running_beside
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.simulation.cluster import Cluster, drive, simulate
 from agent_loop.simulation.engine import EngineModel

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import ConfigError
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.worker import AgentLoopWorker, Job

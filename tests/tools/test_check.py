@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from agent_loop.checks import CheckReport, run_check
 from agent_loop.cli import app
 from agent_loop.errors import ConfigError, ContractError, ToolError
+from agent_loop.testing.checks import CheckReport, run_check
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.calculator import CalculatorTool
 from agent_loop.tools.check import check_tool, contract, subject

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from agent_loop.concurrency import HeldOpen
+from agent_loop.runtime.concurrency import HeldOpen
 from agent_loop.testing import run_virtual
 
 

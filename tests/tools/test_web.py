@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult

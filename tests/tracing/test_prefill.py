@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from agent_loop.distributed.wire import Answer
+from agent_loop.runtime.waits import Board, WaitKind
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
@@ -16,7 +17,6 @@ from agent_loop.simulation.engine import EngineModel
 from agent_loop.simulation.server import SimulatedServer
 from agent_loop.testing import run_virtual
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
-from agent_loop.waits import Board, WaitKind
 
 PROMPT = np.arange(100, dtype=np.int32)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from agent_loop.integrations.verl import rollout_trace_attr, rollout_trace_op
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.waits import Board, WaitKind, waiting_for
 from agent_loop.testing import run_virtual
-from agent_loop.threads import run_in_thread
 from agent_loop.tracing.bounded import MAX_CHARACTERS
 from agent_loop.trajectory import Span
-from agent_loop.waits import Board, WaitKind, waiting_for
 
 
 class Thinker:

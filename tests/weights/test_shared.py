@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agent_loop.concurrency import run_together
 from agent_loop.errors import WeightsError
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.weights import SharedWeights, WeightReceiver, WeightSender, offered

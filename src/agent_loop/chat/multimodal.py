@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.attachments import Attachment, AttachmentKind
 from agent_loop.chat.grids import (
     grid_positions,
     num_grid_tokens,
@@ -27,6 +26,7 @@ from agent_loop.chat.grids import (
 )
 from agent_loop.chat.sources import Medium, describe_source, load_image, load_video, medium_key
 from agent_loop.errors import ChatTemplateError, ConfigError, DataError
+from agent_loop.trajectory.attachments import Attachment, AttachmentKind
 from agent_loop.types import IntArray, as_token_ids
 
 TEXT_FEATURES = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})

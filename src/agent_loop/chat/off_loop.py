@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from agent_loop.chat.multimodal import Encoded
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.types import Message
 
 LONG_CHARACTERS = 50_000

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.attachments import AttachmentKind
 from agent_loop.errors import ConfigError, DataError
+from agent_loop.trajectory.attachments import AttachmentKind
 from agent_loop.types import Message
 
 DEFAULT_FPS = 2.0

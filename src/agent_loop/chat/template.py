@@ -8,7 +8,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.attachments import AttachmentKind
 from agent_loop.chat.bridge import Bridge
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
 from agent_loop.chat.forms import FormProof
@@ -20,6 +19,7 @@ from agent_loop.chat.prompt_forms import PromptForms
 from agent_loop.chat.rendering import SENTINEL, Renderer
 from agent_loop.chat.sources import Medium, split_media
 from agent_loop.errors import ChatTemplateError, ConfigError
+from agent_loop.trajectory.attachments import AttachmentKind
 from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, ToolCall, as_token_ids
 
 MAX_OPENING_TOKENS = 32

@@ -23,7 +23,7 @@ from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
-from agent_loop.event_loop import leave
+from agent_loop.runtime.event_loop import leave
 
 app = typer.Typer(
     name="agent-loop",

@@ -11,7 +11,7 @@ import typer
 
 from agent_loop.config import MAX_SAMPLES, Config, load_config
 from agent_loop.errors import CheckpointError, ConfigError, DataError
-from agent_loop.file_kinds import (
+from agent_loop.files.file_kinds import (
     CHECKPOINT,
     MODEL,
     SAVED_DATASET,

@@ -14,11 +14,11 @@ from agent_loop.cli.arguments import CheckTimeoutOption, ConfigArgument, Overrid
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.event_loop import run_to_end
 
 if TYPE_CHECKING:
-    from agent_loop.checks import CheckReport
     from agent_loop.interactions.base import BaseInteraction
+    from agent_loop.testing.checks import CheckReport
     from agent_loop.types import Row
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from agent_loop.cli.checking import EXIT_FAILED
 from agent_loop.config import parse_section
 from agent_loop.errors import SandboxError
-from agent_loop.plain_values import parse_override
+from agent_loop.files.plain_values import parse_override
 
 if TYPE_CHECKING:
     from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings

@@ -18,9 +18,9 @@ from agent_loop.cli.arguments import (
     read_config,
 )
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
-from agent_loop.concurrency import run_shielded
 from agent_loop.config import Config
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from agent_loop.servers.check import CheckReport, Reference

@@ -15,8 +15,8 @@ from agent_loop.cli.arguments import CheckTimeoutOption
 from agent_loop.cli.checking import EXIT_FAILED, print_counts, printer
 from agent_loop.config import parse_section
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.event_loop import run_to_end
-from agent_loop.plain_values import parse_json, read_yaml, shown
+from agent_loop.files.plain_values import parse_json, read_yaml, shown
+from agent_loop.runtime.event_loop import run_to_end
 
 if TYPE_CHECKING:
     from agent_loop.tools.base import BaseTool

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from agent_loop.checks import CheckReport, CheckResult
+    from agent_loop.testing.checks import CheckReport, CheckResult
 
 EXIT_FAILED = 1
 COLOURS = {"passed": "green", "failed": "red", "skipped": "dim"}

@@ -26,7 +26,7 @@ from agent_loop.cli.eval_tables import print_summary
 from agent_loop.cli.running import key_of, run_rows
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError, RolloutError
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.training.evaluation import (
     EvaluationSummary,
     categories_of,

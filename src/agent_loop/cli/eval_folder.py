@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent_loop.boundary import describe_error
 from agent_loop.cli.running import by_id
 from agent_loop.errors import ConfigError, JournalError, OutputError
 from agent_loop.rollout.records import write_records, writing_records
+from agent_loop.runtime.boundary import describe_error
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.trajectory import Trajectory

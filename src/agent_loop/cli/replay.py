@@ -21,7 +21,7 @@ from agent_loop.cli.arguments import (
 from agent_loop.cli.show import find_row
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 

@@ -15,10 +15,10 @@ from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.boundary import describe_error
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
 from agent_loop.errors import ConfigError, OutputError, RewardError
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
@@ -147,8 +147,8 @@ def rescore_command(
 async def _score_all(
     rows: Sequence[Mapping[str, Any]], function: RewardFunction | BatchRewardFunction
 ) -> list[Rescored]:
-    from agent_loop.concurrency import run_together
     from agent_loop.rewards.function import RewardFunction
+    from agent_loop.runtime.concurrency import run_together
     from agent_loop.storage.reading import to_trajectory
 
     calls = asyncio.Semaphore(MAX_AT_ONCE)

@@ -24,7 +24,7 @@ from agent_loop.cli.arguments import (
 from agent_loop.cli.rollout_file import RolloutFile
 from agent_loop.cli.running import by_id, run_rows
 from agent_loop.errors import AgentLoopError, ConfigError
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, group_branches, mean_reward
 

@@ -16,8 +16,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from agent_loop.collector import frozen_objects
 from agent_loop.config import Config
+from agent_loop.runtime.collector import frozen_objects
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from agent_loop.cli.arguments import OverridesArgument, refuse_no_model
 from agent_loop.config import Config, load_config
 from agent_loop.errors import ConfigError
-from agent_loop.event_loop import run_to_end
-from agent_loop.plain_values import parse_json
+from agent_loop.files.plain_values import parse_json
+from agent_loop.runtime.event_loop import run_to_end
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 DEFAULT_MAX_MODEL_LEN = 2048

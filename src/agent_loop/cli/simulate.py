@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from agent_loop.cli.arguments import SamplesOption, above_0, finite
-from agent_loop.collector import frozen_objects
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.runtime.collector import frozen_objects
 
 if TYPE_CHECKING:
     from agent_loop.simulation.cluster import Cluster, Fault

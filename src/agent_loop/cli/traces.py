@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from agent_loop.errors import DataError
-from agent_loop.file_kinds import TRACES, explain, kind_of
+from agent_loop.files.file_kinds import TRACES, explain, kind_of
 
 
 def traces_command(

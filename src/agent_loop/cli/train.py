@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from agent_loop.cli.arguments import ConfigArgument, OverridesArgument, read_config
-from agent_loop.event_loop import run_to_end
+from agent_loop.runtime.event_loop import run_to_end
 
 EXIT_INTERRUPTED = 130
 

@@ -14,7 +14,7 @@ from agent_loop.completions.replies import ChatChoice, ChatCompletion, ChatCompl
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler, Tally, Wanted, sample_parts, session_on
 from agent_loop.completions.writing import ChatWriter, Step
-from agent_loop.concurrency import merged, run_together
+from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.types import IntArray
 
 PROMPT_END_TOKENS = 16

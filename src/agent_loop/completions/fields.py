@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
-from agent_loop.boundary import one_line
+from agent_loop.runtime.boundary import one_line
 from agent_loop.tools.json_schema import InvalidSchema, check_json_schema
 
 MAX_TOKEN_ID = 2**31 - 1

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
-from agent_loop.attachments import Attachment
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.decoding import StopTexts, TextStream
 from agent_loop.completions.replies import Usage, usage_of
 from agent_loop.errors import RequestError, ServerError
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
 
 

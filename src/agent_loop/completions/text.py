@@ -13,8 +13,8 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.replies import Completion, CompletionChoice, CompletionLogProbs
 from agent_loop.completions.requests import CompletionRequest
 from agent_loop.completions.sampling import Part, Sampler, Tally, Wanted, sample_parts, session_on
-from agent_loop.concurrency import merged, run_together
 from agent_loop.errors import RequestError
+from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.types import IntArray, as_token_ids
 
 DEFAULT_MAX_TOKENS = 16

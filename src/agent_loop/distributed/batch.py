@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent_loop.boundary import DeadlineExpired, run_bounded
 from agent_loop.distributed.wire import job_of
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.worker import Job
 from agent_loop.rollout.workers import split
+from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.types import StopReason
 

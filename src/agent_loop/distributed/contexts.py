@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from agent_loop.attachments import Attachment
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, as_token_ids
 
 INITIAL_CAPACITY = 1024

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Self
 
 from agent_loop.chat.verify import require_template
-from agent_loop.concurrency import run_together
 from agent_loop.config import Config
 from agent_loop.distributed.cluster import Cluster
 from agent_loop.distributed.remote_server import OwnedServer
@@ -15,6 +14,7 @@ from agent_loop.distributed.weights import WeightStore
 from agent_loop.errors import ServerError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.parts import load_reward_function, load_template
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.factory import server_specs
 from agent_loop.tracing.tracer import with_trace_names
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from agent_loop.boundary import describe_error
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.boundary import describe_error
 
 
 class ActorLost(Exception):

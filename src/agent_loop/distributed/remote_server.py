@@ -10,8 +10,6 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.attachments import Attachment
-from agent_loop.concurrency import run_shielded
 from agent_loop.distributed.contexts import SentContexts
 from agent_loop.distributed.mailbox import Mailbox
 from agent_loop.distributed.progress import Parts, Progress
@@ -20,7 +18,9 @@ from agent_loop.distributed.server_actor import CONTROL_GROUP
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
 from agent_loop.distributed.wire import Answer, Ask, LineLost, Refusal, Resend, ServerFacts
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:

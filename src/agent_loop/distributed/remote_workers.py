@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, cast
 from uuid import uuid4
 
-from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.distributed.batch import Batch, Chunk
 from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
 from agent_loop.distributed.wire import unpack_trajectories
@@ -21,6 +20,7 @@ from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Discard
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.worker import Job
+from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

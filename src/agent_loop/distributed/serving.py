@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
-from agent_loop.attachments import Attachment
-from agent_loop.boundary import describe_error, run_bounded
 from agent_loop.distributed.contexts import HeldContexts, UnknownContext
 from agent_loop.distributed.line import Line
 from agent_loop.distributed.progress import Parts, pack_unfinished
 from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Refusal, Reply, Resend, Response
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
+from agent_loop.runtime.boundary import describe_error, run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.reply_check import bad_reply
 from agent_loop.servers.work import Work
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, TokenChunk
 
 

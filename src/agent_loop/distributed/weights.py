@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.distributed.ray_module import load_ray
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.weights import adapted_weights
 from agent_loop.weights.adapted import AdaptedWeights
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from msgspec import structs
 
-from agent_loop.boundary import describe_error
 from agent_loop.distributed.contexts import Delta, token_bytes
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.rollout.worker import Job
+from agent_loop.runtime.boundary import describe_error
 from agent_loop.servers.base import Ability
 from agent_loop.trajectory import AgentLoopOutput, Failure, Segment, Trace, Trajectory
 from agent_loop.types import Origin, SamplingParams, ServerStopReason, StopReason, TokenOutput, VersionSpan

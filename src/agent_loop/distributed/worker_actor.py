@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from agent_loop.boundary import DeadlineExpired, run_bounded
-from agent_loop.collector import freeze_objects
-from agent_loop.concurrency import run_shielded, run_together, run_until
 from agent_loop.config import Config
 from agent_loop.distributed.ray_module import enter_folder
 from agent_loop.distributed.relay import Relay
@@ -31,6 +28,9 @@ from agent_loop.rollout.parts import (
     make_worker,
 )
 from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
+from agent_loop.runtime.collector import freeze_objects
+from agent_loop.runtime.concurrency import run_shielded, run_together, run_until
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Trajectory

@@ -10,24 +10,24 @@ from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
-from agent_loop.cancellation import Cancellation
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.concurrency import Cut
-from agent_loop.copying import copied
-from agent_loop.deadlines import Deadlines, TimeLimit
+from agent_loop.episode.cancellation import Cancellation
+from agent_loop.episode.deadlines import Deadlines, TimeLimit
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.sampling import Question, TurnSampler
 from agent_loop.episode.stopwatch import Stopwatch
+from agent_loop.episode.surroundings import Surroundings
 from agent_loop.episode.transcript import Transcript
+from agent_loop.episode.turn_log import TurnLog, Unlogged
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
-from agent_loop.identifiers import new_id
 from agent_loop.interactions.session import InteractionReply, InteractionSession
-from agent_loop.limits import EpisodeLimits
+from agent_loop.runtime.concurrency import Cut
+from agent_loop.runtime.identifiers import new_id
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.surroundings import Surroundings
 from agent_loop.tools.session import ToolResult, ToolSession
 from agent_loop.trajectory import AgentLoopOutput, Failure, Feedback, IncidentKind, Segment
-from agent_loop.turn_log import TurnLog, Unlogged
+from agent_loop.trajectory.copying import copied
 from agent_loop.types import (
     IntArray,
     Message,

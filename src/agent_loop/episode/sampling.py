@@ -9,9 +9,9 @@ from functools import partial
 
 from msgspec import Struct, structs
 
-from agent_loop.attachments import Attachment
-from agent_loop.concurrency import Cut, Signal, run_abortable
+from agent_loop.runtime.concurrency import Cut, Signal, run_abortable
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 ABORT_GRACE_S = 5.0

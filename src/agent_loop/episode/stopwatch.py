@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agent_loop.errors import EpisodeError
-from agent_loop.time_scope import clock_of
+from agent_loop.runtime.time_scope import clock_of
 from agent_loop.trajectory import AgentLoopMetrics
 
 

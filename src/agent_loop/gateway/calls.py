@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
-from agent_loop.boundary import call_function, describe_value, one_line
 from agent_loop.errors import ConfigError, DataError, EpisodeError
 from agent_loop.gateway.clients import http_client
 from agent_loop.gateway.command import Finished, run_command
 from agent_loop.gateway.listener import Endpoint
+from agent_loop.runtime.boundary import call_function, describe_value, one_line
 from agent_loop.trajectory import Failure
 from agent_loop.types import Row
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.concurrency import run_shielded
 
 MAX_KEPT_BYTES = 2**16
 """Of the end of each output."""

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI
 
-from agent_loop.concurrency import run_shielded
 from agent_loop.gateway.app import create_gateway_app
 from agent_loop.gateway.gateway import Gateway
 from agent_loop.gateway.session import Session
+from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.serving.process import listening
 
 CLOSE_TIMEOUT_S = 30.0

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from agent_loop.boundary import describe_error, run_bounded
-from agent_loop.concurrency import run_while
 from agent_loop.errors import ConfigError
 from agent_loop.gateway.calls import (
     CommandFailed,
@@ -25,6 +23,8 @@ from agent_loop.loading import load_object
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import REWARD_NAMES, read_score
+from agent_loop.runtime.boundary import describe_error, run_bounded
+from agent_loop.runtime.concurrency import run_while
 from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.types import Row, StopReason
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from agent_loop.completions.conversation import conversation_of
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.concurrency import run_shielded
 from agent_loop.episode import EpisodeStopped
+from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import AgentLoopError, JournalError, RequestError, ServerError
 from agent_loop.gateway.answer import Answer
 from agent_loop.gateway.errors import GatewayBug, LimitReached, limit_reached
@@ -23,8 +23,8 @@ from agent_loop.gateway.retries import Attempt, KnownAnswers, fingerprint_of
 from agent_loop.gateway.speaker import Speaker
 from agent_loop.gateway.tree import Place, Turn, TurnTree
 from agent_loop.loops.base import LoopContext
+from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.trajectory import AgentLoopOutput, Failure
-from agent_loop.turn_log import ReplayMismatch
 from agent_loop.types import Message, StopReason
 
 CLOSE_TIMEOUT_S = 15.0

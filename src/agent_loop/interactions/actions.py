@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.boundary import describe_error, describe_value, one_line
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.boundary import describe_error, describe_value, one_line
 
 
 class NoAction(Exception):

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_loop.answers import read_answer, with_mark
-from agent_loop.boundary import OnReplay
 from agent_loop.config import Positive, Section
 from agent_loop.errors import DataError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import text_of
 from agent_loop.interactions.settings import read_settings
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.types import Message
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import Field
 
-from agent_loop.boundary import OnReplay, as_reward, describe_value
 from agent_loop.config import NotNegative, Section
 from agent_loop.errors import InteractionBug
 from agent_loop.interactions.actions import ActionReader, NoAction
@@ -17,8 +16,9 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import text_of
 from agent_loop.interactions.settings import read_settings
 from agent_loop.loading import import_extra, load_object
+from agent_loop.runtime.boundary import OnReplay, as_reward, describe_value
+from agent_loop.runtime.threads import OneThread
 from agent_loop.seeds import trajectory_seed
-from agent_loop.threads import OneThread
 from agent_loop.types import Message
 
 ObservationText = Callable[[Any, Any], str]

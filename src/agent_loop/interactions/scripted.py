@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agent_loop.boundary import OnReplay
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.session import InteractionReply
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.types import Message
 
 

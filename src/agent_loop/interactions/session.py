@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from agent_loop.boundary import (
+from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
+from agent_loop.interactions.base import BaseInteraction
+from agent_loop.runtime.boundary import (
     REWARD_LIMIT,
     DeadlineExpired,
     OnReplay,
@@ -18,11 +20,9 @@ from agent_loop.boundary import (
     describe_value,
     run_bounded,
 )
-from agent_loop.copying import copied
-from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
-from agent_loop.foreign_values import plain_mapping
-from agent_loop.interactions.base import BaseInteraction
+from agent_loop.runtime.foreign_values import plain_mapping
 from agent_loop.trajectory import Incident
+from agent_loop.trajectory.copying import copied
 from agent_loop.types import Message
 
 ResultT = TypeVar("ResultT")

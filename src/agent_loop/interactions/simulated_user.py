@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
-from agent_loop.boundary import OnReplay, describe_error, describe_value
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import flipped, num_replies
 from agent_loop.interactions.settings import read_settings
 from agent_loop.loading import import_extra
+from agent_loop.runtime.boundary import OnReplay, describe_error, describe_value
 from agent_loop.types import Message
 
 if TYPE_CHECKING:

@@ -13,17 +13,17 @@ from msgspec import Struct, field, structs
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.episode import Episode
+from agent_loop.episode.limits import EpisodeLimits
+from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.interactions.session import InteractionSession, InteractionSessionConfig
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import AgentLoopOutput, Failure
-from agent_loop.turn_log import TurnLog
 from agent_loop.types import Message, StopReason
 
 

@@ -27,10 +27,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.boundary import REWARD_LIMIT, OnReplay, as_reward, describe_error, describe_value
 from agent_loop.errors import ConfigError, EnvironmentBug, ToolError
 from agent_loop.loading import load_object
-from agent_loop.threads import OneThread
+from agent_loop.runtime.boundary import REWARD_LIMIT, OnReplay, as_reward, describe_error, describe_value
+from agent_loop.runtime.threads import OneThread
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.signature import function_schema
 from agent_loop.types import Message

@@ -10,6 +10,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from agent_loop.episode import EpisodeStopped
+from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
@@ -18,7 +19,6 @@ from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Memory
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
-from agent_loop.turn_log import ReplayMismatch, TurnLog
 from agent_loop.types import Row, StopReason
 
 OF_EARLIER_PARTS = (IncidentKind.RESTARTED, IncidentKind.CLOSE_FAILED)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from agent_loop.errors import ConfigError, DataError, did_you_mean
+from agent_loop.files.plain_values import read_yaml, shown
 from agent_loop.loading import load_module
 from agent_loop.loops.base import AgentLoopBase
-from agent_loop.plain_values import read_yaml, shown
 from agent_loop.registries import load_class, warn_if_replaced
 
 LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from agent_loop.boundary import describe_value
 from agent_loop.episode import Completion, Episode, EpisodeStopped
 from agent_loop.errors import EpisodeError, ToolBug
 from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.loops.agent_data import AgentData
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
+from agent_loop.runtime.boundary import describe_value
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.selection import kwargs_of_selected, select_tools
 from agent_loop.tools.truncation import truncate_tokens

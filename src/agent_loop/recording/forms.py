@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from msgspec import structs
 
-from agent_loop.attachments import Attachment
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.tools.base import ToolResponse
@@ -23,6 +22,7 @@ from agent_loop.trajectory import (
     Segment,
     Trajectory,
 )
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import Message, Origin, Row, StopReason, TokenOutput, VersionSpan, as_token_ids
 
 

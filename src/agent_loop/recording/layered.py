@@ -6,12 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agent_loop.boundary import OnReplay
 from agent_loop.chat.multimodal import Encoded
+from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.session import InteractionReply
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Segment
-from agent_loop.turn_log import TurnLog
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 

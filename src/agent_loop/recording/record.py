@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from agent_loop.ledger import TokenLedger
+from agent_loop.episode.ledger import TokenLedger
 from agent_loop.recording.forms import read_completion, read_tokens, read_trajectories
 from agent_loop.recording.values import unpack
 from agent_loop.trajectory import Segment, Trajectory

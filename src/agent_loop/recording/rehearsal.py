@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from agent_loop.boundary import OnReplay
 from agent_loop.chat.multimodal import Encoded
+from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.recording.record import Entry, Kind, Place
 from agent_loop.recording.row_log import BEGINNINGS, LaneLog, RowLog
 from agent_loop.recording.sink import Memory
 from agent_loop.recording.spoken import Spoken
-from agent_loop.turn_log import ReplayMismatch
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.types import Message
 
 

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from agent_loop.boundary import OnReplay, describe_error
 from agent_loop.chat.multimodal import Encoded
-from agent_loop.concurrency import Cut
+from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.recording import forms
 from agent_loop.recording.record import Entry, Kind, Place, RowRecord
 from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, digest, pack
+from agent_loop.runtime.boundary import OnReplay, describe_error
+from agent_loop.runtime.concurrency import Cut
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
-from agent_loop.turn_log import ReplayMismatch, TurnLog
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 logger = logging.getLogger(__name__)

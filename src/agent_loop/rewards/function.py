@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from agent_loop.boundary import (
+from agent_loop.errors import ConfigError, RewardError
+from agent_loop.loading import load_object
+from agent_loop.runtime.boundary import (
     REWARD_LIMIT,
     DeadlineExpired,
     as_reward,
@@ -16,12 +18,10 @@ from agent_loop.boundary import (
     describe_value,
     run_bounded,
 )
-from agent_loop.copying import copied
-from agent_loop.errors import ConfigError, RewardError
-from agent_loop.foreign_values import plain_mapping
-from agent_loop.loading import load_object
-from agent_loop.row_notes import RowNotes
+from agent_loop.runtime.foreign_values import plain_mapping
+from agent_loop.runtime.row_notes import RowNotes
 from agent_loop.trajectory import AgentLoopOutput, Incident
+from agent_loop.trajectory.copying import copied
 from agent_loop.types import Row
 
 ResultT = TypeVar("ResultT")

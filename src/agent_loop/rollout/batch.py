@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from agent_loop.attachments import position_ids
 from agent_loop.errors import DataError
 from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
 from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
+from agent_loop.trajectory.attachments import position_ids
 
 RolloutBatch: TypeAlias = TensorDict
 """What `assemble` returns; its docstring lists the columns."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import DataError
-from agent_loop.file_kinds import ARROW_MAGIC
-from agent_loop.plain_values import parse_json
+from agent_loop.files.file_kinds import ARROW_MAGIC
+from agent_loop.files.plain_values import parse_json
 from agent_loop.rollout.located_rows import Located, numbered
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 
-from agent_loop.boundary import describe_error
 from agent_loop.errors import AgentLoopError, RolloutError
+from agent_loop.runtime.boundary import describe_error
 from agent_loop.trajectory import Failure, Trajectory
 
 MAX_TRACEBACK = 100_000

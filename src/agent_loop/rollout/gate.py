@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
-from agent_loop.concurrency import running_beside
 from agent_loop.rollout.admission import AdmissionControl
+from agent_loop.runtime.concurrency import running_beside
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.use import ServerUse

@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 from msgspec import structs
 
 from agent_loop.errors import RewardError
-from agent_loop.foreign_tasks import containing_tasks
 from agent_loop.rewards.function import BatchRewardFunction, Verdict
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.journal.step import StepJournal
 from agent_loop.rollout.worker import Job
-from agent_loop.row_notes import RowNotes
+from agent_loop.runtime.foreign_tasks import containing_tasks
+from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.runtime.waits import WaitKind
 from agent_loop.trajectory import Span, Trajectory
 from agent_loop.types import StopReason
-from agent_loop.waits import WaitKind
 
 
 class GroupScoring:

@@ -11,10 +11,10 @@ from typing import Any, cast
 import numpy as np
 from msgspec import Struct, structs
 
-from agent_loop.boundary import REWARD_LIMIT, as_reward, describe_value
 from agent_loop.errors import EpisodeError
-from agent_loop.foreign_values import plain_mapping
 from agent_loop.loops.base import LoopContext
+from agent_loop.runtime.boundary import REWARD_LIMIT, as_reward, describe_value
+from agent_loop.runtime.foreign_values import plain_mapping
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.servers.reply_check import LOG_PROB_ROUNDING
 from agent_loop.trajectory import (

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template
-from agent_loop.collector import rare_collections
-from agent_loop.concurrency import run_shielded, run_until, running_beside
 from agent_loop.config import Config, RolloutConfig
 from agent_loop.errors import DataError, did_you_mean
 from agent_loop.interactions.selection import read_interaction_name
@@ -36,10 +34,12 @@ from agent_loop.rollout.reports import Reports
 from agent_loop.rollout.rows import refuse_bad_columns
 from agent_loop.rollout.worker import AgentLoopWorker, Job
 from agent_loop.rollout.workers import LocalWorkers, Workers
+from agent_loop.runtime.collector import rare_collections
+from agent_loop.runtime.concurrency import run_shielded, run_until, running_beside
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.seeds import derived_seed
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
-from agent_loop.threads import run_in_thread
 from agent_loop.tools.selection import read_selection
 from agent_loop.tracing.tracer import with_trace_names
 from agent_loop.trajectory import Trajectory

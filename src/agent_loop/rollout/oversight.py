@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from agent_loop.concurrency import running_beside
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_lag import LagMonitor
 from agent_loop.rollout.watchdog import Watchdog
+from agent_loop.runtime.concurrency import running_beside
+from agent_loop.runtime.waits import Board
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Trace, Trajectory
-from agent_loop.waits import Board
 
 
 class Oversight:

@@ -7,9 +7,9 @@ from typing import Literal
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
 from agent_loop.config import Config, RolloutConfig
+from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.registry import load_interactions
-from agent_loop.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.environments import load_environments
 from agent_loop.loops.registry import LoopRegistry

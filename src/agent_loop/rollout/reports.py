@@ -10,8 +10,8 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import RolloutConfig
 from agent_loop.loading import import_extra
 from agent_loop.rollout.workers import LocalWorkers, Workers
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.pool import ServerPool
-from agent_loop.threads import run_in_thread
 from agent_loop.tracing.tracer import Told, Tracer
 from agent_loop.trajectory import Trajectory
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.boundary import describe_error, describe_value
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loading import load_object
+from agent_loop.runtime.boundary import describe_error, describe_value
 
 
 def call_row_function(source: str) -> Iterator[Any]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from agent_loop.errors import DataError
-from agent_loop.file_kinds import GZIP_MAGIC
-from agent_loop.plain_values import parse_json
+from agent_loop.files.file_kinds import GZIP_MAGIC
+from agent_loop.files.plain_values import parse_json
 from agent_loop.rollout.columnar_rows import arrow_rows, parquet_rows
 from agent_loop.rollout.located_rows import Located, numbered
 from agent_loop.rollout.row_sources import Shard

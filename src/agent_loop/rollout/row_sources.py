@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.errors import ConfigError, DataError, did_you_mean
-from agent_loop.file_kinds import DATASET_DICT_FILE, SAVED_DATASET, STATE_FILE, explain, kind_of
-from agent_loop.plain_values import parse_json
+from agent_loop.files.file_kinds import DATASET_DICT_FILE, SAVED_DATASET, STATE_FILE, explain, kind_of
+from agent_loop.files.plain_values import parse_json
 
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIBLE = (".jsonl", ".json", ".csv")

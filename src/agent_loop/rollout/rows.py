@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.boundary import describe_value
 from agent_loop.errors import DataError
-from agent_loop.plain_values import depth_fault
+from agent_loop.files.plain_values import depth_fault
 from agent_loop.rollout.located_rows import numbered
 from agent_loop.rollout.row_functions import call_row_function
 from agent_loop.rollout.row_readers import read_shard
 from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.shard_columns import ShardColumns
+from agent_loop.runtime.boundary import describe_value
 from agent_loop.types import Message, Row
 
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})

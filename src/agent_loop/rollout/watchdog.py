@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.runtime.waits import Activity, Board
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.pool import ServerPool
-from agent_loop.waits import Activity, Board
 
 logger = logging.getLogger(__name__)
 

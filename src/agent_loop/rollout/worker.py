@@ -10,29 +10,29 @@ from typing import Any
 
 from msgspec import structs
 
-from agent_loop.boundary import run_bounded
-from agent_loop.cancellation import FINISH_GRACE_S
-from agent_loop.collector import rare_collections
-from agent_loop.concurrency import run_together
-from agent_loop.copying import copied
 from agent_loop.episode import EpisodeStopped
+from agent_loop.episode.cancellation import FINISH_GRACE_S
 from agent_loop.errors import ConfigError, JournalError
-from agent_loop.foreign_tasks import containing_tasks
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import LoopRegistry
-from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
 from agent_loop.rollout.oversight import Oversight
-from agent_loop.row_notes import RowNotes
+from agent_loop.runtime.boundary import run_bounded
+from agent_loop.runtime.collector import rare_collections
+from agent_loop.runtime.concurrency import run_together
+from agent_loop.runtime.foreign_tasks import containing_tasks
+from agent_loop.runtime.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
+from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.runtime.waits import Activity, WaitKind, waiting_for
 from agent_loop.seeds import seeded_trajectory
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
+from agent_loop.trajectory.copying import copied
 from agent_loop.types import Row, StopReason
-from agent_loop.waits import Activity, WaitKind, waiting_for
 
 BEGIN_AT_ONCE = 64
 """So many trajectories are set up and send their first request before the next ones are: else all requests of a large

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from agent_loop.concurrency import run_together
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import Trajectory
 
 

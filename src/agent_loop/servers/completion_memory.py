@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from agent_loop.attachments import Attachment
 from agent_loop.servers.manager import AsyncLLMServerManager
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     FloatArray,
     IntArray,

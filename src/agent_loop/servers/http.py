@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
-from agent_loop.boundary import describe_error, one_line
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.boundary import describe_error, one_line
 
 MAX_LINE_BYTES = 2**26
 """Of one event in a stream: a long completion's log-probs fit easily."""

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import structs
 
-from agent_loop.attachments import Attachment
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
-from agent_loop.concurrency import running_beside
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
+from agent_loop.runtime.concurrency import running_beside
 from agent_loop.seeds import CompletionSeeds
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.pool import RequestAborted, ServerPool
 from agent_loop.servers.reply_check import ReplyCheck
 from agent_loop.servers.work import Work
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from agent_loop.attachments import Attachment
 from agent_loop.config import parse_section
 from agent_loop.errors import (
     BadPrompt,
@@ -22,6 +21,7 @@ from agent_loop.errors import (
 )
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.http import HttpClient, HttpStatusError
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from agent_loop.boundary import describe_error, run_bounded
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.boundary import describe_error, run_bounded
+from agent_loop.runtime.time_scope import TimeScope, clock_of
+from agent_loop.runtime.waits import WaitKind, waiting_for
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.policy import Request
 from agent_loop.servers.reply_check import bad_reply
-from agent_loop.time_scope import TimeScope, clock_of
 from agent_loop.types import TokenOutput
-from agent_loop.waits import WaitKind, waiting_for
 
 ResultT = TypeVar("ResultT")
 

@@ -10,9 +10,11 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
-from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.boundary import DeadlineExpired, describe_error, run_bounded
+from agent_loop.runtime.concurrency import run_shielded, run_together
+from agent_loop.runtime.time_scope import TimeScope
+from agent_loop.runtime.waits import WaitKind, waiting_for
 from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.forecast import Forecast, TurnsLeft
@@ -21,8 +23,6 @@ from agent_loop.servers.policy import Policy
 from agent_loop.servers.reply_check import checked_health
 from agent_loop.servers.use import ServerUse
 from agent_loop.servers.work import Work
-from agent_loop.time_scope import TimeScope
-from agent_loop.waits import WaitKind, waiting_for
 from agent_loop.weights.shared import SenderPool, SharedWeights
 
 if TYPE_CHECKING:

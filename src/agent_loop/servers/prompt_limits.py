@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import BadPrompt
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray
 
 

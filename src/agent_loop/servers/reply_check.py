@@ -9,8 +9,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
 
-from agent_loop.boundary import describe_error, one_line
 from agent_loop.errors import BadServerReply
+from agent_loop.runtime.boundary import describe_error, one_line
 from agent_loop.servers.base import ServerHealth
 from agent_loop.types import ServerStopReason, TokenChunk, TokenOutput, VersionSpan
 

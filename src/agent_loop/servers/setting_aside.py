@@ -8,12 +8,12 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from agent_loop.attachments import Attachment
-from agent_loop.concurrency import run_together
 from agent_loop.errors import ServerError
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.reply_check import bad_reply
 from agent_loop.servers.work import Work
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import BadServerReply, ServerDied
+from agent_loop.runtime.waits import note_progress
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.reply_check import ReplyCheck, bad_reply
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
-from agent_loop.waits import note_progress
 
 MAX_EMPTY_CHUNKS = 10_000
 """A stream that yields so many chunks without a token is given up: it would go on for ever."""

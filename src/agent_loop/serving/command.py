@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent_loop.chat.template import ChatTemplate, load_chat_template
-from agent_loop.concurrency import run_shielded
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.serving.app import Served, create_app

@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from agent_loop.attachments import Attachment
 from agent_loop.completions.sampling import Sampler
 from agent_loop.errors import BadPrompt
 from agent_loop.serving.metrics import Metrics
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 

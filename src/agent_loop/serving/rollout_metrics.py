@@ -14,10 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.waits import WaitKind
 from agent_loop.servers.pool import ServerPool
 from agent_loop.serving.metrics import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
 from agent_loop.trajectory import Trajectory
-from agent_loop.waits import WaitKind
 
 SNAPSHOT_TIMEOUT_S = 2.0
 """A scrape that waits longer for the event loop gets what the one before it got."""

@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from agent_loop.completions.replies import ErrorReply, Reply
-from agent_loop.concurrency import run_while
 from agent_loop.errors import AgentLoopError, ServerError
+from agent_loop.runtime.concurrency import run_while
 from agent_loop.serving.errors import reply_to
 
 ResultT = TypeVar("ResultT")

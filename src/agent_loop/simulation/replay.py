@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.errors import DataError
-from agent_loop.file_kinds import explain, kind_of
-from agent_loop.plain_values import parse_json
+from agent_loop.files.file_kinds import explain, kind_of
+from agent_loop.files.plain_values import parse_json
 from agent_loop.simulation.workload import Plan, Turn
 from agent_loop.types import Origin
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import BadPrompt, ServerDied, ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.simulation.engine import Engine, EngineModel, Running
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agent_loop.boundary import describe_error
+from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.threads import OneThread
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.files import drop_all_but_newest, step_path
 from agent_loop.storage.schema import VOCABULARY_FILE
 from agent_loop.storage.vocabulary import write_vocabulary
 from agent_loop.storage.writer import write_trajectories
-from agent_loop.threads import OneThread
 from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)

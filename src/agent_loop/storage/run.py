@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.errors import DataError
-from agent_loop.file_kinds import explain
+from agent_loop.files.file_kinds import explain
 from agent_loop.storage.arrow import compute, mask_of_rows, pa, parquet
 from agent_loop.storage.files import FOLDER, parquet_files
 from agent_loop.storage.metrics_file import METRICS_FILE, read_metrics

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
+from agent_loop.runtime.waits import WaitKind
 from agent_loop.trajectory import Span, Trace
-from agent_loop.waits import WaitKind
 
 PREFILL = "prefill_s"
 """Among the details of a `generate` span: seconds from its start to the first token; None where nobody said."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.schema import ArgumentsCheck
 
 

@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import ToolError
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 
 Number: TypeAlias = int | float

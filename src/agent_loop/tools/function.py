@@ -11,8 +11,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from agent_loop.boundary import OnReplay, call_function
 from agent_loop.errors import ToolError
+from agent_loop.runtime.boundary import OnReplay, call_function
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.signature import arguments_model, function_schema
 

@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import Any
 
 from agent_loop.answers import read_answer, with_mark
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import DataError
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 
 logger = logging.getLogger(__name__)

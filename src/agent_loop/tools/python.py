@@ -8,9 +8,9 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from agent_loop.boundary import OnReplay
 from agent_loop.config import parse_section
 from agent_loop.errors import SandboxError, ToolError
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.sandbox.host import SandboxHost
 from agent_loop.tools.sandbox.inside.supervisor import Reply

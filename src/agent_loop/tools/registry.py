@@ -8,11 +8,11 @@ from typing import Any, TypeAlias, cast
 
 from pydantic import Field
 
-from agent_loop.boundary import OnReplay, describe_value
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.loading import load_object
 from agent_loop.registries import construct, load_class, read_entries
+from agent_loop.runtime.boundary import OnReplay, describe_value
 from agent_loop.tools.base import BaseTool, check_declarations
 from agent_loop.tools.schema import check_tool_schema
 

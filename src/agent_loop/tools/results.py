@@ -9,9 +9,9 @@ from typing import Any, cast
 from msgspec import Struct, field, structs
 from pydantic_core import to_jsonable_python
 
-from agent_loop.boundary import REWARD_LIMIT, as_reward, describe_error, describe_value, one_line
 from agent_loop.errors import ToolBug
-from agent_loop.foreign_values import plain_mapping
+from agent_loop.runtime.boundary import REWARD_LIMIT, as_reward, describe_error, describe_value, one_line
+from agent_loop.runtime.foreign_values import plain_mapping
 from agent_loop.tools.base import ToolResponse
 from agent_loop.trajectory import Incident, IncidentKind
 

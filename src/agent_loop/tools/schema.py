@@ -10,9 +10,9 @@ from jsonschema.exceptions import ValidationError
 from pydantic import Field
 from referencing.exceptions import Unresolvable
 
-from agent_loop.boundary import one_line
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.runtime.boundary import one_line
 from agent_loop.tools.json_schema import (
     BoundedValidator,
     InvalidSchema,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
-from agent_loop.boundary import describe_value
 from agent_loop.errors import DataError, did_you_mean
+from agent_loop.runtime.boundary import describe_value
 from agent_loop.tools.base import BaseTool
 
 

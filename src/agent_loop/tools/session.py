@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from agent_loop.boundary import (
+from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
+from agent_loop.runtime.boundary import (
     DeadlineExpired,
     OnReplay,
     TrajectoryInstance,
@@ -17,15 +18,14 @@ from agent_loop.boundary import (
     one_line,
     run_bounded,
 )
-from agent_loop.copying import copied
-from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
-from agent_loop.foreign_values import MAX_TEXT, safe_str
-from agent_loop.identifiers import new_id
-from agent_loop.own_task import Abandoned
+from agent_loop.runtime.foreign_values import MAX_TEXT, safe_str
+from agent_loop.runtime.identifiers import new_id
+from agent_loop.runtime.own_task import Abandoned
 from agent_loop.tools.base import BaseTool, check_declarations
 from agent_loop.tools.calls import in_turn, with_retries
 from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
 from agent_loop.trajectory import Incident, IncidentKind
+from agent_loop.trajectory.copying import copied
 from agent_loop.types import ToolCall
 
 KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")

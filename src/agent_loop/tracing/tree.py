@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from agent_loop.runtime.waits import WaitKind
 from agent_loop.tracing.events import (
     Began,
     CalledTool,
@@ -24,7 +25,6 @@ from agent_loop.tracing.events import (
 from agent_loop.tracing.forms import Form, account_of
 from agent_loop.tracing.reading import events_of
 from agent_loop.types import TokenIds
-from agent_loop.waits import WaitKind
 
 SHORTEST_WAIT_S = 0.001
 

@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from agent_loop.runtime.waits import WaitKind
 from agent_loop.trajectory import Span
-from agent_loop.waits import WaitKind
 
 
 class TurnSpans:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
+from agent_loop.runtime.waits import CURRENT, WaitKind, waiting_for
 from agent_loop.tracing.bounded import bounded
-from agent_loop.waits import CURRENT, WaitKind, waiting_for
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -13,9 +13,9 @@ from agent_loop.errors import CheckpointError, RolloutError, TrainingError
 from agent_loop.rollout.batch import assemble, timing_metrics
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.keeper import TrajectoryKeeper
-from agent_loop.threads import run_in_thread
 from agent_loop.training import metrics as names
 from agent_loop.training.ahead import RolloutsAhead
 from agent_loop.training.checkpoint import Checkpoint, save_checkpoint

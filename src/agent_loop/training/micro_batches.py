@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import DataError
 from agent_loop.rollout.batch import RolloutBatch
+from agent_loop.trajectory.attachments import Attachment
 
 Lines: TypeAlias = tuple[tuple[int, ...], ...]
 _Part: TypeAlias = tuple[Tensor, Lines]

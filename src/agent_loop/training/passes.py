@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from agent_loop.threads import run_in_threads
+from agent_loop.runtime.threads import run_in_threads
 from agent_loop.training.master_weights import Gradients, MasterWeights
 from agent_loop.training.micro_batches import MicroBatch
 

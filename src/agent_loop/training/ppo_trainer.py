@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
-from agent_loop.collector import frozen_objects, rare_collections
 from agent_loop.config import Config
 from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_row_files
+from agent_loop.runtime.collector import frozen_objects, rare_collections
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.keeper import TrajectoryKeeper
-from agent_loop.threads import run_in_thread
 from agent_loop.training.advantages import COMPARES_IN_GROUP
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.data_manifest import DataManifest

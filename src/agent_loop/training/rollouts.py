@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from msgspec import structs
 from torch import Tensor
 
-from agent_loop.concurrency import run_together
 from agent_loop.config import Config
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.rows import RowSampler
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.training.progress import Progress
 from agent_loop.trajectory import Trajectory, group_branches
 from agent_loop.types import Row

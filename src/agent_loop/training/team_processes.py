@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import is_torchelastic_launched
 
-from agent_loop.concurrency import running_beside
 from agent_loop.config import Config
 from agent_loop.errors import ConfigError, TeamError
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.concurrency import running_beside
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.training.local_followers import LocalFollowers
 from agent_loop.training.policy import device_of
 from agent_loop.training.team import ALONE, Team, join_team, leave_team, open_store

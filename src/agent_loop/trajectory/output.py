@@ -12,9 +12,9 @@ import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
-from agent_loop.attachments import Attachment
-from agent_loop.copying import copied
 from agent_loop.errors import EpisodeError
+from agent_loop.trajectory.attachments import Attachment
+from agent_loop.trajectory.copying import copied
 from agent_loop.trajectory.incidents import Failure, Feedback, Incident
 from agent_loop.trajectory.segments import (
     UNKNOWN_VERSION,

@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_log_probs, as_token_ids
 
 MAX_TOKEN_ID = 2**31 - 1

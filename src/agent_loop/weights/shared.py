@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from agent_loop.concurrency import run_shielded
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.weights.adapted import AdaptedWeights
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
-from agent_loop.boundary import one_line
 from agent_loop.completions.replies import AssistantMessage, ChatCompletion, FinishReason, Usage
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.errors import RequestError
 from agent_loop.gateway.anthropic.replies import ContentBlock, MessageReply, MessageUsage, StopReasonName
 from agent_loop.gateway.anthropic.requests import InputMessage, MessagesRequest
+from agent_loop.runtime.boundary import one_line
 
 _STOP_REASONS: Mapping[FinishReason, StopReasonName] = {
     "stop": "end_turn",

@@ -13,13 +13,13 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from agent_loop.concurrency import run_until
 from agent_loop.errors import RolloutError
 from agent_loop.integrations.trl.completions import rollout_samples
 from agent_loop.integrations.trl.loop_thread import LoopThread
 from agent_loop.integrations.trl.weights import AgentLoopWeightTransfer
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.rows import RowSampler
+from agent_loop.runtime.concurrency import run_until
 from agent_loop.trajectory import Trajectory
 
 MOST_LOST_IN_A_ROW = 8

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 
-from agent_loop.attachments import Attachment
-from agent_loop.boundary import describe_value
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import BadServerReply, ConfigError
+from agent_loop.runtime.boundary import describe_value
 from agent_loop.servers import base
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
-from agent_loop.boundary import OnReplay, describe_value
-from agent_loop.checks import CheckSkipped, place_held, require, require_no_blocking
 from agent_loop.interactions.check.subject import Subject
 from agent_loop.interactions.session import read_score
-from agent_loop.row_notes import RowNotes
+from agent_loop.runtime.boundary import OnReplay, describe_value
+from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.testing.checks import CheckSkipped, place_held, require, require_no_blocking
 from agent_loop.types import Message
 
 CheckFunction: TypeAlias = Callable[[Subject], Coroutine[Any, Any, str | None]]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from agent_loop.boundary import OnReplay, describe_value
-from agent_loop.checks import CheckFailed, require
 from agent_loop.errors import InteractionBug
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.session import InteractionReply, read_reply
+from agent_loop.runtime.boundary import OnReplay, describe_value
+from agent_loop.testing.checks import CheckFailed, require
 from agent_loop.types import Message
 
 

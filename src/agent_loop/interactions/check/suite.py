@@ -7,11 +7,11 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from agent_loop.checks import CheckReport, CheckResult, run_checks
 from agent_loop.errors import ConfigError
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.check.contract import CHECKS
 from agent_loop.interactions.check.subject import Subject
+from agent_loop.testing.checks import CheckReport, CheckResult, run_checks
 from agent_loop.types import Message
 
 PROMPT: Sequence[Message] = ({"role": "user", "content": "Begin."},)

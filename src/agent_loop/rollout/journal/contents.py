@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from agent_loop.boundary import describe_error
 from agent_loop.errors import JournalError
 from agent_loop.recording.record import Kind, RowRecord
 from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.frames import HEADER, Scan, framed, scan
+from agent_loop.runtime.boundary import describe_error
 from agent_loop.storage.whole_file import sync_to_disk, whole_file
 from agent_loop.types import Row
 

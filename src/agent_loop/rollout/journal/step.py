@@ -19,8 +19,8 @@ from agent_loop.recording.values import Unstorable, pack
 from agent_loop.rollout.journal.contents import Contents, StepKey, read_contents
 from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.rollout.worker import Job
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_file
-from agent_loop.threads import run_in_thread
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 

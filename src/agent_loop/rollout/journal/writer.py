@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from agent_loop.boundary import describe_error
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import JournalError
 from agent_loop.rollout.journal.frames import HEADER, framed
+from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.concurrency import run_shielded
 
 CLOSE_TIMEOUT_S = 60.0
 

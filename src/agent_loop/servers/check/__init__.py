@@ -11,8 +11,8 @@ What a server claims in `abilities` is held against it; what it does not claim i
 reference, checks compare the server with itself. `agent-loop check-server config.yaml` does the same from a shell.
 """
 
-from agent_loop.checks import CheckResult as CheckResult
 from agent_loop.servers.check.reference import Reference as Reference
 from agent_loop.servers.check.reference import vocab_size_of as vocab_size_of
 from agent_loop.servers.check.report import CheckReport as CheckReport
 from agent_loop.servers.check.suite import check_server as check_server
+from agent_loop.testing.checks import CheckResult as CheckResult

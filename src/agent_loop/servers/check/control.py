@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from agent_loop.checks import CheckFailed, require
 from agent_loop.errors import AgentLoopError, ServerError, WeightsError
 from agent_loop.servers.base import Ability
 from agent_loop.servers.check.reference import Reference
 from agent_loop.servers.check.subject import Check, Subject, check
+from agent_loop.testing.checks import CheckFailed, require
 from agent_loop.types import IntArray, TokenOutput, as_token_ids
 
 MAX_ATTEMPTS = 5

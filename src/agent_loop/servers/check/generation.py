@@ -7,11 +7,11 @@ import math
 from functools import partial
 from typing import Any
 
-from agent_loop.checks import CheckFailed, require
-from agent_loop.concurrency import run_together
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability
 from agent_loop.servers.check.reference import largest_difference
 from agent_loop.servers.check.subject import Check, Subject, check
+from agent_loop.testing.checks import CheckFailed, require
 from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
 
 GENERATION_CHECKS: list[Check] = []

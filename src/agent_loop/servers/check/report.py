@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agent_loop import checks
 from agent_loop.errors import ServerError
+from agent_loop.testing import checks
 
 
 class CheckReport(checks.CheckReport):

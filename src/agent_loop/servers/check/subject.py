@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agent_loop.checks import CheckFailed, require
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.check.reference import Reference
+from agent_loop.testing.checks import CheckFailed, require
 from agent_loop.types import IntArray, SamplingParams, TokenOutput, as_token_ids
 
 POLL_S = 0.02

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from agent_loop.checks import CheckResult, CheckSkipped, run_checks
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.check.control import CONTROL_CHECKS
@@ -14,6 +13,7 @@ from agent_loop.servers.check.generation import GENERATION_CHECKS
 from agent_loop.servers.check.reference import Reference
 from agent_loop.servers.check.report import CheckReport
 from agent_loop.servers.check.subject import Check, Subject
+from agent_loop.testing.checks import CheckResult, CheckSkipped, run_checks
 
 CHECKS = (*GENERATION_CHECKS, *CONTROL_CHECKS)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import BadPrompt, SamplingParamsError
 from agent_loop.servers.embedded.sampling import uniform_at, uniform_stream
 from agent_loop.servers.embedded.vision import (
@@ -16,6 +15,7 @@ from agent_loop.servers.embedded.vision import (
     PromptImages,
     read_attachments,
 )
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
     IntArray,
     SamplingParams,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from agent_loop.attachments import Attachment
 from agent_loop.config import parse_options
 from agent_loop.errors import ConfigError, WeightsError
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.embedded.choice import choose_computation
 from agent_loop.servers.embedded.computation import CacheKind
@@ -23,7 +23,7 @@ from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.vision import auto_model_class
-from agent_loop.threads import run_in_thread
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 NO_CONFIG = EmbeddedConfig()

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agent_loop.attachments import Attachment, AttachmentKind, position_ids
 from agent_loop.errors import AgentLoopError
+from agent_loop.trajectory.attachments import Attachment, AttachmentKind, position_ids
 from agent_loop.types import IntArray
 
 VISION_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "idefics3", "smolvlm"})

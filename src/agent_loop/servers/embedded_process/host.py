@@ -15,13 +15,13 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from agent_loop.boundary import describe_error
-from agent_loop.collector import freeze_objects
 from agent_loop.errors import AgentLoopError, ServerError
+from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.collector import freeze_objects
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded.server import EmbeddedServer
 from agent_loop.servers.embedded_process.line import Answer, Call, Line
-from agent_loop.threads import run_in_thread
 from agent_loop.weights import WeightReceiver
 
 logger = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from agent_loop.attachments import Attachment
 from agent_loop.servers.base import AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.embedded.server import ABILITIES, embedded_config
 from agent_loop.servers.embedded_process.process import EngineProcess
 from agent_loop.servers.publishing import WeightPublisher
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:

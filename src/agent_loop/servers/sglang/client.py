@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from packaging.specifiers import SpecifierSet
 
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import (
     BadServerReply,
     ConfigError,
@@ -19,6 +18,7 @@ from agent_loop.errors import (
     ServerError,
     WeightsError,
 )
+from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_limits import PromptLimits

@@ -18,10 +18,10 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from itertools import count
 from typing import IO, Any
 
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import BadServerReply, ConfigError, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.sglang.wire import Frame, FrameProtocol
-from agent_loop.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 

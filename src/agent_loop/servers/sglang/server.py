@@ -9,9 +9,8 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agent_loop.attachments import Attachment
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import BadServerReply, ServerError
+from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
@@ -24,6 +23,7 @@ from agent_loop.servers.sglang.requests import (
 )
 from agent_loop.servers.sglang.running import Running, RunningRequests
 from agent_loop.servers.sglang.streams import HeldTokens
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agent_loop.attachments import Attachment
-from agent_loop.boundary import DeadlineExpired, run_bounded
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout
+from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
@@ -23,7 +23,7 @@ from agent_loop.servers.vllm.log_probs import LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import Part, stamped
-from agent_loop.threads import run_in_thread
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
-from agent_loop.concurrency import run_shielded, run_together
 from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.runtime.concurrency import run_shielded, run_together
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.vllm.launch import SchedulerState
 from agent_loop.servers.vllm.logs import EngineLog
-from agent_loop.threads import run_in_thread
 
 CALL_TIMEOUT_S = 600.0
 """Of one control call: a step of a weight update, falling asleep, waking up."""

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequen
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.attachments import Attachment
-from agent_loop.boundary import describe_error
 from agent_loop.errors import AgentLoopError, ConfigError, ServerError
+from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.packages import import_engine, require_version
 from agent_loop.servers.publishing import WeightPublisher
@@ -28,7 +28,7 @@ from agent_loop.servers.vllm.logs import EngineLog
 from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, engine_options
 from agent_loop.servers.vllm.outputs import read_part
 from agent_loop.servers.vllm.stamps import Part, stamp_whole, stamped
-from agent_loop.threads import run_in_thread
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:

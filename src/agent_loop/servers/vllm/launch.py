@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from agent_loop.boundary import DeadlineExpired, run_bounded
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
+from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import refuse_unknown_options
 from agent_loop.servers.packages import import_engine
 from agent_loop.servers.vllm.logs import EngineLog
 from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED
-from agent_loop.threads import run_in_thread
 
 ABANDON_TIMEOUT_S = 20.0
 POLL_S = 0.2

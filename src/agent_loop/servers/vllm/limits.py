@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from transformers import AutoConfig, GenerationConfig
 
-from agent_loop.attachments import Attachment
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
 from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams
 
 LOWEST_TEMPERATURE = 0.01

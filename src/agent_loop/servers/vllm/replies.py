@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
-from agent_loop.boundary import one_line
 from agent_loop.errors import BadServerReply
+from agent_loop.runtime.boundary import one_line
 from agent_loop.servers.vllm.outputs import STOP_REASONS
 from agent_loop.servers.vllm.stamps import Part, stamp_whole
 from agent_loop.types import TokenChunk, TokenOutput, VersionSpan

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from agent_loop.boundary import describe_error
 from agent_loop.errors import WeightsError
+from agent_loop.runtime.boundary import describe_error
 from agent_loop.weights import WeightReceiver
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from agent_loop.boundary import OnReplay, describe_value
-from agent_loop.checks import CheckFailed, CheckSkipped, place_held, require, require_no_blocking
-from agent_loop.concurrency import run_together
 from agent_loop.errors import ToolError
-from agent_loop.row_notes import RowNotes
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.boundary import OnReplay, describe_value
+from agent_loop.runtime.concurrency import run_together
+from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.testing.checks import CheckFailed, CheckSkipped, place_held, require, require_no_blocking
 from agent_loop.tools.base import check_declarations
 from agent_loop.tools.check.edges import edge_arguments
 from agent_loop.tools.check.leaks import count_held, grown_by

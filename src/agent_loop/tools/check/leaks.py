@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from agent_loop.threads import num_idle_threads
+from agent_loop.runtime.threads import num_idle_threads
 
 SETTLE_S = 0.5
 """For threads and processes that are about to end."""

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
-from agent_loop.boundary import OnReplay, describe_error, one_line, run_bounded
-from agent_loop.checks import CheckFailed
 from agent_loop.errors import ToolError
+from agent_loop.runtime.boundary import OnReplay, describe_error, one_line, run_bounded
+from agent_loop.testing.checks import CheckFailed
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.results import ToolResult, read_result, read_reward
 

@@ -7,8 +7,8 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from agent_loop.checks import CheckReport, CheckResult, run_checks
 from agent_loop.errors import ConfigError
+from agent_loop.testing.checks import CheckReport, CheckResult, run_checks
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.check.contract import CHECKS
 from agent_loop.tools.check.subject import Subject

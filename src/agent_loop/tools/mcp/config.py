@@ -10,7 +10,7 @@ from pydantic import Field
 
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError
-from agent_loop.plain_values import parse_json, shown
+from agent_loop.files.plain_values import parse_json, shown
 
 
 class McpServer(Section):

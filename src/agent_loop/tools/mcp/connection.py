@@ -9,8 +9,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, cast
 
-from agent_loop.boundary import describe_error
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.boundary import describe_error
 from agent_loop.tools.environment import from_environment
 from agent_loop.tools.mcp.config import McpServer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agent_loop.boundary import describe_error
-from agent_loop.concurrency import HeldOpen, run_while
 from agent_loop.errors import ToolError, ToolUnavailable
+from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.concurrency import HeldOpen, run_while
 from agent_loop.tools.base import trajectory_of
 from agent_loop.tools.mcp.connection import answers, describe_cause, import_mcp
 from agent_loop.tools.shared import Shared

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from agent_loop.boundary import DeadlineExpired, OnReplay, run_bounded
 from agent_loop.errors import ConfigError, ToolError, did_you_mean
+from agent_loop.runtime.boundary import DeadlineExpired, OnReplay, run_bounded
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.mcp.config import McpConfig, McpServer, read_servers
 from agent_loop.tools.mcp.connection import describe_cause, list_tools, open_client

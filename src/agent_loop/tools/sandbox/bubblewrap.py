@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 from agent_loop.errors import SandboxError
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.tools.sandbox.inside import root
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.sandbox.source import ENVIRONMENT, PACKAGE, SandboxSource, launch_command

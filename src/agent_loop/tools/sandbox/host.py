@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from agent_loop.errors import ConfigError, SandboxError
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.tools.sandbox.bubblewrap import Bubblewrap
 from agent_loop.tools.sandbox.fork_server import ForkServer
 from agent_loop.tools.sandbox.isolation import Isolation

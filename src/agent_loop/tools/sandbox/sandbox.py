@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import SandboxError
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.tools.sandbox.channel import Channel, close_all, wait_readable
 from agent_loop.tools.sandbox.inside.files import remove_folder
 from agent_loop.tools.sandbox.inside.supervisor import Reply

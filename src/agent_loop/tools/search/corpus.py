@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.plain_values import parse_json
+from agent_loop.files.plain_values import parse_json
 
 TITLE_FIELDS = ("title", "name")
 TEXT_FIELDS = ("text", "contents", "content", "body", "passage")

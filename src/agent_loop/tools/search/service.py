@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
-from agent_loop.boundary import one_line
 from agent_loop.errors import DataError, ToolError
+from agent_loop.runtime.boundary import one_line
 from agent_loop.tools.search.corpus import Passage, as_passage
 from agent_loop.tools.web.client import WebClient
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from agent_loop.boundary import OnReplay
 from agent_loop.config import Positive, PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, ToolError
-from agent_loop.threads import run_in_thread
+from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.threads import run_in_thread
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.environment import from_environment
 from agent_loop.tools.search.corpus import Passage

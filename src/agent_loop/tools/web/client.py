@@ -11,8 +11,8 @@ from typing import Any, cast
 import aiohttp
 from yarl import URL
 
-from agent_loop.boundary import describe_error, one_line
 from agent_loop.errors import ToolError, ToolUnavailable
+from agent_loop.runtime.boundary import describe_error, one_line
 from agent_loop.tools.shared import Shared
 
 MAX_BYTES = 2**22

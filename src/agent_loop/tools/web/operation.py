@@ -9,8 +9,8 @@ from string import Formatter
 from typing import Any, cast
 from urllib.parse import quote
 
-from agent_loop.boundary import OnReplay
 from agent_loop.errors import ConfigError, ToolError, did_you_mean
+from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.web.client import WebAnswer, WebClient
 
 READING_METHODS = frozenset({"GET", "HEAD"})

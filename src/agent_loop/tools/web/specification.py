@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import yaml
 
 from agent_loop.errors import ConfigError
-from agent_loop.plain_values import reason
+from agent_loop.files.plain_values import reason
 
 FETCH_TIMEOUT_S = 30.0
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from msgspec import structs
 
-from agent_loop.time_scope import clock_of
+from agent_loop.runtime.time_scope import clock_of
 from agent_loop.trajectory import Span, Trace
 
 

@@ -1,7 +1,7 @@
 """What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, and concurrent calls whose
 errors come out as they are.
 
-Each task is over when the function that started it returns, unless it was abandoned (`agent_loop.own_task`).
+Each task is over when the function that started it returns, unless it was abandoned (`agent_loop.runtime.own_task`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from agent_loop.own_task import ABANDON_GRACE_S, OwnTask
-from agent_loop.time_scope import TimeScope
+from agent_loop.runtime.own_task import ABANDON_GRACE_S, OwnTask
+from agent_loop.runtime.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
 

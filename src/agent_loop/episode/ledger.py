@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from agent_loop.attachments import Attachment
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import Segment
+from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput, as_log_probs, as_token_ids
 
 INITIAL_CAPACITY = 1024

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.row_notes import note_on_row
+from agent_loop.runtime.row_notes import note_on_row
 from agent_loop.trajectory.incidents import IncidentKind
 
 MAX_DEPTH = 32

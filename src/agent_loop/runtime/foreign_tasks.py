@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agent_loop.own_task import refusal_of
-from agent_loop.row_notes import RowNotes
+from agent_loop.runtime.own_task import refusal_of
+from agent_loop.runtime.row_notes import RowNotes
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from functools import partial
 from numbers import Real
 from typing import Any, TypeVar, cast
 
-from agent_loop.concurrency import run_shielded
 from agent_loop.errors import ConfigError, EpisodeError
-from agent_loop.foreign_values import safe_repr, safe_str, type_name
-from agent_loop.identifiers import new_id
-from agent_loop.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, OwnTask
-from agent_loop.threads import run_in_thread
-from agent_loop.time_scope import TimeScope
+from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.foreign_values import safe_repr, safe_str, type_name
+from agent_loop.runtime.identifiers import new_id
+from agent_loop.runtime.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, OwnTask
+from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.time_scope import TimeScope
+from agent_loop.runtime.waits import WaitKind, waiting_for
 from agent_loop.trajectory import Incident, IncidentKind
-from agent_loop.waits import WaitKind, waiting_for
 
 ResultT = TypeVar("ResultT")
 MAX_REWARD = 1e15

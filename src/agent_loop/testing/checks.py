@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
-from agent_loop.boundary import DeadlineExpired, describe_error, run_bounded
 from agent_loop.errors import ContractError
+from agent_loop.runtime.boundary import DeadlineExpired, describe_error, run_bounded
 
 TICK_S = 0.005
 LONGEST_BLOCK_S = 0.1

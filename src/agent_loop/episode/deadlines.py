@@ -6,7 +6,7 @@ import asyncio
 from enum import StrEnum
 from types import TracebackType
 
-from agent_loop.time_scope import TimeScope
+from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.trajectory import IncidentKind
 
 

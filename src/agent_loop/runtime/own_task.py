@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
 from typing import Any, Generic, TypeVar
 
-from agent_loop.row_notes import RowNotes, note_on_row
-from agent_loop.time_scope import TimeScope
+from agent_loop.runtime.row_notes import RowNotes, note_on_row
+from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.trajectory.incidents import IncidentKind
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.plain_values import parse_json
+from agent_loop.files.plain_values import parse_json
 
 MAX_LINE = 1 << 24
 """Bytes of a first line that are looked at: records of long trajectories are lines of megabytes."""
