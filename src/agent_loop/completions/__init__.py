@@ -1,1 +1,1 @@
-"""OpenAI completions on top of tokens in, tokens out: requests, replies, and what lies between them."""
+"""OpenAI requests and responses on top of servers that take and return token ids."""

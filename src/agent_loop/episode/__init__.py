@@ -1,4 +1,4 @@
-"""The live state of one trajectory."""
+"""State of one running trajectory."""
 
 from agent_loop.episode.episode import Episode
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped

@@ -1,1 +1,1 @@
-"""Files that users give: their kinds, and the values in YAML and JSON."""
+"""Kinds of files, and validated YAML and JSON from users."""

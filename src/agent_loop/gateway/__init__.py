@@ -1,4 +1,4 @@
-"""Agents that only speak to an OpenAI or Anthropic endpoint, recorded to the token. Needs the extra `serve`."""
+"""Agent programs that use the OpenAI or Anthropic API, recorded to the token. Needs the extra `serve`."""
 
 from importlib.util import find_spec
 

@@ -1,1 +1,1 @@
-"""What fits agent_loop to other libraries."""
+"""Adapters for other libraries."""

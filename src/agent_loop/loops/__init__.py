@@ -1,4 +1,4 @@
-"""Agent loops. Importing this package registers the ones that ship."""
+"""Agent loops. Importing this package registers those that come with it."""
 
 from agent_loop.loops.environment import EnvironmentAgentLoop
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop

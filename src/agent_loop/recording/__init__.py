@@ -1,1 +1,1 @@
-"""The record of what happened in a trajectory, turn by turn, from which it can be run again to the same place."""
+"""Record of the turns of a trajectory, from which the trajectory can be replayed."""

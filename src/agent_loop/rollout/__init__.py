@@ -1,1 +1,1 @@
-"""Running many agent loops at once, and what comes out."""
+"""Concurrent runs of many agent loops, and the batches made of their trajectories."""

@@ -1,1 +1,1 @@
-"""How this package runs code: tasks, threads, time limits, cancellation and the code of others."""
+"""Asyncio helpers: tasks, threads, time limits, and user code that hangs or raises."""

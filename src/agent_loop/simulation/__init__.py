@@ -1,1 +1,1 @@
-"""A cluster on a virtual clock: the real manager, pool, balancer and worker against simulated servers."""
+"""Simulated cluster on a virtual clock: manager, pool, balancer and worker are real, servers are simulated."""

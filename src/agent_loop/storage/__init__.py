@@ -1,4 +1,4 @@
-"""Trajectories on disk, one Parquet file per step; needs pyarrow, which takes a moment to import."""
+"""Trajectories on disk, one Parquet file per step. Importing it imports pyarrow."""
 
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.reading import to_trajectory

@@ -1,1 +1,1 @@
-"""Tools: what models may call."""
+"""Tools that models can call."""

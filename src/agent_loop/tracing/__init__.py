@@ -1,4 +1,4 @@
-"""Finished trajectories told to others: events, spans of users' code, and writers that cannot hold a rollout up."""
+"""Traces of finished trajectories: events, spans of user code, and writers that never block a rollout."""
 
 from agent_loop.tracing.user_spans import rollout_trace_attr, rollout_trace_op
 

@@ -1,1 +1,1 @@
-"""From trajectories to better weights."""
+"""Training: advantages, losses, optimiser steps, checkpoints."""

@@ -1,1 +1,1 @@
-"""A local web page of a run: its curves, its trajectories down to the token, where its time went."""
+"""Local web page of a run: curves, trajectories token by token, and how each step spent its time."""

@@ -1,4 +1,4 @@
-"""The way of new weights from a trainer into the processes of engines.
+"""Transfer of new weights from a trainer to engine processes.
 
     with WeightSender("shared_memory") as sender:                     # trainer; long-lived
         with sender.offer(weights, weight_version=7) as handle:
