@@ -1,0 +1,102 @@
+"""Settings of a run, from YAML and `key=value` overrides. Unknown keys and bad values are refused before work
+starts."""
+
+from agent_loop.config.algorithm import AlgorithmConfig
+from agent_loop.config.data import DataConfig
+from agent_loop.config.load import load_config
+from agent_loop.config.model import ModelConfig
+from agent_loop.config.optim import ActorConfig, CorrectionConfig, CriticConfig, OptimConfig
+from agent_loop.config.reward import RewardConfig
+from agent_loop.config.rollout import (
+    AgentConfig,
+    CustomServerConfig,
+    MultiTurnConfig,
+    RolloutConfig,
+    TraceConfig,
+    ValSamplingConfig,
+)
+from agent_loop.config.trainer import RayConfig, TrainerConfig
+from agent_loop.config.validation import all_keys, parse_options, parse_section
+from agent_loop.config.values import (
+    LOWEST_TEMPERATURE,
+    MAX_SAMPLES,
+    MOST,
+    AdvantageEstimator,
+    AggregationMode,
+    Beta,
+    Coefficient,
+    KLEstimator,
+    LearningRate,
+    Level,
+    Logger,
+    NotNegative,
+    OnWeightUpdate,
+    Positive,
+    PositiveSeconds,
+    Replicas,
+    Samples,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    TraceBackend,
+    WeightTransfer,
+)
+from agent_loop.config.verl_names import FIXED_LONG_NAMES, LONG_NAMES, WORDS_OF_LONG_NAMES
+from agent_loop.config.whole import Config
+
+__all__ = [
+    "FIXED_LONG_NAMES",
+    "LONG_NAMES",
+    "LOWEST_TEMPERATURE",
+    "MAX_SAMPLES",
+    "MOST",
+    "WORDS_OF_LONG_NAMES",
+    "ActorConfig",
+    "AdvantageEstimator",
+    "AgentConfig",
+    "AggregationMode",
+    "AlgorithmConfig",
+    "Beta",
+    "Coefficient",
+    "Config",
+    "CorrectionConfig",
+    "CriticConfig",
+    "CustomServerConfig",
+    "DataConfig",
+    "KLEstimator",
+    "LearningRate",
+    "Level",
+    "Logger",
+    "ModelConfig",
+    "MultiTurnConfig",
+    "NotNegative",
+    "OnWeightUpdate",
+    "OptimConfig",
+    "Positive",
+    "PositiveSeconds",
+    "RayConfig",
+    "Replicas",
+    "RewardConfig",
+    "RolloutConfig",
+    "Samples",
+    "Section",
+    "Seed",
+    "Share",
+    "Temperature",
+    "Tokens",
+    "TopK",
+    "TopP",
+    "TraceBackend",
+    "TraceConfig",
+    "TrainerConfig",
+    "ValSamplingConfig",
+    "WeightTransfer",
+    "all_keys",
+    "load_config",
+    "parse_options",
+    "parse_section",
+]

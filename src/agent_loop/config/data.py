@@ -1,0 +1,25 @@
+"""Settings of the data."""
+
+from __future__ import annotations
+
+from agent_loop.config.values import Positive, Section, Seed
+
+
+class DataConfig(Section):
+    """Sources and order of the rows."""
+
+    train_files: list[str] = []
+    """`.jsonl`, `.json`, `.csv`, `.parquet` or `.arrow` files; globs or folders of such files; folders saved by
+    `datasets` (`folder:split`); or `file.py:function` that returns rows."""
+    val_files: list[str] = []
+    """Sources of the rows for evaluation, as in `train_files`."""
+    prompt_key: str = "prompt"
+    """Column with the messages, or with the text of one user message."""
+    train_batch_size: Positive = 16
+    """Prompts per step. Each prompt is sampled `rollout.n` times."""
+    val_max_rows: Positive | None = None
+    """Number of rows to evaluate on, from the first on; None evaluates on all rows."""
+    shuffle: bool = True
+    seed: Seed = 0
+    allow_changed_rows: bool = False
+    """Resume a training even if its training rows have changed since the checkpoint."""

@@ -1,0 +1,234 @@
+"""Settings of the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from agent_loop.config.values import (
+    NotNegative,
+    OnWeightUpdate,
+    Positive,
+    PositiveSeconds,
+    Replicas,
+    Samples,
+    Section,
+    Seed,
+    Share,
+    Temperature,
+    Tokens,
+    TopK,
+    TopP,
+    TraceBackend,
+    WeightTransfer,
+)
+
+
+class ValSamplingConfig(Section):
+    """Sampling in evaluations, by `agent-loop eval` and in training (`trainer.val_every`)."""
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    n: Samples = 1
+    """Trajectories per row. More than one gives pass@k."""
+    max_turn_tokens: Tokens | None = None
+    """Maximum tokens of one assistant turn, if less than `rollout.multi_turn.max_turn_tokens`."""
+
+
+class CustomServerConfig(Section):
+    """Custom server class."""
+
+    path: str
+    """Python file or module."""
+    name: str
+    """Class in that file or module, a subclass of `AsyncServerBase`."""
+
+
+class AgentConfig(Section):
+    """Agent loops and workers."""
+
+    num_workers: Replicas = 1
+    default_agent_loop: str = "single_turn_agent"
+    """Agent loop of rows without `agent_name`."""
+    agent_loop_config_path: str | None = None
+    """YAML list of `{name, _target_: module.Class, ...}`: loops in addition to the registered ones."""
+    loop_files: list[str] = []
+    """Python files that are imported first, so that their `@register` takes effect."""
+    custom_async_server: CustomServerConfig | None = None
+
+
+class MultiTurnConfig(Section):
+    """Limits of conversations, tools and interactions."""
+
+    max_assistant_turns: Positive | None = None
+    max_user_turns: Positive | None = None
+    """Maximum replies of tools and interactions, each counted once."""
+    max_parallel_calls: Positive = 1
+    """Calls of one turn that run concurrently; the others are queued."""
+    max_tool_response_length: Tokens = 256
+    """Maximum tokens of one tool reply, the truncation marker included."""
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """Part of a long reply that is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
+    max_turn_tokens: Tokens | None = None
+    """Maximum tokens of one assistant turn; None is the rest of `response_length`."""
+    max_invalid_turns: NotNegative = 3
+    """Consecutive turns with nothing but malformed calls that get an error message. One more ends the trajectory."""
+    tools: list[str] = []
+    """Names of tools in this package, or functions decorated with `@function_tool` or `BaseTool` classes as
+    `file.py:name` or `module:name`."""
+    tool_config_path: str | None = None
+    """YAML: `tools: [{class_name, config, tool_schema, timeout_s, max_concurrent, retries, on_replay}]`."""
+    interaction_config_path: str | None = None
+    """YAML: `interaction: [{class_name, name, config}]`."""
+    environments: dict[str, str] = {}
+    """Environments of `environment_agent` by name: a class as `file.py:Class` or `module:Class` with `reset` and, if it
+    gives rewards, `get_reward`. Its other public methods are the model's tools."""
+    format: str = "hermes"
+    """Tool parser; `auto` selects it by the chat template."""
+    turn_timeout_s: PositiveSeconds | None = None
+    """Time limit of a turn: its completion and the replies of tools, interaction or loop. A longer turn ends the
+    trajectory with `deadline` and the incident `turn_timeout`; its tokens are kept. None is no limit."""
+    tool_timeout_s: PositiveSeconds = 60.0
+    """Time limit of a tool call."""
+    interaction_timeout_s: PositiveSeconds = 120.0
+    """Time limit of an interaction's reply, and of an environment's reset."""
+    close_timeout_s: PositiveSeconds = 10.0
+    """Time limit for closing a tool or interaction."""
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call any."""
+        return bool(self.tools or self.tool_config_path or self.environments)
+
+
+class TraceConfig(Section):
+    """Traces of finished trajectories; see `docs/tracing.md`."""
+
+    backend: TraceBackend | list[TraceBackend] | None = None
+    """`file` (lines for `agent-loop traces`), `mlflow`, `otel` (OpenTelemetry), `weave`, or a list of them."""
+    project_name: str | None = None
+    """MLflow's experiment, Weave's project, OpenTelemetry's service; None is `trainer.project_name`."""
+    experiment_name: str | None = None
+    """An attribute of every trace; None is `trainer.experiment_name`."""
+    token2text: bool = False
+    """Write the texts of tokens and of tools' arguments and replies; otherwise token ids and counts."""
+    max_samples_per_step_per_worker: Positive | None = None
+    """Rows per worker and rollout whose trajectories are traced, always the same rows of a step; None traces all."""
+    path: str = "traces.jsonl"
+    """File of `file`, to which traces are appended; `${trainer.run_dir}/traces.jsonl` stores them with the run."""
+    tracking_uri: str | None = None
+    """URI of `mlflow`, such as `http://host:5000` or `sqlite:///traces.db`; None uses MLFLOW_TRACKING_URI."""
+    otlp_endpoint: str | None = None
+    """Endpoint of `otel`, such as `http://host:4318/v1/traces`; None uses OTEL_EXPORTER_OTLP_ENDPOINT."""
+    max_queued: Positive = 1000
+    """Maximum trajectories that wait for a writer. Further trajectories are dropped and counted."""
+    flush_timeout_s: PositiveSeconds = 10.0
+    """Seconds to wait at the end for traces that are not written yet."""
+
+    @property
+    def backends(self) -> Sequence[TraceBackend]:
+        """All writers."""
+        given = self.backend
+        return given if isinstance(given, list) else [given] if given is not None else []
+
+
+class RolloutConfig(Section):
+    """Sampling of trajectories."""
+
+    engine: str = "embedded"
+    """`embedded`, `embedded_process`, `vllm`, `sglang`, `scripted`, or `module:Class` for a custom server class. With
+    `server_urls`: `vllm`, `sglang` or `openai`."""
+    engine_kwargs: dict[str, Any] = {}
+    """Options of the engine, under its own names."""
+    num_servers: Replicas = 1
+    server_urls: list[str] = []
+    """URLs of running servers of this engine, such as `http://host:8000`. No servers are started then."""
+    start_timeout_s: PositiveSeconds = 600.0
+    """Time limit for the start of an engine."""
+    request_timeout_s: PositiveSeconds | None = 1800.0
+    """Time limit of a request to the servers, its time in the queue included. A longer request fails its trajectory. A
+    request that resumes on another server starts with the full time. None applies `trajectory_timeout_s` only."""
+    generate_timeout_s: PositiveSeconds | None = None
+    """Time limit of an assistant turn's completion, queueing and all servers included. A longer completion ends the
+    trajectory with `deadline` and the incident `generate_timeout`; the tokens before it are kept. Give more than the time
+    in a full queue. None applies the other limits only."""
+    weight_transfer: WeightTransfer = "auto"
+    """Transport of new weights to an engine in another process. `auto` is `cuda_ipc` for weights on a GPU,
+    `shared_memory` for others, and `disk` for servers given by URL. `broadcast` uses torch.distributed."""
+    on_weight_update: OnWeightUpdate = "auto"
+    """Completions in flight during a weight update: `keep` continues them in the engine, `abort` aborts them and resumes
+    them from their tokens, `auto` keeps them if the engine can."""
+    n: Samples = 1
+    """Trajectories per prompt, the size of a group."""
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    prompt_length: Tokens = 512
+    """Maximum tokens of the first prompt."""
+    response_length: Tokens = 512
+    """Maximum tokens after the first prompt, those of tools and interactions included."""
+    truncate_prompt: Literal["no", "left", "right"] = "no"
+    """End the trajectory of a longer prompt (`no`), or remove the beginning (`left`) or the end (`right`) of the
+    prompt."""
+    pad_to: Literal["longest", "limits", "none"] = "longest"
+    """Width of the batches of `generate_sequences`: that of the longest row, or `prompt_length` + `response_length`.
+    `none` returns nested tensors without padding. `agent-loop train` pads to the longest row."""
+    free_cache_engine: bool = True
+    """Put the servers to sleep between rollouts."""
+    trajectory_timeout_s: PositiveSeconds | None = 600.0
+    """Time limit of a trajectory. A longer trajectory ends with `deadline`; its tokens are kept."""
+    over_sample: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """In training, start this many times `data.train_batch_size` prompts, keep the groups that finish first, and cancel
+    the others. This avoids stragglers, and favours prompts with short answers."""
+    max_concurrent: Positive | Literal["auto"] | None = "auto"
+    """Maximum trajectories in flight per worker. `auto` starts new trajectories while the servers' KV caches hold the
+    running ones, without a limit for servers that do not report their caches. None starts all at once."""
+    longest_first: bool = False
+    """Order of queued requests: first those whose trajectories have the most turns left, as predicted from the run so
+    far; otherwise in order of arrival."""
+    watchdog_s: PositiveSeconds | None = 120.0
+    """Seconds without progress after which the log lists what each trajectory waits for; None logs nothing."""
+    max_failed_share: Share = 0.5
+    """Maximum share of failed trajectories in a batch. A larger share stops the run."""
+    journal: bool = True
+    """Write each turn to a journal on disk, so that `--resume` can resume a training or `agent-loop rollout` that was
+    killed."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of `/metrics` for Prometheus while the rollout's manager is open; 0 is any free port, None is no
+    endpoint."""
+    metrics_host: str = "127.0.0.1"
+    """Address of `metrics_port`; `0.0.0.0` lets other machines connect."""
+    seed: Seed = 0
+    """Seed of every completion with the embedded engine (see `deterministic`), and of the start of other engines."""
+    val: ValSamplingConfig = ValSamplingConfig()
+    trace: TraceConfig = TraceConfig()
+    """Traces of finished trajectories."""
+    agent: AgentConfig = AgentConfig()
+    multi_turn: MultiTurnConfig = MultiTurnConfig()
+    deterministic: bool = False
+    """Make two runs with the same settings equal to the last bit, weights included, even if one of them was interrupted
+    and resumed. Needs the embedded engine, which then computes each completion by itself and takes several times as
+    long, and `trainer.mode=sync`. Without `deterministic`, runs with the same seed differ by the rounding of batches of
+    different shapes."""
+
+    @field_validator("deterministic")
+    @classmethod
+    def _can_be_deterministic(cls, value: bool, info: ValidationInfo) -> bool:
+        engine, over_sample = info.data.get("engine"), info.data.get("over_sample", 1.0)
+        if not value:
+            return value
+        if engine not in ("embedded", "embedded_process") or _custom_server(info) is not None:
+            raise ValueError("only the embedded engine can; set rollout.engine=embedded")
+        if over_sample > 1:
+            raise ValueError(
+                f"rollout.over_sample is {over_sample}, and which groups end first is chance; set it to 1"
+            )
+        return value
+
+
+def _custom_server(info: ValidationInfo) -> CustomServerConfig | None:
+    agent: AgentConfig | None = info.data.get("agent")
+    return None if agent is None else agent.custom_async_server

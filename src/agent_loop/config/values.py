@@ -1,0 +1,84 @@
+"""Types of settings, and the base class of sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+MOST = 2**31 - 1
+"""Largest integer of settings without a limit of their own."""
+
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+
+NotNegative = Annotated[int, Field(ge=0, le=MOST)]
+
+Seed = NotNegative
+
+Tokens = Annotated[int, Field(ge=1, le=2**24)]
+"""Length of sequences. Memory is reserved in proportion to it."""
+
+Replicas = Annotated[int, Field(ge=1, le=10_000)]
+"""Number of servers, workers, processes or threads."""
+
+MAX_SAMPLES = 65_536
+
+Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES)]
+"""Trajectories per row."""
+
+PositiveSeconds = Annotated[float, Field(gt=0, le=366 * 86_400)]
+"""Seconds, at most a year. Clocks and timers overflow for much larger values."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+Coefficient = Annotated[float, Field(ge=0, le=1e6)]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+LearningRate = Annotated[float, Field(gt=0, le=10)]
+
+WeightTransfer: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
+
+OnWeightUpdate: TypeAlias = Literal["auto", "keep", "abort"]
+
+AdvantageEstimator: TypeAlias = Literal[
+    "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+]
+
+AggregationMode: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+
+Level: TypeAlias = Literal["token", "sequence"]
+
+TraceBackend: TypeAlias = Literal["file", "mlflow", "otel", "weave"]
+
+Logger: TypeAlias = Literal["console", "mlflow", "tensorboard", "wandb"]
+
+
+def _samples_something(temperature: float) -> float:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"give 0 (greedy) or at least {LOWEST_TEMPERATURE}")
+    return temperature
+
+
+def _keeps_a_candidate(top_k: int) -> int:
+    if top_k == 0:
+        raise ValueError("give -1 (no limit) or at least 1")
+    return top_k
+
+
+LOWEST_TEMPERATURE = 1e-4
+"""Smaller temperatures overflow logits in float32."""
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_samples_something)]
+
+TopP = Annotated[float, Field(gt=0, le=1)]
+
+TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(_keeps_a_candidate)]
+
+
+class Section(BaseModel):
+    """Group of settings. Unknown keys and numbers that are not finite are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,0 +1,37 @@
+"""All settings of a run, in a tree of sections."""
+
+from __future__ import annotations
+
+from pydantic import model_validator
+
+from agent_loop.config.algorithm import AlgorithmConfig
+from agent_loop.config.data import DataConfig
+from agent_loop.config.model import ModelConfig
+from agent_loop.config.optim import ActorConfig, CriticConfig
+from agent_loop.config.reward import RewardConfig
+from agent_loop.config.rollout import RolloutConfig
+from agent_loop.config.trainer import TrainerConfig
+from agent_loop.config.values import Section
+from agent_loop.errors import ConfigError
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+    @model_validator(mode="after")
+    def _is_synchronous_if_deterministic(self) -> Config:
+        if self.rollout.deterministic and self.trainer.mode == "async":
+            raise ConfigError(
+                "rollout.deterministic is true and trainer.mode is 'async': when new weights reach a completion is "
+                "chance; set trainer.mode=sync"
+            )
+        return self
