@@ -48,8 +48,8 @@ class AlgorithmConfig(Section):
     kl_reward_type: KLEstimator = "k1"
     """Estimator of the KL penalty in the reward."""
     overlong_buffer: Tokens | None = None
-    """Tokens before `rollout.response_length` in which the reward decreases with the length of the response (DAPO's soft
-    overlong punishment)."""
+    """Tokens before `rollout.response_length` in which the reward decreases with the length of the response (DAPO's
+    soft overlong punishment)."""
     overlong_penalty: Coefficient = 1.0
     """Penalty of a response of full length."""
     untrained_stop_reasons: list[StopReason] = []

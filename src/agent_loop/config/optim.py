@@ -61,8 +61,8 @@ class CorrectionConfig(Section):
     """Importance sampling between rollout and trainer."""
 
     kind: Literal["none", "truncate", "mask"] = "none"
-    """Multiply a token's loss by the ratio of both probabilities. `truncate` cuts the ratio at `max_ratio` (TIS). `mask`
-    drops tokens beyond either bound (MIS)."""
+    """Multiply a token's loss by the ratio of both probabilities. `truncate` cuts the ratio at `max_ratio` (TIS).
+    `mask` drops tokens beyond either bound (MIS)."""
     level: Level = "token"
     """Ratio of the token, or product of the ratios of its trajectory."""
     min_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5

@@ -153,14 +153,14 @@ class RolloutConfig(Section):
     request that resumes on another server starts with the full time. None applies `trajectory_timeout_s` only."""
     generate_timeout_s: PositiveSeconds | None = None
     """Time limit of an assistant turn's completion, queueing and all servers included. A longer completion ends the
-    trajectory with `deadline` and the incident `generate_timeout`; the tokens before it are kept. Give more than the time
-    in a full queue. None applies the other limits only."""
+    trajectory with `deadline` and the incident `generate_timeout`; the tokens before it are kept. Give more than the
+    time in a full queue. None applies the other limits only."""
     weight_transfer: WeightTransfer = "auto"
     """Transport of new weights to an engine in another process. `auto` is `cuda_ipc` for weights on a GPU,
     `shared_memory` for others, and `disk` for servers given by URL. `broadcast` uses torch.distributed."""
     on_weight_update: OnWeightUpdate = "auto"
-    """Completions in flight during a weight update: `keep` continues them in the engine, `abort` aborts them and resumes
-    them from their tokens, `auto` keeps them if the engine can."""
+    """Completions in flight during a weight update: `keep` continues them in the engine, `abort` aborts them and
+    resumes them from their tokens, `auto` keeps them if the engine can."""
     n: Samples = 1
     """Trajectories per prompt, the size of a group."""
     temperature: Temperature = 1.0

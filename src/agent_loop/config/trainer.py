@@ -25,8 +25,8 @@ class RayConfig(Section):
     """Address of a running Ray cluster, such as `auto` or `10.0.0.1:6379`; None starts a cluster on this machine and
     stops it after the run."""
     host: str | None = None
-    """Address of this machine for other machines, if a cluster is started here; Ray then listens on all interfaces. None
-    listens on loopback only."""
+    """Address of this machine for other machines, if a cluster is started here; Ray then listens on all interfaces.
+    None listens on loopback only."""
     num_cpus_per_worker: Coefficient = 1.0
     """CPUs that Ray reserves for each of `rollout.agent.num_workers`; workers are spread over the nodes."""
     num_cpus_per_server: Coefficient = 1.0
@@ -72,12 +72,12 @@ class TrainerConfig(Section):
     """Threads for training on a CPU. A single process computes this many micro-batches concurrently. With several
     processes, torch uses this many threads in each."""
     num_processes: Replicas = 1
-    """Training processes, each with a shard of the models, on a GPU each or on the CPU. They run on this machine, or with
-    `runtime: ray` on the cluster. Keep 1 if `torchrun` starts the processes."""
+    """Training processes, each with a shard of the models, on a GPU each or on the CPU. They run on this machine, or
+    with `runtime: ray` on the cluster. Keep 1 if `torchrun` starts the processes."""
     seed: Seed = 0
     mode: Literal["sync", "async"] = "sync"
-    """`sync` alternates rollout and update. `async` runs the rollouts of the next steps during an update, with new weights
-    as soon as they are published; servers and trainer then need separate devices, or a CPU."""
+    """`sync` alternates rollout and update. `async` runs the rollouts of the next steps during an update, with new
+    weights as soon as they are published; servers and trainer then need separate devices, or a CPU."""
     max_staleness: NotNegative = 1
     """With `mode: async`, the maximum age of a trained token in weight versions, and the number of steps whose rollouts
     run ahead. 0 is the same as `sync`."""
