@@ -9,7 +9,7 @@ from agent_loop.episode.ledger import TokenLedger
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import AgentLoopOutput, Segment, placed_attachments
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import Origin, TokenOutput, VersionSpan
+from agent_loop.types import Origin, TokenChunk, TokenOutput
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=2000)
 
@@ -19,8 +19,11 @@ def completions(draw: st.DrawFn) -> TokenOutput:
     ids = draw(token_ids)
     log_probs = [-0.001 * position for position in range(len(ids))]
     cut = draw(st.integers(0, len(ids)))
-    spans = (VersionSpan(3, cut), VersionSpan(4, len(ids) - cut)) if 0 < cut < len(ids) else ()
-    return TokenOutput(ids, log_probs, "stop", weight_version=4, version_spans=spans)
+    chunks = [
+        TokenChunk(ids[:cut], log_probs[:cut], weight_version=3),
+        TokenChunk(ids[cut:], log_probs[cut:], weight_version=4, stop_reason="stop"),
+    ]
+    return TokenOutput.from_chunks(chunks)
 
 
 @given(
@@ -86,8 +89,8 @@ def test_nobody_but_a_server_writes_model_tokens() -> None:
 def test_a_completion_across_a_weight_swap_is_two_segments_and_one_turn() -> None:
     ledger = TokenLedger()
     ledger.append([1], origin=Origin.PROMPT)
-    spans = (VersionSpan(1, 2), VersionSpan(2, 1))
-    ledger.append_completion(TokenOutput([5, 6, 7], [-1.0] * 3, "stop", 2, version_spans=spans))
+    chunks = [TokenChunk([5, 6], [-1.0] * 2, 1), TokenChunk([7], [-1.0], 2, stop_reason="stop")]
+    ledger.append_completion(TokenOutput.from_chunks(chunks))
     output = AgentLoopOutput(segments=ledger.segments())
     assert [(len(s), s.weight_version) for s in output.response_segments] == [(2, 1), (1, 2)]
     assert output.num_turns == 2

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.errors import SamplingParamsError
+from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
 from agent_loop.types import (
     SamplingParams,
     TokenChunk,
     TokenOutput,
-    VersionSpan,
     as_log_probs,
     as_token_ids,
 )
@@ -21,32 +21,57 @@ from agent_loop.types import (
 @st.composite
 def outputs(draw: st.DrawFn) -> TokenOutput:
     counts = draw(st.lists(st.integers(1, 4), max_size=4))
-    spans = tuple(VersionSpan(version, n) for version, n in enumerate(counts, start=3))
-    num_tokens = sum(counts)
-    return TokenOutput(
-        token_ids=list(range(num_tokens)),
-        log_probs=draw(st.sampled_from([None, [-0.5] * num_tokens])),
+    has_log_probs, width = draw(st.booleans()), draw(st.integers(0, 3))
+    chunks = [
+        TokenChunk(
+            list(range(count)),
+            [-0.5] * count if has_log_probs else None,
+            weight_version=version,
+            extras={"top": np.full((count, width), version)} if width else {},
+        )
+        for version, count in enumerate(counts, start=3)
+    ]
+    end = TokenChunk(
+        [],
+        [],
         stop_reason=draw(st.sampled_from(["stop", "length", "aborted"])),
-        weight_version=spans[-1].weight_version if spans else 3,
         num_preempted=draw(st.integers(0, 2)),
         num_cached_tokens=draw(st.sampled_from([None, 0, 7])),
-        version_spans=spans if len(spans) > 1 else (),
     )
+    return TokenOutput.from_chunks([*chunks, end])
 
 
 @given(outputs())
 def test_a_completion_in_parts_joins_to_itself(output: TokenOutput) -> None:
-    assert TokenOutput.from_chunks(TokenChunk.whole(output)) == output
+    assert TokenOutput.from_chunks(output.chunks) == output
+    assert TokenOutput.from_chunks([token for c in output.chunks for token in c.single_tokens()]) == output
 
 
-def test_parts_of_one_version_are_one_span() -> None:
+@given(outputs())
+def test_a_completion_survives_the_codec(output: TokenOutput) -> None:
+    assert decode_completion(encode_completion(output)) == output
+    assert from_plain(to_plain(output), TokenOutput) == output
+
+
+def test_extras_that_do_not_fit_together_are_dropped() -> None:
+    both, one = np.zeros((2, 3)), np.zeros((2, 4))
+    chunks = [
+        TokenChunk([1, 2], None, extras={"a": both, "b": both}),
+        TokenChunk([3, 4], None, extras={"a": both, "b": one}),
+        TokenChunk([], None, stop_reason="stop"),
+    ]
+    extras = TokenOutput.from_chunks(chunks).extras
+    assert {name: array.shape for name, array in extras.items()} == {"a": (4, 3)}
+
+
+def test_chunks_of_one_version_are_joined() -> None:
     chunks = [
         TokenChunk([1, 2], [-0.1, -0.2], weight_version=4),
         TokenChunk([3], [-0.3], weight_version=4),
         TokenChunk([], [], weight_version=5, stop_reason="stop"),
     ]
     output = TokenOutput.from_chunks(chunks)
-    assert (output.token_ids, output.weight_version, output.version_spans) == ([1, 2, 3], 4, ())
+    assert (output.token_ids, output.weight_version, len(output.chunks)) == ([1, 2, 3], 4, 1)
 
 
 def test_a_stream_that_broke_off_is_aborted() -> None:

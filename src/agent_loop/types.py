@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from math import inf
-from typing import Any, Literal, NamedTuple, TypeAlias
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from msgspec import Struct, structs
@@ -142,125 +143,221 @@ class SamplingParams(Struct, frozen=True):
 ServerStopReason: TypeAlias = Literal["stop", "length", "aborted"]
 
 
-class VersionSpan(NamedTuple):
-    """A run of tokens that one weight version sampled."""
-
-    weight_version: int
-    num_tokens: int
+TokenArrays: TypeAlias = Mapping[str, NDArray[Any]]
+"""Arrays by name. The first axis of each is the token."""
 
 
-@dataclass(frozen=True, slots=True)  # (a Struct would compare all its fields)
-class TokenOutput:
-    """One completion, as a server returns it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenChunk:
+    """Sampled tokens of one weight version: a part of a completion, as a server streams it.
+
+    Each value per token has one entry for every token of `token_ids`. New kinds of values go into `extras`, which the
+    package carries to the batch and to storage by concatenation and slicing alone.
+    """
 
     token_ids: list[int]
     """The sampled tokens, the stop token included where one was sampled."""
     log_probs: list[float] | None
     """For each token `log_softmax(logits / temperature)`, natural log, before top-k and top-p cut anything away:
     what a trainer recomputes. Greedy completions give it at temperature 1. None if the server offers none."""
-    stop_reason: ServerStopReason
     weight_version: int = 0
-    """The version that sampled the last token."""
+    """The version that sampled the tokens."""
+    stop_reason: ServerStopReason | None = None
+    """Why the completion ended. None on every chunk but the last."""
     num_preempted: int = 0
-    """How often the server set the request aside and had to compute its prefix again."""
+    """How often the server preempted the request since the previous chunk and recomputed its prefix."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that the server did not have to compute; None if it does not say."""
-    prefill_s: float | None = field(default=None, compare=False)
-    """Seconds from when the engine took the request up to its first token; None if it does not say."""
-    version_spans: tuple[VersionSpan, ...] = ()
-    """The runs of weight versions, in order, where there is more than one; else empty."""
+    """Prompt tokens that the server found in its cache. None if unknown, and on every chunk but the last."""
+    prefill_s: float | None = None
+    """Seconds from the engine's receipt of the request to the first token. None if unknown, and on every chunk but the
+    first. Not compared."""
+    extras: TokenArrays = field(default_factory=dict[str, NDArray[Any]])
+    """More values per token: arrays by name, shape [num_tokens, ...]."""
 
-    def __post_init__(self) -> None:
-        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
-            raise ValueError(f"{len(self.token_ids)} token ids but {len(self.log_probs)} log-probs")
-        if self.version_spans and sum(s.num_tokens for s in self.version_spans) != len(self.token_ids):
-            raise ValueError(f"version spans {self.version_spans} do not cover {len(self.token_ids)} tokens")
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenChunk):
+            return NotImplemented
+        return _compared_fields(self) == _compared_fields(other) and same_arrays(self.extras, other.extras)
 
-    def then(self, rest: TokenOutput) -> TokenOutput:
-        """The completion that this one is the beginning of, and `rest` what came of it later."""
-        return TokenOutput.from_chunks([*TokenChunk.whole(self), *TokenChunk.whole(rest)])
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  (its lists can change)
+
+    def part(self, start: int, end: int) -> TokenChunk:
+        """Return the tokens from `start` to `end`. The stop reason stays with the last token."""
+        if start == 0 and end >= len(self.token_ids):
+            return self
+        is_last = end >= len(self.token_ids)
+        return TokenChunk(
+            token_ids=self.token_ids[start:end],
+            log_probs=None if self.log_probs is None else self.log_probs[start:end],
+            weight_version=self.weight_version,
+            stop_reason=self.stop_reason if is_last else None,
+            num_preempted=self.num_preempted if is_last else 0,
+            num_cached_tokens=self.num_cached_tokens if is_last else None,
+            prefill_s=None if start else self.prefill_s,
+            extras=sliced(self.extras, start, end),
+        )
+
+    def single_tokens(self) -> list[TokenChunk]:
+        """Return one chunk per token."""
+        if len(self.token_ids) < 2:
+            return [self]
+        return [self.part(position, position + 1) for position in range(len(self.token_ids))]
 
     @classmethod
-    def from_chunks(cls, chunks: Sequence[TokenChunk]) -> TokenOutput:
-        """Joins a streamed completion. One whose last chunk has no stop reason was broken off: it is `aborted`."""
-        spans: list[VersionSpan] = []
-        for chunk in chunks:
-            num_tokens = len(chunk.token_ids)
-            if spans and spans[-1].weight_version == chunk.weight_version:
-                num_tokens += spans.pop().num_tokens
-            if num_tokens:
-                spans.append(VersionSpan(chunk.weight_version, num_tokens))
-        has_log_probs = all(chunk.log_probs is not None for chunk in chunks)
-        last = chunks[-1] if chunks else TokenChunk([], [])
+    def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
+        """Return several consecutive chunks, at least one, as one chunk of the last chunk's weight version.
+
+        A value per token is kept if every chunk with tokens has it.
+        """
+        if len(chunks) == 1:
+            return chunks[0]
+        with_tokens = [chunk for chunk in chunks if chunk.token_ids] or chunks
+        log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
         return cls(
-            token_ids=list(chain.from_iterable(chunk.token_ids for chunk in chunks)),
-            log_probs=list(chain.from_iterable(chunk.log_probs or () for chunk in chunks))
-            if has_log_probs
-            else None,
-            stop_reason=last.stop_reason or "aborted",
-            weight_version=spans[-1].weight_version if spans else last.weight_version,
-            num_preempted=sum(chunk.num_preempted for chunk in chunks),
-            num_cached_tokens=last.num_cached_tokens,
-            prefill_s=chunks[0].prefill_s if chunks else None,
-            version_spans=tuple(spans) if len(spans) > 1 else (),
+            token_ids=list(chain.from_iterable([chunk.token_ids for chunk in chunks])),
+            log_probs=list(chain.from_iterable(log_probs)) if len(log_probs) == len(chunks) else None,
+            weight_version=with_tokens[-1].weight_version,
+            stop_reason=chunks[-1].stop_reason,
+            num_preempted=sum([chunk.num_preempted for chunk in chunks]),
+            num_cached_tokens=chunks[-1].num_cached_tokens,
+            prefill_s=chunks[0].prefill_s,
+            extras=joined_arrays([chunk.extras for chunk in with_tokens]),
         )
 
 
-@dataclass(frozen=True, slots=True)  # (a Struct would compare all its fields)
-class TokenChunk:
-    """The next part of a completion, as a server streams it: see `TokenOutput` for the fields."""
+_compared_fields = attrgetter(*[name for name in TokenChunk.__slots__ if name not in ("prefill_s", "extras")])
 
-    token_ids: list[int]
-    log_probs: list[float] | None
-    weight_version: int = 0
-    stop_reason: ServerStopReason | None = None
-    """Set on the last part."""
-    num_preempted: int = 0
-    """Since the part before."""
-    num_cached_tokens: int | None = None
-    """Set on the last part."""
-    prefill_s: float | None = field(default=None, compare=False)
-    """Set on the first part."""
 
-    def single_tokens(self) -> list[TokenChunk]:
-        """The chunk token by token."""
-        if len(self.token_ids) < 2:
-            return [self]
-        last = len(self.token_ids) - 1
-        return [
-            TokenChunk(
-                token_ids=[token],
-                log_probs=None if self.log_probs is None else [self.log_probs[position]],
-                weight_version=self.weight_version,
-                stop_reason=self.stop_reason if position == last else None,
-                num_preempted=self.num_preempted if position == last else 0,
-                num_cached_tokens=self.num_cached_tokens if position == last else None,
-                prefill_s=None if position else self.prefill_s,
-            )
-            for position, token in enumerate(self.token_ids)
-        ]
+@dataclass(frozen=True, slots=True, init=False)
+class TokenOutput:
+    """One completion, as a server returns it: consecutive chunks, one per weight version.
+
+    A server makes one with `TokenOutput(token_ids, log_probs, stop_reason, weight_version)`, or with `from_chunks` if
+    its weights changed during the completion. See `TokenChunk` for the fields.
+    """
+
+    chunks: tuple[TokenChunk, ...]
+    """At least one. Only the last has a stop reason; adjacent chunks have different weight versions."""
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        log_probs: list[float] | None,
+        stop_reason: ServerStopReason,
+        weight_version: int = 0,
+        num_preempted: int = 0,
+        num_cached_tokens: int | None = None,
+        prefill_s: float | None = None,
+        extras: TokenArrays | None = None,
+    ) -> None:
+        """Raises: ValueError: There is not one log-prob for every token."""
+        if log_probs is not None and len(log_probs) != len(token_ids):
+            raise ValueError(f"{len(token_ids)} token ids but {len(log_probs)} log-probs")
+        chunk = TokenChunk(
+            token_ids,
+            log_probs,
+            weight_version,
+            stop_reason,
+            num_preempted,
+            num_cached_tokens,
+            prefill_s,
+            extras or {},
+        )
+        object.__setattr__(self, "chunks", (chunk,))
 
     @classmethod
-    def whole(cls, output: TokenOutput) -> list[TokenChunk]:
-        """A complete completion as a stream: one part per weight version."""
-        spans = output.version_spans or (VersionSpan(output.weight_version, len(output.token_ids)),)
-        chunks: list[TokenChunk] = []
-        start = 0
-        for span in spans:
-            end, is_last = start + span.num_tokens, len(chunks) + 1 == len(spans)
-            chunks.append(
-                cls(
-                    token_ids=output.token_ids[start:end],
-                    log_probs=None if output.log_probs is None else output.log_probs[start:end],
-                    weight_version=span.weight_version,
-                    stop_reason=output.stop_reason if is_last else None,
-                    num_preempted=output.num_preempted if is_last else 0,
-                    num_cached_tokens=output.num_cached_tokens if is_last else None,
-                    prefill_s=None if start else output.prefill_s,
-                )
-            )
-            start = end
-        return chunks
+    def from_chunks(cls, chunks: Sequence[TokenChunk]) -> TokenOutput:
+        """Join the chunks of a streamed completion.
+
+        The stop reason is `aborted` if the last chunk has none.
+        """
+        chunks = chunks or [TokenChunk([], [])]
+        runs: list[list[TokenChunk]] = [[]]
+        version: int | None = None
+        for chunk in chunks:
+            if chunk.token_ids and chunk.weight_version != version:
+                if version is not None:
+                    runs.append([])
+                version = chunk.weight_version
+            runs[-1].append(chunk)
+        joined = [TokenChunk.joined(run) for run in runs]
+        if joined[-1].stop_reason is None:
+            joined[-1] = replace(joined[-1], stop_reason="aborted")
+        if len(joined) > 1 and any(chunk.log_probs is None for chunk in joined):
+            joined = [replace(chunk, log_probs=None) for chunk in joined]
+        output = object.__new__(cls)
+        object.__setattr__(output, "chunks", tuple(joined))
+        return output
+
+    def then(self, rest: TokenOutput) -> TokenOutput:
+        """Return the completion that begins with this one and continues with `rest`."""
+        return TokenOutput.from_chunks([*self.chunks, *rest.chunks])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All sampled tokens."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].token_ids
+        return list(chain.from_iterable([chunk.token_ids for chunk in self.chunks]))
+
+    @property
+    def log_probs(self) -> list[float] | None:
+        """One for each token, or None."""
+        if len(self.chunks) == 1:
+            return self.chunks[0].log_probs
+        return TokenChunk.joined(self.chunks).log_probs
+
+    @property
+    def extras(self) -> TokenArrays:
+        """The arrays that all chunks have, shape [num_tokens, ...]."""
+        return TokenChunk.joined(self.chunks).extras
+
+    @property
+    def stop_reason(self) -> ServerStopReason:
+        """Why the completion ended."""
+        return self.chunks[-1].stop_reason or "aborted"
+
+    @property
+    def weight_version(self) -> int:
+        """The version that sampled the last token."""
+        return self.chunks[-1].weight_version
+
+    @property
+    def num_preempted(self) -> int:
+        """How often the server preempted the request."""
+        return sum([chunk.num_preempted for chunk in self.chunks])
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that the server found in its cache; None if unknown."""
+        return self.chunks[-1].num_cached_tokens
+
+    @property
+    def prefill_s(self) -> float | None:
+        """Seconds to the first token; None if unknown."""
+        return self.chunks[0].prefill_s
+
+
+def sliced(arrays: TokenArrays, start: int, end: int) -> TokenArrays:
+    """Return the arrays of the tokens from `start` to `end`."""
+    return {name: array[start:end] for name, array in arrays.items()}
+
+
+def joined_arrays(each: Sequence[TokenArrays]) -> TokenArrays:
+    """Concatenate the arrays that all mappings have in the same shape per token. Drop all others."""
+    first, *others = each
+    if not others:
+        return first
+    return {
+        name: np.concatenate([array, *[other[name] for other in others]])
+        for name, array in first.items()
+        if all(name in other and other[name].shape[1:] == array.shape[1:] for other in others)
+    }
+
+
+def same_arrays(one: TokenArrays, other: TokenArrays) -> bool:
+    """Return whether both have equal arrays under equal names."""
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 class ToolCall(Struct, frozen=True):

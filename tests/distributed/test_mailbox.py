@@ -14,7 +14,7 @@ from agent_loop.distributed.contexts import Delta
 from agent_loop.distributed.line import Line
 from agent_loop.distributed.mailbox import END_WITHIN_S, Mailbox
 from agent_loop.distributed.pace import AT_MOST_EVERY_S, EVERY_S, SHARE, Pace
-from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Reply
+from agent_loop.distributed.wire import Ask, LineLost, PackedCompletion, Post, Reply
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.testing import run_virtual
 from agent_loop.types import SamplingParams, TokenOutput
@@ -76,8 +76,8 @@ class Actor:
         line.answer(call, answer(call))
 
 
-def answer(call: int) -> Answer:
-    return Answer.pack(TokenOutput([call], None, "stop"))
+def answer(call: int) -> PackedCompletion:
+    return PackedCompletion.pack(TokenOutput([call], None, "stop"))
 
 
 def ask(call: int, session: str = "s") -> Ask:

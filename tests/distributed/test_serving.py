@@ -12,7 +12,7 @@ import pytest
 from agent_loop.distributed.contexts import SentContexts, token_bytes
 from agent_loop.distributed.mailbox import Mailbox
 from agent_loop.distributed.serving import Serving
-from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Refusal, Resend, Response
+from agent_loop.distributed.wire import Ask, LineLost, PackedCompletion, Post, Refusal, Resend, Response
 from agent_loop.errors import BadServerReply, ServerDied, ServerError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
@@ -59,7 +59,7 @@ def serve(server: Any, scenario: Callable[[Serving], Coroutine[Any, Any, None]])
 
 
 def said(response: Response) -> TokenOutput:
-    assert isinstance(response, Answer)
+    assert isinstance(response, PackedCompletion)
     return response.unpack()
 
 

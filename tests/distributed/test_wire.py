@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from agent_loop.distributed.wire import Answer, pack_trajectories, unpack_trajectories
+from agent_loop.distributed.wire import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.rollout.worker import Job
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Segment, Trajectory
-from agent_loop.types import Origin, StopReason, TokenOutput, VersionSpan
+from agent_loop.types import Origin, StopReason, TokenChunk, TokenOutput
 
 ROW = {"raw_prompt": [], "huge": "x" * 10_000}
 JOB = Job(ROW, 3, 1, {"temperature": 1.0})
@@ -74,9 +75,9 @@ def test_a_trajectory_of_another_batch_is_left_out() -> None:
 
 def test_a_completion_arrives_to_the_bit_in_few_bytes() -> None:
     log_probs = np.random.default_rng(0).normal(size=1000).tolist()
-    output = TokenOutput(
-        list(range(1000)), log_probs, "length", 5, 1, 3, (VersionSpan(4, 400), VersionSpan(5, 600))
-    )
-    packed = pickle.dumps(Answer.pack(output), protocol=5)
-    assert len(packed) < 1000 * 12 + 1000
+    top = np.arange(2000, dtype=np.float32).reshape(1000, 2)
+    chunk = TokenChunk(list(range(1000)), log_probs, 5, "length", 1, 3, extras={"top": top})
+    output = TokenOutput.from_chunks([replace(chunk.part(0, 400), weight_version=4), chunk.part(400, 1000)])
+    packed = pickle.dumps(PackedCompletion.pack(output), protocol=5)
+    assert len(packed) < 1000 * 20 + 1000
     assert pickle.loads(packed).unpack() == output

@@ -136,8 +136,8 @@ def test_new_weights_reach_requests_in_flight_by_way_of_files(
             assert 0 < ((await client.health()).kv_cache_share or 0) < 1
             await client.update_weights(weights.items(), weight_version=version + 1)
         output = task.result()
-        assert [span.weight_version for span in output.version_spans] == [version, version + 1]
-        first = output.version_spans[0].num_tokens
+        assert [chunk.weight_version for chunk in output.chunks] == [version, version + 1]
+        first = len(output.chunks[0].token_ids)
         context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
         wanted = [
             *reference_log_probs(old, prompt, output.token_ids[:first]),

@@ -175,8 +175,8 @@ def test_a_request_in_flight_goes_on_under_new_weights_and_each_token_is_stamped
         return task.result()
 
     output = runner.run(update_midway())
-    assert [span.weight_version for span in output.version_spans] == [version, version + 1]
-    before = output.version_spans[0].num_tokens
+    assert [chunk.weight_version for chunk in output.chunks] == [version, version + 1]
+    before = len(output.chunks[0].token_ids)
     assert len(output.token_ids) == 150
     assert output.num_preempted == 1
     context = np.concatenate([prompt, np.asarray(output.token_ids[:before], dtype=np.int32)])

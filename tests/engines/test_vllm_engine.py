@@ -247,12 +247,12 @@ def test_requests_in_flight_go_on_under_new_weights_each_token_with_its_version(
         load_into(new, weights)
         outputs = [*(task.result() for task in tasks), TokenOutput.from_chunks(streamed)]
         for prompt, output in zip([*asked, asked[0]], outputs, strict=True):
-            assert [span.weight_version for span in output.version_spans] == [
+            assert [chunk.weight_version for chunk in output.chunks] == [
                 engine.version - 1,
                 engine.version,
             ]
             assert output.num_preempted >= 1
-            split = output.version_spans[0].num_tokens
+            split = len(output.chunks[0].token_ids)
             old_ones = reference_log_probs(engine.reference, prompt, output.token_ids)[:split]
             new_ones = reference_log_probs(new, prompt, output.token_ids)[split:]
             assert output.log_probs == pytest.approx([*old_ones, *new_ones], abs=LOG_PROB_TOLERANCE)

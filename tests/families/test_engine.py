@@ -86,8 +86,8 @@ async def _check_update(server: EmbeddedServer, model: object, family: Family) -
         await decoded(server, num_before + 4)
         await server.update_weights(weights_of(newer).items(), weight_version=1)
     output: TokenOutput = completion.result()
-    assert [span.weight_version for span in output.version_spans] == [0, 1]
-    split = output.version_spans[0].num_tokens
+    assert [chunk.weight_version for chunk in output.chunks] == [0, 1]
+    split = len(output.chunks[0].token_ids)
     _compare(model, prompt, output.token_ids[:split], output.log_probs[:split])
     _compare(
         newer, joined(prompt, output.token_ids[:split]), output.token_ids[split:], output.log_probs[split:]

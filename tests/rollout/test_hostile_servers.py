@@ -19,7 +19,7 @@ from agent_loop.runtime.own_task import num_abandoned
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import StopReason, TokenChunk, TokenOutput, VersionSpan
+from agent_loop.types import StopReason, TokenChunk, TokenOutput
 from tests.helpers import hermes_template, says, user
 
 VOCAB_SIZE = hermes_template().vocab_size
@@ -61,11 +61,16 @@ class Reply:
     def made(self, kind: type[Any]) -> Any:
         if self.instead is not None:
             return self.instead
-        made = kind([7, 8], [-0.5, -0.25], stop_reason="stop")
-        for name, value in self.fields.items():
-            if hasattr(made, name):
-                object.__setattr__(made, name, value)
-        return made
+        chunk = TokenChunk([7, 8], [-0.5, -0.25], stop_reason="stop")
+        fields = dict(self.fields)
+        chunks = fields.pop("chunks", (chunk,))
+        for name, value in fields.items():
+            object.__setattr__(chunk, name, value)
+        if kind is TokenChunk:
+            return chunk
+        output = TokenOutput([7, 8], None, "stop")
+        object.__setattr__(output, "chunks", chunks)
+        return output
 
 
 NUMBERS: st.SearchStrategy[Any] = st.one_of(
@@ -85,8 +90,13 @@ LISTS: st.SearchStrategy[Any] = st.one_of(
     st.lists(st.integers(0, 9), min_size=600, max_size=600),
     NUMBERS,
 )
-SPANS: st.SearchStrategy[Any] = st.one_of(
-    NUMBERS, st.lists(st.builds(VersionSpan, NUMBERS, NUMBERS), max_size=3).map(tuple)
+CHUNKS: st.SearchStrategy[Any] = st.one_of(
+    NUMBERS,
+    st.lists(st.builds(TokenChunk, LISTS, LISTS, NUMBERS), max_size=3).map(tuple),
+    st.just((TokenChunk([7], [-0.5]), TokenChunk([8], [-0.25], 1, stop_reason="stop"))),
+)
+EXTRAS: st.SearchStrategy[Any] = st.one_of(
+    NUMBERS, st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), LISTS, max_size=2)
 )
 FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {},
@@ -98,7 +108,8 @@ FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
         "num_preempted": NUMBERS,
         "num_cached_tokens": NUMBERS,
         "prefill_s": NUMBERS,
-        "version_spans": SPANS,
+        "chunks": CHUNKS,
+        "extras": EXTRAS,
     },
 )
 ERRORS: list[type[BaseException]] = [

@@ -125,7 +125,8 @@ class LosesUpdates(Embedded):
 
 class StampsOldVersions(Embedded):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        return replace(await super().generate(*args, **kwargs), weight_version=0, version_spans=())
+        output = await super().generate(*args, **kwargs)
+        return TokenOutput.from_chunks([replace(chunk, weight_version=0) for chunk in output.chunks])
 
 
 class TakesAnyWeights(Embedded):

@@ -122,7 +122,7 @@ def test_a_stream_across_a_weight_update_says_which_version_sampled_each_part(mo
             await decoded(server, 5)
             await server.update_weights(weights_of(model).items(), weight_version=9)
             joined = TokenOutput.from_chunks(await task)
-            assert [span.weight_version for span in joined.version_spans] == [0, 9]
+            assert [chunk.weight_version for chunk in joined.chunks] == [0, 9]
             assert joined.weight_version == 9
             assert len(joined.token_ids) == 200
 

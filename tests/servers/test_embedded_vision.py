@@ -174,7 +174,7 @@ async def test_a_weight_update_computes_images_in_flight_again() -> None:
             await server.abort("nobody")
         await server.update_weights(other.state_dict().items(), weight_version=1)
         output = await task
-        old = output.version_spans[0].num_tokens
+        old = len(output.chunks[0].token_ids)
         context = Encoded(joined(encoded.token_ids, output.token_ids[:old]), encoded.attachments)
         assert output.log_probs is not None
         expected = own_log_probs(other, context, output.token_ids[old:])

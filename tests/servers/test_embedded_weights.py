@@ -44,8 +44,9 @@ def test_a_weight_update_in_mid_completion_splits_it_into_two_versions(model: An
             await decoded(server, 5)
             await server.update_weights(flat_weights(model).items(), weight_version=3)
             output = await task
-            (old, num_old), (new, num_new) = output.version_spans
-            assert (old, new, num_old + num_new) == (0, 3, 200)
+            old, new = output.chunks
+            num_old, num_new = len(old.token_ids), len(new.token_ids)
+            assert (old.weight_version, new.weight_version, num_old + num_new) == (0, 3, 200)
             assert output.weight_version == 3
             expected = full_forward_log_probs(model, prompt, output.token_ids[:num_old])
             assert output.log_probs is not None
@@ -66,7 +67,7 @@ def test_recomputed_requests_go_on_exactly_as_the_new_model_would(model: Any) ->
             await decoded(server, 5)
             await server.update_weights(weights_of(other).items(), weight_version=1)
             output = await task
-            num_old = output.version_spans[0].num_tokens
+            num_old = len(output.chunks[0].token_ids)
             expected = full_forward_log_probs(other, prompt, output.token_ids)[num_old:]
             assert output.log_probs is not None
             assert output.log_probs[num_old:] == pytest.approx(expected, abs=1e-4)

@@ -26,7 +26,7 @@ from agent_loop.servers.reply_check import ReplyCheck
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.servers.setting_aside import SetsRequestsAside
 from agent_loop.testing import run_virtual
-from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+from agent_loop.types import TokenChunk, TokenOutput
 from tests.helpers import small_tokenizer
 
 VOCAB_SIZE = 100
@@ -56,9 +56,8 @@ class Says(ScriptedServer):
 
 def changed(**fields: Any) -> TokenOutput:
     """A completion with fields that its constructor would refuse."""
-    output = replace(GOOD)
-    for name, value in fields.items():
-        object.__setattr__(output, name, value)
+    output = TokenOutput([7, 8], None, "stop")
+    object.__setattr__(output, "chunks", (chunk(**fields),))
     return output
 
 
@@ -149,19 +148,48 @@ def test_a_reply_with_a_wrong_field_fails_its_request(
 
 
 @pytest.mark.parametrize(
-    ("spans", "words"),
+    ("chunks", "words"),
     [
-        ((VersionSpan(1, 1),), "do not cover 2 tokens"),
-        ((VersionSpan(1, 1), VersionSpan(2, 5)), "do not cover 2 tokens"),
-        ((VersionSpan(1, 3), VersionSpan(2, -1)), r"version_spans\[1\]"),
-        ((VersionSpan(-1, 2),), r"version_spans\[0\]"),
-        (((1,),), "version_spans"),
-        (None, "version_spans is None"),
+        (None, "its chunks are None, not a tuple"),
+        ((), "its chunks are"),
+        ((GOOD,), "yielded an object of type TokenOutput, not a TokenChunk"),
+        ((TokenChunk([7], [-0.5]), TokenChunk([8], [-0.5])), "stop_reason is None"),
+        ((TokenChunk([7], [-0.5], 0, "stop"), TokenChunk([8], [-0.5], 0, "stop")), "chunks after the one"),
+        ((TokenChunk([7], None), TokenChunk([8] * 4, None, 1, "length")), "4 tokens where max_tokens was 3"),
+        ((TokenChunk([7], [-0.5]), TokenChunk([8], [-0.5], -1, "stop")), "weight_version is -1"),
     ],
 )
-def test_version_spans_that_do_not_fit_fail_their_request(spans: Any, words: str) -> None:
-    error = raised_by(Says(changed(version_spans=spans), name="gpu-1"), streams=False)
+def test_chunks_that_do_not_fit_together_fail_their_request(chunks: Any, words: str) -> None:
+    output = TokenOutput([7, 8], None, "stop")
+    object.__setattr__(output, "chunks", chunks)
+    error = raised_by(Says(output, name="gpu-1"), streams=False)
     assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        (7, "not a mapping of arrays"),
+        ({"top": [1.0]}, r"extras 'top' have shape \[1\] for 2 tokens"),
+        ({"top": 1.0}, r"shape \[\] for 2 tokens"),
+        ({"top": ["a", "b"]}, "give numbers"),
+        ({"top": [[1], [2, 3]]}, "are not an array"),
+        ({3: [1.0, 2.0]}, "extras 3 are an array"),
+    ],
+)
+def test_extras_without_an_entry_per_token_fail_their_request(extras: Any, words: str, streams: bool) -> None:
+    reply = chunk(extras=extras) if streams else changed(extras=extras)
+    assert re.search(words, str(raised_by(Says(reply, name="gpu-1"), streams=streams)))
+
+
+def test_extras_are_copied_and_read_only() -> None:
+    mine = np.ones((2, 3))
+    extras = checked(changed(extras={"top": mine, "more": [1, 2]})).extras
+    mine[:] = 5
+    assert extras["top"].tolist() == [[1.0] * 3] * 2
+    assert extras["more"].tolist() == [1, 2]
+    assert not extras["top"].flags.writeable
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -270,21 +298,13 @@ def checked(output: TokenOutput) -> TokenOutput:
 
 def test_a_good_reply_passes_as_it_is_and_is_a_copy() -> None:
     mine, log_probs = [7, 8], [-0.5, 0.0]
-    output = TokenOutput(
-        mine,
-        log_probs,
-        "length",
-        weight_version=2,
-        num_preempted=1,
-        num_cached_tokens=5,
-        prefill_s=0.5,
-        version_spans=(VersionSpan(1, 1), VersionSpan(2, 1)),
-    )
+    first = TokenChunk([6], [-1.0], weight_version=1, prefill_s=0.5)
+    last = TokenChunk(mine, log_probs, 2, "length", num_preempted=1, num_cached_tokens=5)
+    output = TokenOutput.from_chunks([first, last])
     passed = checked(output)
     assert (passed, passed.prefill_s) == (output, 0.5)
-    assert isinstance(passed.version_spans[0], VersionSpan)
     mine[0], log_probs[0] = 10**9, math.nan
-    assert (passed.token_ids, passed.log_probs) == ([7, 8], [-0.5, 0.0])
+    assert (passed.token_ids, passed.log_probs) == ([6, 7, 8], [-1.0, -0.5, 0.0])
 
 
 def test_arrays_and_scalars_of_numpy_become_plain() -> None:
@@ -292,10 +312,9 @@ def test_arrays_and_scalars_of_numpy_become_plain() -> None:
         token_ids=np.array([7, 8]),
         log_probs=[np.float32(-0.5), np.float64(-0.25)],
         weight_version=np.int64(3),
-        version_spans=(VersionSpan(np.int64(3), np.int64(2)),),  # pyright: ignore[reportArgumentType]
     )
     passed = checked(output)
-    assert passed == replace(GOOD, version_spans=(VersionSpan(3, 2),))
+    assert passed == GOOD
     assert {type(token) for token in passed.token_ids} == {int}
     assert {type(log_prob) for log_prob in passed.log_probs or ()} == {float}
 

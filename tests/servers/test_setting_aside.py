@@ -67,7 +67,7 @@ def test_requests_go_on_under_the_new_weights_from_the_tokens_they_have(streams:
     assert whole.token_ids == list(range(4, LAST + 1))
     assert whole.stop_reason == "stop"
     assert whole.log_probs == pytest.approx([-token / 100 for token in whole.token_ids])
-    assert [span.weight_version for span in whole.version_spans] == [0, 1, 2]
+    assert [chunk.weight_version for chunk in whole.chunks] == [0, 1, 2]
     assert limited.token_ids == list(range(4, 24))
     assert limited.stop_reason == "length"
     assert limited.num_preempted == 2

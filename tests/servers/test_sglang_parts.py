@@ -24,7 +24,7 @@ from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang import SGLangClient, SGLangServer, loader
-from agent_loop.servers.sglang.requests import check_params, generate_body, must_be_cut, read_part
+from agent_loop.servers.sglang.requests import check_params, generate_body, must_be_cut, read_reply
 from agent_loop.servers.sglang.running import RunningRequests
 from agent_loop.servers.sglang.streams import HeldTokens
 from agent_loop.servers.sglang.wire import Frame, FrameProtocol
@@ -61,10 +61,10 @@ def answer(
 def joined(answers: list[dict[str, Any]], *, stops: frozenset[int] = frozenset()) -> TokenOutput:
     held, chunks = HeldTokens(stop_token_ids=stops), list[TokenChunk]()
     for event in answers:
-        part = read_part(event, num_seen=held.num_read, server="s", request_id="r")
-        held.take(part)
-        if part.stop_reason is not None or not held.is_cut:
-            chunks += held.release(part)
+        reply = read_reply(event, num_seen=held.num_read, server="s", request_id="r")
+        held.add(reply)
+        if reply.chunk.stop_reason is not None or not held.is_cut:
+            chunks += held.release(reply)
     return TokenOutput.from_chunks(chunks)
 
 
@@ -87,9 +87,9 @@ def test_a_cumulative_and_an_incremental_stream_are_read_alike() -> None:
 def test_tokens_are_stamped_with_the_weights_that_sampled_them() -> None:
     finish = {"type": "length", "length": 4}
     whole = answer([1, 2, 3, 4], finish=finish, versions=[("7", 0, 3), ("8", 3, 4)])
-    part = read_part(whole, num_seen=0, server="s", request_id="r")
-    output = TokenOutput.from_chunks(part.chunks())
-    assert [tuple(span) for span in output.version_spans] == [(7, 3), (8, 1)]
+    reply = read_reply(whole, num_seen=0, server="s", request_id="r")
+    output = TokenOutput.from_chunks(reply.chunks())
+    assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(7, 3), (8, 1)]
     assert (output.weight_version, output.stop_reason) == (8, "length")
 
 
@@ -117,15 +117,15 @@ def test_a_stream_is_cut_after_the_first_stop_token_and_what_comes_later_is_drop
 )
 def test_garbage_is_a_bad_reply_that_names_the_request(event: Any) -> None:
     with pytest.raises(BadServerReply, match="server s request r"):
-        read_part(event, num_seen=0, server="s", request_id="r")
+        read_reply(event, num_seen=0, server="s", request_id="r")
 
 
 def test_a_request_that_the_engine_gives_up_is_no_abort() -> None:
     finish = {"type": "abort", "message": "out of memory", "status_code": 500}
     with pytest.raises(ServerError, match="out of memory"):
-        read_part(answer([], finish=finish), num_seen=0, server="s", request_id="r")
+        read_reply(answer([], finish=finish), num_seen=0, server="s", request_id="r")
     with pytest.raises(ServerError, match="too long"):
-        read_part({"error": {"message": "too long"}}, num_seen=0, server="s", request_id="r")
+        read_reply({"error": {"message": "too long"}}, num_seen=0, server="s", request_id="r")
 
 
 def test_one_candidate_keeps_the_temperature_of_its_log_probs() -> None:

@@ -21,9 +21,9 @@ from agent_loop.servers.vllm.log_probs import LogProbs, tell_apart
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
 from agent_loop.servers.vllm.replies import ReplyReader
-from agent_loop.servers.vllm.stamps import Part, stamped
+from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamped
 from agent_loop.servers.vllm.worker import BeforeCut, WeightWorker, keep_logits_before_cut
-from agent_loop.types import SamplingParams, TokenChunk, VersionSpan, as_token_ids
+from agent_loop.types import SamplingParams, TokenChunk, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
 LIMITS = RequestLimits(
@@ -246,7 +246,7 @@ def read(answer: Any, *, has_log_probs: bool = True) -> Any:
 def test_a_reply_is_read_to_tokens_log_probs_and_versions() -> None:
     output = read(reply())
     assert (output.token_ids, output.log_probs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
-    assert output.version_spans == (VersionSpan(2, 1), VersionSpan(3, 1))
+    assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(2, 1), (3, 1)]
     assert output.num_cached_tokens == 32
     assert read(reply(), has_log_probs=False).log_probs is None
     assert read(reply(finish_reason="abort")).stop_reason == "aborted"
@@ -307,15 +307,17 @@ def test_a_worker_reports_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> No
     }
 
 
-def part(*token_ids: int, reason: Any = None, spans: Any = ()) -> Part:
-    return Part(TokenChunk(list(token_ids), [-1.0] * len(token_ids), stop_reason=reason), spans=spans)
+def part(*token_ids: int, reason: Any = None, spans: Any = ()) -> UnstampedChunk:
+    return UnstampedChunk(
+        TokenChunk(list(token_ids), [-1.0] * len(token_ids), stop_reason=reason), spans=spans
+    )
 
 
-def streamed(parts: list[Part], versions: list[int]) -> list[TokenChunk]:
+def streamed(parts: list[UnstampedChunk], versions: list[int]) -> list[TokenChunk]:
     """What comes out if the server's version, each time it is looked at, is the next of these."""
     looks = iter(versions)
 
-    async def source() -> AsyncGenerator[Part]:
+    async def source() -> AsyncGenerator[UnstampedChunk]:
         for each in parts:
             yield each
 

@@ -177,7 +177,7 @@ async def _chunks(wanted: Wanted, *, sampler: Sampler, as_it_comes: bool) -> Asy
     more: dict[str, Any] = {"attachments": wanted.attachments} if wanted.attachments else {}
     asked = (wanted.prompt_ids, wanted.sampling_params, wanted.request_id)
     if not as_it_comes and not wanted.stops:
-        for chunk in TokenChunk.whole(await sampler.generate(*asked, **more)):
+        for chunk in (await sampler.generate(*asked, **more)).chunks:
             yield _unless_aborted(chunk, wanted.request_id)
         return
     async with aclosing(sampler.stream(*asked, **more)) as chunks:

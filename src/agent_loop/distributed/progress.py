@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from agent_loop.distributed.wire import Answer
+from agent_loop.distributed.wire import PackedCompletion
 from agent_loop.errors import ServerError
 from agent_loop.types import TokenChunk, TokenOutput
 
 ASK_EVERY_S = 1.0
 
-Parts = Mapping[int, tuple[int, Answer]]
+Parts = Mapping[int, tuple[int, PackedCompletion]]
 """By call: how many of the server's chunks are known now, and the tokens that are new."""
 
 
@@ -63,12 +63,11 @@ class Progress:
                     known.chunks += unfinished(answer)
 
 
-def pack_unfinished(chunks: list[TokenChunk]) -> Answer:
-    """The form in which parts of a completion travel."""
-    open_end = TokenChunk([], [], weight_version=chunks[-1].weight_version, stop_reason="aborted")
-    return Answer.pack(TokenOutput.from_chunks([*chunks, open_end]))
+def pack_unfinished(chunks: list[TokenChunk]) -> PackedCompletion:
+    """Return the chunks of a completion that goes on, packed."""
+    return PackedCompletion.pack(TokenOutput.from_chunks(chunks))
 
 
-def unfinished(answer: Answer) -> list[TokenChunk]:
-    """The parts, which have no end."""
-    return [replace(chunk, stop_reason=None) for chunk in TokenChunk.whole(answer.unpack())]
+def unfinished(packed: PackedCompletion) -> list[TokenChunk]:
+    """Return the chunks that `pack_unfinished` was given, joined by weight version."""
+    return [replace(chunk, stop_reason=None) for chunk in packed.unpack().chunks]

@@ -10,13 +10,13 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.distributed.contexts import SentContexts
+from agent_loop.distributed.contexts import SentContexts, token_bytes
 from agent_loop.distributed.mailbox import Mailbox
 from agent_loop.distributed.progress import Parts, Progress
 from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
 from agent_loop.distributed.server_actor import CONTROL_GROUP
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
-from agent_loop.distributed.wire import Answer, Ask, LineLost, Refusal, Resend, ServerFacts
+from agent_loop.distributed.wire import Ask, LineLost, PackedCompletion, Refusal, Resend, ServerFacts
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
@@ -85,14 +85,15 @@ class RemoteServer(AsyncServerBase):
             response = await self._ask(Ask.pack(next(self._calls), request_id, delta, sampling_params))
         if isinstance(response, Resend):
             raise ServerError("it does not keep the session", server=self.name, request_id=request_id)
+        output = response.unpack()
         self._contexts.keep(
             request_id,
             delta=delta,
             prompt_ids=prompt_ids,
             attachments=attachments,
-            completion=response.token_ids,
+            completion=token_bytes(output.token_ids),
         )
-        return response.unpack()
+        return output
 
     async def abort(self, request_id: str) -> None:
         await self._control("abort", request_id)
@@ -130,7 +131,7 @@ class RemoteServer(AsyncServerBase):
         self.abilities = facts.abilities - NOT_ACROSS_PROCESSES
         self.max_concurrent = facts.max_concurrent
 
-    async def _ask(self, ask: Ask) -> Answer | Resend:
+    async def _ask(self, ask: Ask) -> PackedCompletion | Resend:
         """Raises: ServerDied: With what the server had sampled, as far as it is known."""
         if Ability.STREAMING not in self.facts.abilities:
             return await self._ask_once(ask)
@@ -141,7 +142,7 @@ class RemoteServer(AsyncServerBase):
                 error.chunks = error.chunks or chunks  # one that was started anew knows of none
                 raise
 
-    async def _ask_once(self, ask: Ask) -> Answer | Resend:
+    async def _ask_once(self, ask: Ask) -> PackedCompletion | Resend:
         is_kept = False
         try:
             response = await self._mailbox.ask(ask)

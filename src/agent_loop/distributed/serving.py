@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from uuid import uuid4
 
-from agent_loop.distributed.contexts import HeldContexts, UnknownContext
+from agent_loop.distributed.contexts import HeldContexts, UnknownContext, token_bytes
 from agent_loop.distributed.line import Line
 from agent_loop.distributed.progress import Parts, pack_unfinished
-from agent_loop.distributed.wire import Answer, Ask, LineLost, Post, Refusal, Reply, Resend, Response
+from agent_loop.distributed.wire import (
+    Ask,
+    LineLost,
+    PackedCompletion,
+    Post,
+    Refusal,
+    Reply,
+    Resend,
+    Response,
+)
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
 from agent_loop.runtime.boundary import describe_error, run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase
@@ -84,7 +93,7 @@ class Serving:
 
     def parts(self, client: str, num_known: Mapping[int, int]) -> Parts:
         """What a client's running completions have beyond the chunks of each that it knows."""
-        parts: dict[int, tuple[int, Answer]] = {}
+        parts: dict[int, tuple[int, PackedCompletion]] = {}
         for call, num_chunks in num_known.items():
             running = self._running.get((client, call))
             if running is not None and len(running.chunks) > num_chunks:
@@ -139,7 +148,7 @@ class Serving:
         take = work.take_parts if Ability.STREAMING in self.server.abilities else work.take_whole
         name = f"server {self.server.name!r}"
         try:
-            answer = Answer.pack(await run_bounded(partial(take, self.server), timeout_s=None, name=name))
+            output = await run_bounded(partial(take, self.server), timeout_s=None, name=name)
         except AgentLoopError as error:
             if isinstance(error, ServerDied):
                 error.chunks = chunks
@@ -147,8 +156,8 @@ class Serving:
         except Exception as error:  # noqa: BLE001  (an engine's bug fails this completion, at the client)
             why = f"it raised {describe_error(error)}"
             return Refusal.pack(bad_reply(why, server=self.server.name, request_id=ask.session))
-        self._contexts.append(ask.session, answer.token_ids)
-        return answer
+        self._contexts.append(ask.session, token_bytes(output.token_ids))
+        return PackedCompletion.pack(output)
 
     def _note_end(self, running: _Running, task: asyncio.Task[Response]) -> None:
         client = running.line.client

@@ -1,24 +1,23 @@
-"""What travels between workers, servers and the driver: token arrays as packed bytes, never as lists of ints."""
+"""Messages between workers, servers and the driver."""
 
 from __future__ import annotations
 
 import pickle
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 from msgspec import structs
 
-from agent_loop.distributed.contexts import Delta, token_bytes
+from agent_loop.distributed.contexts import Delta
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.rollout.worker import Job
 from agent_loop.runtime.boundary import describe_error
 from agent_loop.servers.base import Ability
-from agent_loop.trajectory import AgentLoopOutput, Failure, Segment, Trace, Trajectory
-from agent_loop.types import Origin, SamplingParams, ServerStopReason, StopReason, TokenOutput, VersionSpan
+from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
+from agent_loop.trajectory.codec import decode_completion, encode_completion
+from agent_loop.types import SamplingParams, StopReason, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +55,17 @@ class Ask(NamedTuple):
         return SamplingParams(*self.param_values)
 
 
-class Answer(NamedTuple):
+class PackedCompletion(NamedTuple):
     """A completion, or a part of one."""
 
-    token_ids: bytes
-    """int32."""
-    log_probs: bytes | None
-    """float64: what the engine gave, to the bit."""
-    stop_reason: ServerStopReason
-    weight_version: int
-    num_preempted: int
-    num_cached_tokens: int | None
-    prefill_s: float | None
-    version_spans: tuple[tuple[int, int], ...]
+    data: bytes
 
     @classmethod
-    def pack(cls, output: TokenOutput) -> Answer:
-        return cls(
-            token_ids=token_bytes(output.token_ids),
-            log_probs=None if output.log_probs is None else array("d", output.log_probs).tobytes(),
-            stop_reason=output.stop_reason,
-            weight_version=output.weight_version,
-            num_preempted=output.num_preempted,
-            num_cached_tokens=output.num_cached_tokens,
-            prefill_s=output.prefill_s,
-            version_spans=tuple((span.weight_version, span.num_tokens) for span in output.version_spans),
-        )
+    def pack(cls, output: TokenOutput) -> PackedCompletion:
+        return cls(encode_completion(output))
 
     def unpack(self) -> TokenOutput:
-        return TokenOutput(
-            token_ids=np.frombuffer(self.token_ids, np.int32).tolist(),
-            log_probs=None if self.log_probs is None else np.frombuffer(self.log_probs, np.float64).tolist(),
-            stop_reason=self.stop_reason,
-            weight_version=self.weight_version,
-            num_preempted=self.num_preempted,
-            num_cached_tokens=self.num_cached_tokens,
-            prefill_s=self.prefill_s,
-            version_spans=tuple(VersionSpan(*span) for span in self.version_spans),
-        )
+        return decode_completion(self.data)
 
 
 class Refusal(NamedTuple):
@@ -120,7 +92,7 @@ class Resend(NamedTuple):
     """The server does not have the context that the delta adds to."""
 
 
-Response: TypeAlias = Answer | Refusal | Resend
+Response: TypeAlias = PackedCompletion | Refusal | Resend
 
 
 class Post(NamedTuple):
@@ -163,70 +135,35 @@ class News:
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """Trajectories without their rows, which the receiver has.
+    """Return trajectories as bytes, without their rows, which the receiver has.
 
-    One that holds what cannot be sent arrives as failed, with the reason.
+    A trajectory with a value that cannot be sent arrives as failed, with the reason.
     """
-    packed = [_pack(trajectory) for trajectory in trajectories]
+    packed = [_without_row(trajectory) for trajectory in trajectories]
     try:
         return pickle.dumps(packed, protocol=5)
-    except Exception:  # noqa: BLE001  (one of them is to blame, and only that one is to suffer)
-        return pickle.dumps([_sendable(trajectory) for trajectory in trajectories], protocol=5)
+    except Exception:  # noqa: BLE001  (only the trajectories with such a value may fail)
+        return pickle.dumps([_sendable(trajectory) for trajectory in packed], protocol=5)
 
 
 def unpack_trajectories(data: bytes, *, jobs: dict[str, Job]) -> list[Trajectory]:
-    """Args: jobs: By id; trajectories of others are left out."""
-    packed: list[_Packed] = pickle.loads(data)
-    return [_unpack(each, jobs[each.job]) for each in packed if each.job in jobs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    job: str
-    reward: float | None
-    reward_extra: dict[str, Any]
-    branch: int | None
-    token_ids: bytes
-    log_probs: bytes
-    segments: tuple[tuple[str, int, bool, int | None, tuple[Any, ...]], ...]
-    """Origin, tokens, whether they have log-probs, weight version, attachments."""
-    stop_reason: str
-    fields: dict[str, Any]
-    """All others of the output."""
-    trace: Trace | None
+    """Return the trajectories with their rows. Args: jobs: By id; trajectories of other jobs are left out."""
+    packed: list[Trajectory] = pickle.loads(data)
+    return [structs.replace(each, row=jobs[job_of(each)].row) for each in packed if job_of(each) in jobs]
 
 
 _values_of = attrgetter(*SamplingParams.__struct_fields__)
 
-_PLAIN_FIELDS = tuple(
-    field.name for field in fields(AgentLoopOutput) if field.name not in ("segments", "stop_reason")
-)
+
+def _without_row(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory as the receiver needs it: its output of no subclass, which the receiver may not have."""
+    output = AgentLoopOutput(**{f.name: getattr(trajectory.output, f.name) for f in fields(AgentLoopOutput)})
+    return structs.replace(trajectory, row={}, output=output, reward_extra=dict(trajectory.reward_extra))
 
 
-def _pack(trajectory: Trajectory) -> _Packed:
-    output = trajectory.output
-    segments = output.segments
-    return _Packed(
-        job=job_of(trajectory),
-        reward=trajectory.reward,
-        reward_extra=dict(trajectory.reward_extra),
-        branch=trajectory.branch,
-        token_ids=b"".join(segment.token_ids.tobytes() for segment in segments),
-        log_probs=b"".join(s.log_probs.tobytes() for s in segments if s.log_probs is not None),
-        segments=tuple(
-            (str(s.origin), len(s), s.log_probs is not None, s.weight_version, s.attachments)
-            for s in segments
-        ),
-        stop_reason=str(output.stop_reason),
-        fields={name: getattr(output, name) for name in _PLAIN_FIELDS},
-        trace=trajectory.trace,
-    )
-
-
-def _sendable(trajectory: Trajectory) -> _Packed:
-    packed = _pack(trajectory)
+def _sendable(trajectory: Trajectory) -> Trajectory:
     try:
-        pickle.dumps(packed, protocol=5)
+        pickle.dumps(trajectory, protocol=5)
     except Exception as error:  # noqa: BLE001  (a trajectory is data, whatever is in it)
         reason = f"what the loop returned cannot be sent to the trainer's process: {describe_error(error)}"
         bare = AgentLoopOutput(
@@ -235,34 +172,8 @@ def _sendable(trajectory: Trajectory) -> _Packed:
             metrics=trajectory.output.metrics,
             failure=Failure(error=reason, traceback=""),
         )
-        return _pack(structs.replace(trajectory, output=bare, reward=None, reward_extra={}))
-    return packed
-
-
-def _unpack(packed: _Packed, job: Job) -> Trajectory:
-    token_ids = np.frombuffer(packed.token_ids, np.int32)
-    log_probs = np.frombuffer(packed.log_probs, np.float32)
-    segments: list[Segment] = []
-    start = start_of_log_probs = 0
-    for origin, count, has_log_probs, weight_version, attachments in packed.segments:
-        run = None
-        if has_log_probs:
-            run = log_probs[start_of_log_probs : start_of_log_probs + count]
-            start_of_log_probs += count
-        ids = token_ids[start : start + count]
-        segments.append(Segment(ids, Origin(origin), run, weight_version, attachments))
-        start += count
-    output = AgentLoopOutput(segments=segments, stop_reason=StopReason(packed.stop_reason), **packed.fields)
-    return Trajectory(
-        output=output,
-        row=job.row,
-        group=job.group,
-        rollout=job.rollout,
-        reward=packed.reward,
-        reward_extra=packed.reward_extra,
-        branch=packed.branch,
-        trace=packed.trace,
-    )
+        return structs.replace(trajectory, output=bare, reward=None, reward_extra={})
+    return trajectory
 
 
 def job_of(trajectory: Trajectory) -> str:

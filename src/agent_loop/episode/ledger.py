@@ -10,7 +10,7 @@ import numpy as np
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory import Segment
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput, as_log_probs, as_token_ids
+from agent_loop.types import IntArray, Origin, TokenIds, TokenOutput, as_token_ids
 
 INITIAL_CAPACITY = 1024
 
@@ -77,17 +77,9 @@ class TokenLedger:
         self._add(segment)
 
     def append_completion(self, completion: TokenOutput) -> None:
-        """Adds what a server sampled: one segment per weight version. An empty completion adds nothing."""
-        ids = _kept(completion.token_ids)
-        log_probs = None if completion.log_probs is None else as_log_probs(completion.log_probs)
-        if not completion.version_spans:
-            self._add(Segment(ids, Origin.MODEL, log_probs, completion.weight_version))
-        start = 0
-        for version, num_tokens in completion.version_spans:
-            end = start + num_tokens
-            its_log_probs = None if log_probs is None else log_probs[start:end]
-            self._add(Segment(ids[start:end], Origin.MODEL, its_log_probs, version))
-            start = end
+        """Append the tokens of a completion: one segment per weight version. An empty completion appends nothing."""
+        for chunk in completion.chunks:
+            self._add(Segment.of_model(chunk))
 
     def fork(self, num_tokens: int | None = None) -> TokenLedger:
         """A ledger that goes on from here, or from where this one had so many tokens. Both hold the same `Segment`

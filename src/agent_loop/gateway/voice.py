@@ -83,7 +83,7 @@ class Voice:
             RequestError: Log-probs are asked for and the server gives none.
         """
         if not self._steps:
-            for chunk in TokenChunk.whole(completion.sampled):
+            for chunk in completion.sampled.chunks:
                 self.hear(chunk)
         told = self._writer.choice(0, self._steps).message
         read = [call for step in self._steps for call in step.reading.tool_calls]

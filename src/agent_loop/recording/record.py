@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.forms import read_completion, read_tokens, read_trajectories
+from agent_loop.recording.forms import read_trajectories
 from agent_loop.recording.values import unpack
 from agent_loop.trajectory import Segment, Trajectory
+from agent_loop.trajectory.codec import decode_completion, from_plain
 from agent_loop.types import Origin, Row, StopReason
 
 
@@ -64,7 +66,7 @@ class Entry(NamedTuple):
     place: Place
     asked: str
     """A digest of the question."""
-    got: Mapping[str, Any] | None
+    got: Any
     """The answer; None if it has no recorded form. Of the beginning of a call or a reply: `what` may be asked only
     once, if so."""
 
@@ -134,9 +136,9 @@ class RowRecord:
             if kind is Kind.BRANCH:
                 ledgers[lane] = ledgers[got["parent"]].fork(got["num_tokens"])
             elif kind is Kind.COMPLETION:
-                ledgers[lane].append_completion(read_completion(got))
+                ledgers[lane].append_completion(decode_completion(got["completion"]))
             elif kind in _ORIGINS:
-                encoded = read_tokens(got)
+                encoded = from_plain(got, Encoded)
                 ledger = ledgers.setdefault(lane, TokenLedger())
                 ledger.append(encoded.token_ids, origin=_ORIGINS[kind], attachments=encoded.attachments)
         return {lane: ledger.segments() for lane, ledger in ledgers.items()}

@@ -20,6 +20,7 @@ from agent_loop.runtime.concurrency import Cut
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
+from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class RowLog:
         self.mismatch = self.mismatch or why
         return ReplayMismatch(self.mismatch)
 
-    def keep(self, kind: Kind, place: Place, *, asked: str, got: Mapping[str, Any] | None) -> None:
+    def keep(self, kind: Kind, place: Place, *, asked: str, got: Any) -> None:
         """Appends a record of this row."""
         record = {"is": kind, "at": place, "asked": asked, "got": got}
         try:
@@ -206,9 +207,9 @@ class LaneLog:
         entry = self._row.recorded(kind, place, asked)
         if entry is None:
             encoded = await encode()
-            self._row.keep(kind, place, asked=asked, got=forms.tokens_form(encoded))
+            self._row.keep(kind, place, asked=asked, got=to_plain(encoded))
         else:
-            encoded = forms.read_tokens(_got(entry))
+            encoded = from_plain(_got(entry), Encoded)
         self._num_tokens += len(encoded.token_ids)
         return encoded
 
@@ -221,13 +222,13 @@ class LaneLog:
     ) -> TokenOutput:
         place, asked = self._place(self.next_turn()), digest(f"{num_context} {params}")
         entry = self._row.recorded(Kind.COMPLETION, place, asked)
-        output = None if entry is None else forms.read_completion(_got(entry))
+        output = None if entry is None else decode_completion(_got(entry)["completion"])
         if output is None or output.stop_reason == "aborted":
             rest = await sample(output)
             output = rest if output is None else output.then(rest)
             is_cut = output.stop_reason == "aborted"
             kind = Kind.COMPLETION_BEGAN if is_cut else Kind.COMPLETION
-            self._row.keep(kind, place, asked=asked, got=forms.completion_form(output))
+            self._row.keep(kind, place, asked=asked, got={"completion": encode_completion(output)})
             if is_cut:
                 return output
         self._num_tokens += len(output.token_ids)
@@ -248,7 +249,7 @@ class LaneLog:
         entry = self._row.recorded(Kind.CALL_ENDED, place, asked)
         what = f"tool {call.name!r}"
         if entry is not None and entry.kind is Kind.CALL_ENDED:
-            result = forms.read_tool_result(_got(entry))
+            result = from_plain(_got(entry), ToolResult)
             if result.incident is None or result.incident.kind not in NOT_RUN:
                 is_read_later = is_read_later and call.name not in self.kept_verdicts()
                 await self._rebuild(
@@ -264,7 +265,7 @@ class LaneLog:
         else:
             self._refuse_if_lost(what, on_replay)
             result = await execute()
-        self._row.keep(Kind.CALL_ENDED, place, asked=asked, got=forms.tool_result_form(result))
+        self._row.keep(Kind.CALL_ENDED, place, asked=asked, got=to_plain(result))
         return result
 
     async def interaction_reply(
@@ -280,7 +281,7 @@ class LaneLog:
         what = "the interaction"
         if entry is not None and entry.kind is Kind.REPLY:
             await self._rebuild(what, on_replay, again=respond, prepare=prepare)
-            return forms.read_reply(_got(entry))
+            return from_plain(_got(entry), InteractionReply)
         if entry is None:
             await self._begin(what, Kind.REPLY_BEGAN, place, asked, on_replay)
         elif on_replay is OnReplay.ONCE:
@@ -290,7 +291,7 @@ class LaneLog:
         else:
             self._refuse_if_lost(what, on_replay)
         reply = await respond()
-        self._row.keep(Kind.REPLY, place, asked=asked, got=forms.reply_form(reply))
+        self._row.keep(Kind.REPLY, place, asked=asked, got=to_plain(reply))
         return reply
 
     is_kept = True
@@ -365,7 +366,7 @@ def _kind_of(messages: Sequence[Message]) -> Kind:
     return Kind.OBSERVATION if is_tool_reply else Kind.INTERACTION
 
 
-def _got(entry: Entry) -> Mapping[str, Any]:
+def _got(entry: Entry) -> Any:
     assert entry.got is not None  # `recorded` refuses answers that could not be kept
     return entry.got
 

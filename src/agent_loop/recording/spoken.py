@@ -9,11 +9,11 @@ from typing import Any
 
 from agent_loop.errors import DataError
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.recording import forms
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Incident, IncidentKind, Segment, Trajectory
-from agent_loop.types import Message, Origin, StopReason, TokenOutput, VersionSpan
+from agent_loop.trajectory.codec import encode_completion, to_plain
+from agent_loop.types import Message, Origin, StopReason, TokenChunk, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def spoken_in(trajectory: Trajectory) -> Spoken:
     replies = _replies(trajectory, answers, ends=[end for _, end in turns])
     return Spoken(
         completions=[
-            forms.completion_form(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
+            {"completion": encode_completion(_completion(output, run, turn=n))}
+            for n, (run, _) in enumerate(turns, 1)
         ],
         calls=[results for _, results in calls],
         call_turns=[turn for turn, _ in calls],
@@ -98,16 +99,9 @@ def _completion(output: AgentLoopOutput, run: Sequence[Segment], *, turn: int) -
     cuts = [
         i.detail for i in output.incidents if i.kind is IncidentKind.CUT_TURN and i.assistant_turn == turn
     ]
-    log_probs = [None if s.log_probs is None else s.log_probs.tolist() for s in run]
-    spans = [VersionSpan(s.weight_version or 0, len(s)) for s in run]
-    return TokenOutput(
-        token_ids=[token for s in run for token in s.token_ids.tolist()],
-        log_probs=None if None in log_probs else [value for part in log_probs for value in part or ()],
-        # An aborted one would be gone on with; here it ended.
-        stop_reason="length" if cuts else "stop",
-        weight_version=spans[-1].weight_version,
-        version_spans=tuple(spans) if len(spans) > 1 else (),
-    )
+    # An aborted completion would be resumed in a replay. This one ended.
+    end = TokenChunk([], [], stop_reason="length" if cuts else "stop")
+    return TokenOutput.from_chunks([*[segment.as_chunk() for segment in run], end])
 
 
 def _answers(messages: Sequence[Message]) -> list[list[Message]]:
@@ -154,7 +148,7 @@ def _result(
         ]
         incident = Incident(feedback.incident, details[0] if details else "")
     response = ToolResponse(text=str(message["content"]), ends_episode=ends)
-    return forms.tool_result_form(ToolResult(response, feedback.reward, incident, feedback.extra))
+    return to_plain(ToolResult(response, feedback.reward, incident, feedback.extra))
 
 
 def _replies(
@@ -163,7 +157,7 @@ def _replies(
     output, found = trajectory.output, list[tuple[int, Mapping[str, Any]]]()
     greeting = _greeting(trajectory.row, answers[0])
     if greeting:
-        found.append((0, forms.reply_form(InteractionReply(greeting))))
+        found.append((0, to_plain(InteractionReply(greeting))))
     for feedback in output.feedback:
         if feedback.origin is Origin.INTERACTION:
             turn = _turn_at(feedback.place, ends)
@@ -172,7 +166,7 @@ def _replies(
             reply = InteractionReply(
                 words[0] if words else "", score=feedback.reward or 0.0, is_over=is_over, extra=feedback.extra
             )
-            found.append((turn, forms.reply_form(reply)))
+            found.append((turn, to_plain(reply)))
     return found
 
 

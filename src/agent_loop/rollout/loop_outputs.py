@@ -133,19 +133,20 @@ class LoopOutputs(Struct, frozen=True):
                 num_unmatched += next_place - place
                 version = self.completions.last_version
                 version = self.context.server_manager.pool.weight_version if version is None else version
-                pieces.append(_piece(segment, place - start, next_place - start, version=version))
+                piece = segment.part(place - start, next_place - start)
+                pieces.append(structs.replace(piece, weight_version=version))
                 place = next_place
                 continue
-            begin = place
-            for version, num_tokens in found.version_spans:
-                log_probs = None
-                if found.log_probs is not None:
-                    log_probs = found.log_probs[place - begin : place - begin + num_tokens]
-                piece = _piece(segment, place - start, place - start + num_tokens, version=version)
-                if piece.log_probs is None and log_probs is not None:
-                    piece = structs.replace(piece, log_probs=log_probs)
+            for known in found:
+                piece = structs.replace(
+                    segment.part(place - start, place - start + len(known)),
+                    weight_version=known.weight_version,
+                    extras=known.extras,
+                )
+                if piece.log_probs is None:
+                    piece = structs.replace(piece, log_probs=known.log_probs)
                 pieces.append(piece)
-                place += num_tokens
+                place += len(known)
         return pieces, num_unmatched
 
     def _messages(self, output: AgentLoopOutput) -> list[Message]:
@@ -290,13 +291,7 @@ def _placed(feedback: Feedback, *, num_tokens: int) -> Feedback:
 
 def _head(segment: Segment, num_tokens: int) -> Segment:
     attachments = tuple(attachment for attachment in segment.attachments if attachment.end <= num_tokens)
-    piece = _piece(segment, 0, num_tokens, version=segment.weight_version)
-    return structs.replace(piece, attachments=attachments)
-
-
-def _piece(segment: Segment, start: int, end: int, *, version: int | None) -> Segment:
-    log_probs = None if segment.log_probs is None else segment.log_probs[start:end]
-    return Segment(segment.token_ids[start:end], segment.origin, log_probs, version)
+    return structs.replace(segment.part(0, num_tokens), attachments=attachments)
 
 
 def _count(number: Any, *, name: str) -> int:

@@ -210,7 +210,7 @@ class AsyncServerBase(ABC):
             output = await self.generate(prompt_ids, sampling_params, request_id, attachments=attachments)
         else:
             output = await self.generate(prompt_ids, sampling_params, request_id)
-        for chunk in TokenChunk.whole(output):
+        for chunk in output.chunks:
             yield chunk
 
     async def chat_completion(

@@ -8,21 +8,12 @@ from contextlib import aclosing
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import (
-    FloatArray,
-    IntArray,
-    SamplingParams,
-    TokenChunk,
-    TokenIds,
-    TokenOutput,
-    VersionSpan,
-    as_log_probs,
-    as_token_ids,
-)
+from agent_loop.trajectory.segments import Segment
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
 
 class ReceivedCompletion(Struct, frozen=True, eq=False):
@@ -32,23 +23,22 @@ class ReceivedCompletion(Struct, frozen=True, eq=False):
     context_hash: int
     token_ids: IntArray
     """Shape [num_tokens]."""
-    log_probs: FloatArray | None
-    version_spans: tuple[VersionSpan, ...]
+    segments: tuple[Segment, ...]
+    """One per weight version."""
 
     def num_common(self, ids: IntArray) -> int:
         """Return how many tokens the completion and `ids` share, if one of them begins with the other; else 0."""
         num_tokens = min(len(self.token_ids), len(ids))
         return num_tokens if np.array_equal(self.token_ids[:num_tokens], ids[:num_tokens]) else 0
 
-
-class RecognisedTokens(Struct, frozen=True, eq=False):
-    """Tokens at the beginning of a run that a completion explains."""
-
-    num_tokens: int
-    version_spans: tuple[VersionSpan, ...]
-    """They cover `num_tokens`."""
-    log_probs: FloatArray | None
-    """None also where the tokens were sampled in another context: a trainer would compute other values."""
+    def first(self, num_tokens: int) -> list[Segment]:
+        """Return the first tokens of the completion."""
+        kept: list[Segment] = []
+        for segment in self.segments:
+            if num_tokens > 0:
+                kept.append(segment.part(0, num_tokens))
+            num_tokens -= len(segment)
+        return kept
 
 
 class CompletionMemory:
@@ -61,7 +51,7 @@ class CompletionMemory:
     @property
     def last_version(self) -> int | None:
         """The weight version of the newest completion; None before the first."""
-        return self._completions[-1].version_spans[-1].weight_version if self._completions else None
+        return self._completions[-1].segments[-1].weight_version if self._completions else None
 
     def add(self, output: TokenOutput, *, num_context: int, context_hash: int) -> None:
         """Remember a completion. An empty one is not kept."""
@@ -71,18 +61,17 @@ class CompletionMemory:
             num_context=num_context,
             context_hash=context_hash,
             token_ids=as_token_ids(output.token_ids),
-            log_probs=None if output.log_probs is None else as_log_probs(output.log_probs),
-            version_spans=output.version_spans
-            or (VersionSpan(output.weight_version, len(output.token_ids)),),
+            segments=tuple([Segment.of_model(chunk) for chunk in output.chunks]),
         )
         self._completions.append(completion)
         self._by_num_context[num_context].append(completion)
 
-    def recognise(self, run: IntArray, *, context: IntArray) -> RecognisedTokens | None:
-        """Find the completion that `run` begins with.
+    def recognise(self, run: IntArray, *, context: IntArray) -> list[Segment] | None:
+        """Return the sampled tokens that `run` begins with, as segments of one weight version each.
 
-        A completion that was sampled in this very context comes first; otherwise the longest match of the content
-        alone tells the weight versions. Returns None if no completion matches.
+        A completion that was sampled in `context` comes first. Otherwise the longest match in any context tells the
+        weight versions; the segments then have no log-probs, because a trainer would compute other values. Returns None
+        if no completion matches.
         """
         candidates = self._by_num_context.get(len(context))
         if candidates:
@@ -90,12 +79,11 @@ class CompletionMemory:
             exact = [c for c in candidates if c.context_hash == context_hash]
             completion, num_tokens = _longest_match(exact, run)
             if completion is not None:
-                log_probs = None if completion.log_probs is None else completion.log_probs[:num_tokens]
-                return RecognisedTokens(num_tokens, _first(completion.version_spans, num_tokens), log_probs)
+                return completion.first(num_tokens)
         completion, num_tokens = _longest_match(self._completions, run)
         if completion is None:
             return None
-        return RecognisedTokens(num_tokens, _first(completion.version_spans, num_tokens), None)
+        return [structs.replace(s, log_probs=None, extras={}) for s in completion.first(num_tokens)]
 
     def next_start(self, run: IntArray) -> int:
         """Return where in `run`, behind its first token, a whole completion stands; the length of `run` if nowhere."""
@@ -186,13 +174,3 @@ def _find(ids: bytes, run: bytes) -> int | None:
     while start >= 0 and start % 4:
         start = run.find(ids, start + 1)
     return None if start < 0 else start // 4
-
-
-def _first(spans: Iterable[VersionSpan], num_tokens: int) -> tuple[VersionSpan, ...]:
-    kept: list[VersionSpan] = []
-    for span in spans:
-        if num_tokens <= 0:
-            break
-        kept.append(VersionSpan(span.weight_version, min(span.num_tokens, num_tokens)))
-        num_tokens -= span.num_tokens
-    return tuple(kept)

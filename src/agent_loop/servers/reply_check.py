@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert, defstruct
+from numpy.typing import NDArray
 
 from agent_loop.errors import BadServerReply
 from agent_loop.runtime.boundary import describe_error, one_line
 from agent_loop.servers.base import ServerHealth
-from agent_loop.types import ServerStopReason, TokenChunk, TokenOutput, VersionSpan
+from agent_loop.types import ServerStopReason, TokenArrays, TokenChunk, TokenOutput
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_WEIGHT_VERSION = 2**31 - 1
@@ -55,21 +57,19 @@ class ReplyCheck:
         source = _Source(server, request_id)
         if not isinstance(reply, TokenOutput):
             raise source.bad(f"generate returned {_type_of(reply)}, not a TokenOutput")
-        fields = _read(reply, self._contracts.output, self._contracts.rounded_output, source)
-        spans = tuple(VersionSpan(*span) for span in fields.version_spans)
-        if spans and sum(span.num_tokens for span in spans) != len(fields.token_ids):
-            raise source.bad(f"its version_spans {spans} do not cover {len(fields.token_ids)} tokens")
-        _check_lengths(fields, source, max_tokens)
-        return TokenOutput(
-            token_ids=fields.token_ids,
-            log_probs=fields.log_probs,
-            stop_reason=fields.stop_reason,
-            weight_version=fields.weight_version,
-            num_preempted=fields.num_preempted,
-            num_cached_tokens=fields.num_cached_tokens,
-            prefill_s=fields.prefill_s,
-            version_spans=spans,
-        )
+        given: Any = reply.chunks
+        if not isinstance(given, (tuple, list)) or not given:
+            raise source.bad(f"its chunks are {_type_of(given)}, not a tuple of TokenChunk")
+        chunks: list[TokenChunk] = []
+        num_left = max_tokens
+        for chunk in cast("Sequence[Any]", given):
+            if chunks and chunks[-1].stop_reason is not None:
+                raise source.bad("it has chunks after the one with its stop reason")
+            chunks.append(self.chunk(chunk, server=server, request_id=request_id, max_tokens=num_left))
+            num_left = None if num_left is None else num_left - len(chunks[-1].token_ids)
+        if chunks[-1].stop_reason is None:
+            raise source.bad("stop_reason is None, expected one of 'stop', 'length' and 'aborted'")
+        return TokenOutput.from_chunks(chunks)
 
     def chunk(self, reply: Any, *, server: str, request_id: str, max_tokens: int | None = None) -> TokenChunk:
         """Return a checked copy of a part of a completion. See `output`."""
@@ -77,6 +77,9 @@ class ReplyCheck:
         if not isinstance(reply, TokenChunk):
             raise source.bad(f"stream yielded {_type_of(reply)}, not a TokenChunk")
         fields = _read(reply, self._contracts.chunk, self._contracts.rounded_chunk, source)
+        extras: TokenArrays = {}
+        if reply.extras:
+            extras = _checked_extras(reply.extras, source, num_tokens=len(fields.token_ids))
         _check_lengths(fields, source, max_tokens)
         return TokenChunk(
             token_ids=fields.token_ids,
@@ -86,6 +89,7 @@ class ReplyCheck:
             num_preempted=fields.num_preempted,
             num_cached_tokens=fields.num_cached_tokens,
             prefill_s=fields.prefill_s,
+            extras=extras,
         )
 
 
@@ -133,8 +137,6 @@ class _Health(Struct):
 class _Contracts(NamedTuple):
     """Types that replies are converted to. The `rounded` types accept log-probs that exceed 0 by rounding."""
 
-    output: type[Any]
-    rounded_output: type[Any]
     chunk: type[Any]
     rounded_chunk: type[Any]
 
@@ -152,7 +154,7 @@ def _contracts_of(vocab_size: int | None) -> _Contracts:
     largest_id = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
     token_ids = list[Annotated[int, Meta(ge=0, le=largest_id)]]
 
-    def contract(name: str, *, largest_log_prob: float, **others: Any) -> type[Any]:
+    def contract(largest_log_prob: float) -> type[Any]:
         log_probs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_log_prob)]]
         fields: dict[str, Any] = {
             "token_ids": token_ids,
@@ -161,24 +163,14 @@ def _contracts_of(vocab_size: int | None) -> _Contracts:
             "num_preempted": Count,
             "num_cached_tokens": CountOrNone,
             "prefill_s": SecondsOrNone,
-            **others,
+            "stop_reason": ServerStopReason | None,
         }
-        return defstruct(name, list(fields.items()))
+        return defstruct("Chunk", list(fields.items()))
 
-    output: dict[str, Any] = {
-        "stop_reason": ServerStopReason,
-        "version_spans": list[tuple[Version, Count]],
-    }
-    chunk: dict[str, Any] = {"stop_reason": ServerStopReason | None}
-    return _Contracts(
-        output=contract("Output", largest_log_prob=0.0, **output),
-        rounded_output=contract("Output", largest_log_prob=LOG_PROB_ROUNDING, **output),
-        chunk=contract("Chunk", largest_log_prob=0.0, **chunk),
-        rounded_chunk=contract("Chunk", largest_log_prob=LOG_PROB_ROUNDING, **chunk),
-    )
+    return _Contracts(chunk=contract(0.0), rounded_chunk=contract(LOG_PROB_ROUNDING))
 
 
-def _read(reply: TokenOutput | TokenChunk, contract: type[Any], rounded: type[Any], source: _Source) -> Any:
+def _read(reply: TokenChunk, contract: type[Any], rounded: type[Any], source: _Source) -> Any:
     """Return the fields of a reply. Nearly all replies pass the first attempt, which costs microseconds."""
     try:
         return convert(reply, contract, from_attributes=True)
@@ -192,6 +184,31 @@ def _read(reply: TokenOutput | TokenChunk, contract: type[Any], rounded: type[An
     if fields.log_probs is not None:
         fields.log_probs = [min(log_prob, 0.0) for log_prob in fields.log_probs]
     return fields
+
+
+def _checked_extras(extras: Any, source: _Source, *, num_tokens: int) -> TokenArrays:
+    """Return read-only copies of the arrays."""
+    if not isinstance(extras, Mapping):
+        raise source.bad(f"its extras are {_type_of(extras)}, not a mapping of arrays")
+    checked: dict[str, NDArray[Any]] = {}
+    for name, given in cast("Mapping[Any, Any]", extras).items():
+        try:
+            array = np.array(given)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise source.bad(
+                f"its extras {_shown(name)} are not an array: {describe_error(error)}"
+            ) from error
+        if not isinstance(name, str) or array.dtype.kind not in "biuf":
+            raise source.bad(
+                f"its extras {_shown(name)} are an array of {array.dtype}; give numbers under a text"
+            )
+        if array.shape[:1] != (num_tokens,):
+            raise source.bad(
+                f"its extras {name!r} have shape {list(array.shape)} for {num_tokens} tokens; give one entry per token"
+            )
+        array.flags.writeable = False
+        checked[name] = array
+    return checked
 
 
 def _check_lengths(fields: Any, source: _Source, max_tokens: int | None) -> None:

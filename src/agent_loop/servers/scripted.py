@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.config import Positive, parse_options
@@ -13,7 +13,7 @@ from agent_loop.errors import BadPrompt, ConfigError, ServerDied, ServerError
 from agent_loop.loading import load_object
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, VersionSpan
+from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     import torch
@@ -304,28 +304,33 @@ class ScriptedServer(AsyncServerBase):
         if was_aborted:
             share = 0.0 if math.isinf(reply.latency_s) else elapsed / reply.latency_s
             num_tokens, stop_reason = min(num_tokens, int(share * len(wanted))), "aborted"
-        spans = self._version_spans(num_tokens, reply.latency_s / max(len(wanted), 1), started, version)
-        return TokenOutput(
+        whole = TokenChunk(
             token_ids=wanted[:num_tokens],
             log_probs=log_probs[:num_tokens],
             stop_reason=stop_reason,
-            weight_version=spans[-1].weight_version if spans else version,
-            version_spans=spans if len(spans) > 1 else (),
             prefill_s=_prefill_s(reply),
         )
+        seconds_per_token = reply.latency_s / max(len(wanted), 1)
+        chunks: list[TokenChunk] = []
+        start = 0
+        counts = self._tokens_by_version(num_tokens, seconds_per_token, started, version)
+        for weight_version, count in counts.items():
+            chunks.append(replace(whole.part(start, start + count), weight_version=weight_version))
+            start += count
+        return TokenOutput.from_chunks(chunks)
 
-    def _version_spans(
+    def _tokens_by_version(
         self, num_tokens: int, seconds_per_token: float, started: float, version: int
-    ) -> tuple[VersionSpan, ...]:
-        """Which version was in force when each token was due."""
-        counts: dict[int, int] = {}
+    ) -> dict[int, int]:
+        """Return the number of tokens of each weight version: the one in force when the token was due."""
+        counts: dict[int, int] = {} if num_tokens else {version: 0}
         changes = [change for change in self._version_changes if change[0] >= started]
         for position in range(num_tokens):
             due = started + (position + 1) * seconds_per_token
             while changes and changes[0][0] < due:
                 version = changes.pop(0)[1]
             counts[version] = counts.get(version, 0) + 1
-        return tuple(VersionSpan(v, n) for v, n in counts.items())
+        return counts
 
 
 def _prefill_s(reply: ScriptedReply) -> float | None:

@@ -101,7 +101,7 @@ class Work:
         self._refuse_if_given_up(attempt, server)
         self.output = output
         if self.chunks:
-            self.output = TokenOutput.from_chunks([*self.chunks, *TokenChunk.whole(output)])
+            self.output = TokenOutput.from_chunks([*self.chunks, *output.chunks])
         return output
 
     async def take_parts(self, server: AsyncServerBase) -> TokenOutput:

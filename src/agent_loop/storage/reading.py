@@ -14,12 +14,12 @@ from agent_loop.trajectory import (
     Failure,
     Feedback,
     Incident,
-    IncidentKind,
     Segment,
     Span,
     Trace,
     Trajectory,
 )
+from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import FloatArray, Origin, StopReason, as_token_ids
 
 
@@ -50,12 +50,9 @@ def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
         reward_score=row["reward_score"],
         messages=json.loads(row["messages"]),
         tool_schemas=json.loads(row["tool_schemas"]),
-        metrics=AgentLoopMetrics(**json.loads(row["metrics"])),
-        feedback=[_feedback(each) for each in json.loads(row["feedback"])],
-        incidents=[
-            Incident(IncidentKind(each["kind"]), each["detail"], each["assistant_turn"])
-            for each in json.loads(row["incidents"])
-        ],
+        metrics=from_plain(json.loads(row["metrics"]), AgentLoopMetrics),
+        feedback=from_plain(json.loads(row["feedback"]), list[Feedback]),
+        incidents=from_plain(json.loads(row["incidents"]), list[Incident]),
         failure=None if failure is None else Failure(failure, row["failure_traceback"] or ""),
         extra_fields=json.loads(row["extra_fields"]),
         num_turns=row["num_turns"],
@@ -86,13 +83,6 @@ def _log_probs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) 
         return None
     part = np.asarray(stored[start:end], np.float32)
     return None if len(part) and np.isnan(part).all() else part
-
-
-def _feedback(form: Mapping[str, Any]) -> Feedback:
-    incident = None if form["incident"] is None else IncidentKind(form["incident"])
-    return Feedback(
-        Origin(form["origin"]), form["name"], form["place"], form["reward"], incident, form["extra"]
-    )
 
 
 def _trace(row: Mapping[str, Any]) -> Trace | None:

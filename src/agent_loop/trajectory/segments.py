@@ -1,4 +1,4 @@
-"""Runs of tokens, and what is derived from several of them."""
+"""Runs of tokens with one origin, and values derived from several runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from agent_loop.errors import EpisodeError
 from agent_loop.trajectory.attachments import Attachment
-from agent_loop.types import FloatArray, IntArray, Origin, TokenIds, as_log_probs, as_token_ids
+from agent_loop.types import (
+    FloatArray,
+    IntArray,
+    Origin,
+    TokenArrays,
+    TokenChunk,
+    TokenIds,
+    as_log_probs,
+    as_token_ids,
+    sliced,
+)
 
 MAX_TOKEN_ID = 2**31 - 1
 UNKNOWN_VERSION = -1
@@ -21,17 +31,19 @@ version of the completions that the loop received."""
 
 
 class Segment(Struct, frozen=True, eq=False):
-    """A run of tokens with one origin; for the model's, also with one weight version."""
+    """Consecutive tokens with one origin. Those of a model segment also have one weight version."""
 
     token_ids: IntArray
     """Shape [num_tokens]."""
     origin: Origin
     log_probs: FloatArray | None = None
-    """Shape [num_tokens]; model segments only, None where the server gives none."""
+    """Shape [num_tokens]; model segments only. None if the server gave none."""
     weight_version: int | None = None
-    """Model segments only; `UNKNOWN_VERSION` where whoever built the segment could not tell."""
+    """Model segments only. `UNKNOWN_VERSION` if the loop that built the segment did not know it."""
     attachments: tuple[Attachment, ...] = ()
-    """In the order of their tokens, which do not overlap; never the model's."""
+    """Ordered by their tokens, which do not overlap. A model segment has none."""
+    extras: TokenArrays = {}
+    """More values per token from the server: arrays by name, shape [num_tokens, ...]. Model segments only."""
 
     def __post_init__(self) -> None:
         if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
@@ -41,11 +53,43 @@ class Segment(Struct, frozen=True, eq=False):
                 f"{self.origin} segment with weight version {self.weight_version}: "
                 "model segments, and only those, carry one"
             )
+        if self.extras:
+            _check_extras(self)
         if self.attachments:
             _check_attachments(self)
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @classmethod
+    def of_model(cls, chunk: TokenChunk) -> Segment:
+        """Return a copy of sampled tokens as a model segment."""
+        return cls(
+            as_token_ids(chunk.token_ids),
+            Origin.MODEL,
+            None if chunk.log_probs is None else as_log_probs(chunk.log_probs),
+            chunk.weight_version,
+            extras=chunk.extras,
+        )
+
+    def as_chunk(self) -> TokenChunk:
+        """Return a model segment as a chunk of a completion that goes on."""
+        return TokenChunk(
+            self.token_ids.tolist(),
+            None if self.log_probs is None else self.log_probs.tolist(),
+            self.weight_version or 0,
+            extras=self.extras,
+        )
+
+    def part(self, start: int, end: int) -> Segment:
+        """Return the tokens from `start` to `end`, without attachments."""
+        return structs.replace(
+            self,
+            token_ids=self.token_ids[start:end],
+            log_probs=None if self.log_probs is None else self.log_probs[start:end],
+            attachments=(),
+            extras=sliced(self.extras, start, end),
+        )
 
 
 def count_turns(segments: Iterable[Segment]) -> int:
@@ -132,6 +176,17 @@ def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
             f"{name} holds {int(ids.min())} to {int(ids.max())}; token ids are 0 to {MAX_TOKEN_ID}"
         )
     return as_token_ids(ids)
+
+
+def _check_extras(segment: Segment) -> None:
+    """Raises: EpisodeError: An array does not have one entry per token, or the tokens are not the model's."""
+    if segment.origin is not Origin.MODEL:
+        raise EpisodeError(f"{segment.origin} segment with extras; only model segments have values per token")
+    for name, array in segment.extras.items():
+        if array.shape[:1] != segment.token_ids.shape:
+            raise EpisodeError(
+                f"{len(segment)} token ids but an array {name!r} of shape {list(array.shape)}; give one entry per token"
+            )
 
 
 def _check_attachments(segment: Segment) -> None:

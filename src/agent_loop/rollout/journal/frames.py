@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from agent_loop.errors import JournalError
 
-FORMAT = 4
+FORMAT = 5
 MAGIC = b"agent-loop journal ".ljust(28, b".")
 HEADER = MAGIC + struct.pack("<I", FORMAT)
 MARK = b"\xf5REC"  # no UTF-8 text holds the first byte

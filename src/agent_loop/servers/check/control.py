@@ -175,12 +175,12 @@ async def _in_flight(subject: Subject) -> str:
             await subject.server.abort(session)
     subject.server.end_session(session)
     output = task.result()
-    spans = [span.weight_version for span in output.version_spans] or [output.weight_version]
+    versions = [chunk.weight_version for chunk in output.chunks]
     require(
-        spans in ([version, version + 1], [version], [version + 1]) and output.weight_version == spans[-1],
-        f"updated from version {version} to {version + 1}, and its tokens are of {output.version_spans}",
+        versions in ([version, version + 1], [version], [version + 1]),
+        f"updated from version {version} to {version + 1}, and its tokens are of versions {versions}",
     )
-    return f"{len(output.token_ids)} tokens of version(s) {', '.join(map(str, spans))}"
+    return f"{len(output.token_ids)} tokens of version(s) {', '.join(map(str, versions))}"
 
 
 @_check("a closed server refuses at once", method="close")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from agent_loop.errors import BadPrompt, SamplingParamsError
@@ -22,7 +22,6 @@ from agent_loop.types import (
     ServerStopReason,
     TokenChunk,
     TokenOutput,
-    VersionSpan,
     as_token_ids,
 )
 
@@ -93,22 +92,31 @@ class GenerationRequest:
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
 
     def output(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenOutput:
-        """The completion so far; `weight_version` is for one without any token."""
-        spans = [VersionSpan(version, len(list(run))) for version, run in groupby(self.weight_versions)]
-        return TokenOutput(
-            token_ids=self.token_ids,
-            log_probs=self.log_probs,
-            stop_reason=stop_reason,
-            weight_version=self.weight_versions[-1] if self.weight_versions else weight_version,
-            num_preempted=self.num_preempted,
-            num_cached_tokens=self.num_cached_tokens,
-            prefill_s=self.prefill_s,
-            version_spans=tuple(spans) if len(spans) > 1 else (),
-        )
+        """Return the completion so far. Args: weight_version: The version of a completion without tokens."""
+        end = self._end(stop_reason, weight_version=weight_version)
+        return TokenOutput.from_chunks([*self._chunks_from(0), end])
 
     def take_new(self) -> list[TokenChunk]:
-        """What was sampled since the last call, for a streamed completion; one part per weight version."""
+        """Return the tokens since the last call, for a streamed completion: one chunk per weight version."""
         start, self.num_streamed = self.num_streamed, len(self.token_ids)
+        return self._chunks_from(start)
+
+    def take_rest(self, output: TokenOutput) -> list[TokenChunk]:
+        """Return the tokens since the last call of a completion that has ended. The last chunk has the stop reason."""
+        end = self._end(output.stop_reason, weight_version=output.weight_version)
+        return list(TokenOutput.from_chunks([*self.take_new(), end]).chunks)
+
+    def _end(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenChunk:
+        return TokenChunk(
+            [],
+            [],
+            weight_version=weight_version,
+            stop_reason=stop_reason,
+            num_preempted=self.num_preempted,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+    def _chunks_from(self, start: int) -> list[TokenChunk]:
         chunks: list[TokenChunk] = []
         for version, run in groupby(self.weight_versions[start:]):
             end = start + len(list(run))
@@ -121,17 +129,6 @@ class GenerationRequest:
                 )
             )
             start = end
-        return chunks
-
-    def take_rest(self, output: TokenOutput) -> list[TokenChunk]:
-        """What is left of a completion that has ended; the last part says how it ended."""
-        chunks = self.take_new() or [TokenChunk([], [], weight_version=output.weight_version)]
-        chunks[-1] = replace(
-            chunks[-1],
-            stop_reason=output.stop_reason,
-            num_preempted=output.num_preempted,
-            num_cached_tokens=output.num_cached_tokens,
-        )
         return chunks
 
 

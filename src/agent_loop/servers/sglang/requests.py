@@ -1,9 +1,10 @@
-"""One completion, in SGLang's words and back: bodies of `/generate`, and what they are answered with."""
+"""Bodies and replies of SGLang's `/generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
@@ -16,68 +17,37 @@ ONLY_THE_BEST = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What an answer adds to the answers before it."""
+class GenerateReply:
+    """What a reply of `/generate` adds to the replies before it."""
 
-    token_ids: list[int]
-    log_probs: list[float]
-    stop_reason: ServerStopReason | None
-    """Set on the last answer."""
+    chunk: TokenChunk
+    """The new tokens. The stop reason and the counts are set in the last reply."""
     weight_versions: list[int]
-    """Of each token of the whole completion on the last answer; before, only what the engine runs as it answers."""
-    num_retractions: int
-    num_cached_tokens: int | None
-    """Of the prompt."""
+    """In the last reply, the version of each token of the whole completion. Before, the engine's current version."""
 
     def chunks(self) -> list[TokenChunk]:
-        """Of an answer that is the whole completion."""
-        return to_chunks(
-            self.token_ids,
-            self.log_probs,
-            first=0,
-            weight_versions=self.weight_versions,
-            stop_reason=self.stop_reason,
-            num_preempted=self.num_retractions,
-            num_cached_tokens=self.num_cached_tokens,
-        )
+        """Return the completion in chunks of one weight version each, if this reply has all of it."""
+        return stamp(self.chunk, first=0, weight_versions=self.weight_versions)
 
 
-def to_chunks(
-    token_ids: list[int],
-    log_probs: list[float],
-    *,
-    first: int,
-    weight_versions: Sequence[int],
-    stop_reason: ServerStopReason | None,
-    num_preempted: int = 0,
-    num_cached_tokens: int | None = None,
-) -> list[TokenChunk]:
-    """Tokens as chunks, one per weight version; the last one has the stop reason.
+def stamp(chunk: TokenChunk, *, first: int, weight_versions: Sequence[int]) -> list[TokenChunk]:
+    """Split a chunk at its weight versions.
 
     Args:
-        first: The place of the first token in the completion.
-        weight_versions: Of each token of the completion; the last one holds for all that follow.
+        first: Position of the chunk's first token in the completion.
+        weight_versions: Version of each token of the completion. The last version holds for all later tokens.
     """
-    runs: list[tuple[int, int, int]] = []
-    for place in range(len(token_ids)):
-        version = weight_versions[min(first + place, len(weight_versions) - 1)]
-        if runs and runs[-1][0] == version:
-            runs[-1] = (version, runs[-1][1], place + 1)
-        else:
-            runs.append((version, place, place + 1))
-    if not runs:
-        runs.append((weight_versions[-1], 0, 0))
-    return [
-        TokenChunk(
-            token_ids=token_ids[start:end],
-            log_probs=log_probs[start:end],
-            weight_version=version,
-            stop_reason=stop_reason if number == len(runs) else None,
-            num_preempted=num_preempted if number == len(runs) else 0,
-            num_cached_tokens=num_cached_tokens if number == len(runs) else None,
-        )
-        for number, (version, start, end) in enumerate(runs, start=1)
-    ]
+    num_tokens = len(chunk.token_ids)
+    versions = [weight_versions[min(first + place, len(weight_versions) - 1)] for place in range(num_tokens)]
+    if not versions:
+        return [replace(chunk, weight_version=weight_versions[-1])]
+    chunks: list[TokenChunk] = []
+    start = 0
+    for version, run in groupby(versions):
+        end = start + len(list(run))
+        chunks.append(replace(chunk.part(start, end), weight_version=version))
+        start = end
+    return chunks
 
 
 def check_params(params: SamplingParams, *, takes_seeds: bool) -> None:
@@ -134,19 +104,19 @@ def generate_body(
     }
 
 
-def read_part(event: Any, *, num_seen: int, server: str, request_id: str) -> Part:
-    """Reads one answer, cumulative or incremental.
+def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> GenerateReply:
+    """Read a reply, cumulative or incremental.
 
     Args:
-        num_seen: How many tokens the answers before it had.
+        num_seen: Number of tokens in the replies before it.
 
     Raises:
-        ServerError: The engine gave the request up.
-        BadServerReply: It is no answer to a request.
+        ServerError: The engine failed the request.
+        BadServerReply: The event is not a reply of `/generate`.
     """
 
     def bad(why: str) -> BadServerReply:
-        return BadServerReply(f"{why} in SGLang's answer", server=server, request_id=request_id)
+        return BadServerReply(f"{why} in SGLang's reply", server=server, request_id=request_id)
 
     if isinstance(event, dict) and "error" in event:
         raise ServerError(f"SGLang failed: {event['error']}", server=server, request_id=request_id)
@@ -170,14 +140,15 @@ def read_part(event: Any, *, num_seen: int, server: str, request_id: str) -> Par
         raise ServerError(
             f"SGLang gave the request up: {finish.get('message')}", server=server, request_id=request_id
         )
-    return Part(
+    is_last = finish is not None
+    chunk = TokenChunk(
         token_ids=token_ids,
         log_probs=[log_prob for log_prob, _ in scored],
-        stop_reason=None if finish is None else _stop_reason(finish, bad),
-        weight_versions=versions,
-        num_retractions=int(meta.get("num_retractions") or 0),
-        num_cached_tokens=meta.get("cached_tokens"),
+        stop_reason=_stop_reason(finish, bad) if is_last else None,
+        num_preempted=int(meta.get("num_retractions") or 0) if is_last else 0,
+        num_cached_tokens=meta.get("cached_tokens") if is_last else None,
     )
+    return GenerateReply(chunk, weight_versions=versions)
 
 
 def _stop_reason(finish: Mapping[str, Any], bad: Any) -> ServerStopReason:

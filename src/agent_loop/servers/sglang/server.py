@@ -15,11 +15,11 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang.requests import (
-    Part,
+    GenerateReply,
     check_params,
     generate_body,
     must_be_cut,
-    read_part,
+    read_reply,
 )
 from agent_loop.servers.sglang.running import Running, RunningRequests
 from agent_loop.servers.sglang.streams import HeldTokens
@@ -105,12 +105,12 @@ class SGLangBase(AsyncServerBase):
                 prompt_ids, sampling_params, rid=running.rid, max_new_tokens=room, stream=False
             )
             answer = await self._connected.call("/generate", body, request_id=request_id)
-            part = self._read(answer, num_seen=0, request_id=request_id)
-            if part.stop_reason is None:
+            reply = self._read(answer, num_seen=0, request_id=request_id)
+            if reply.chunk.stop_reason is None:
                 raise BadServerReply(
-                    "SGLang's answer is not finished", server=self.name, request_id=request_id
+                    "SGLang's reply is not finished", server=self.name, request_id=request_id
                 )
-            return TokenOutput.from_chunks([self._offered(chunk) for chunk in part.chunks()])
+            return TokenOutput.from_chunks([self._offered(chunk) for chunk in reply.chunks()])
 
     async def stream(
         self,
@@ -251,21 +251,22 @@ class SGLangBase(AsyncServerBase):
         held = HeldTokens(stop_token_ids=stops)
         async with aclosing(connection.stream("/generate", body, request_id=running.request_id)) as answers:
             async for answer in answers:
-                part = self._read(answer, num_seen=held.num_read, request_id=running.request_id)
-                if held.take(part) and part.stop_reason is None:
+                reply = self._read(answer, num_seen=held.num_read, request_id=running.request_id)
+                is_last = reply.chunk.stop_reason is not None
+                if held.add(reply) and not is_last:
                     await connection.call("/abort_request", {"rid": running.rid})
-                if part.stop_reason is None and (held.is_cut or self._running.num_holds > num_holds):
+                if not is_last and (held.is_cut or self._running.num_holds > num_holds):
                     continue
-                for chunk in held.release(part):
+                for chunk in held.release(reply):
                     yield self._offered(chunk)
-                if part.stop_reason is not None:
+                if is_last:
                     return
         raise BadServerReply(
             "SGLang's stream ended before the completion did", server=self.name, request_id=running.request_id
         )
 
-    def _read(self, answer: Any, *, num_seen: int, request_id: str) -> Part:
-        return read_part(answer, num_seen=num_seen, server=self.name, request_id=request_id)
+    def _read(self, answer: Any, *, num_seen: int, request_id: str) -> GenerateReply:
+        return read_reply(answer, num_seen=num_seen, server=self.name, request_id=request_id)
 
     def _offered(self, chunk: TokenChunk) -> TokenChunk:
         return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, log_probs=None)

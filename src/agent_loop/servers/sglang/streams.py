@@ -1,48 +1,46 @@
-"""A completion that comes in parts."""
+"""Tokens of a streamed completion that were read and not yet returned."""
 
 from __future__ import annotations
 
-from agent_loop.servers.sglang.requests import Part, to_chunks
+from dataclasses import replace
+
+from agent_loop.servers.sglang.requests import GenerateReply, stamp
 from agent_loop.types import TokenChunk
 
 
 class HeldTokens:
-    """What came of one completion and was not yet handed out."""
+    """Tokens of one completion that wait for their weight versions."""
 
     def __init__(self, *, stop_token_ids: frozenset[int]) -> None:
-        """Args: stop_token_ids: Those that the engine does not look for; the completion is cut after the first."""
+        """Args: stop_token_ids: Stop tokens that the engine ignores. The completion is cut after the first of them."""
         self.num_read = 0
-        """Tokens that came, those beyond the cut included."""
+        """Tokens that were read, including those after the cut."""
         self.is_cut = False
+        """Whether a stop token was read."""
         self._stops = stop_token_ids
         self._num_released = 0
-        self._token_ids: list[int] = []
-        self._log_probs: list[float] = []
+        self._chunks: list[TokenChunk] = []
 
-    def take(self, part: Part) -> bool:
-        """Adds a part; tells whether the completion was cut in it."""
-        self.num_read += len(part.token_ids)
+    def add(self, reply: GenerateReply) -> bool:
+        """Add the tokens of a reply; return whether one of them is a stop token that cuts the completion."""
+        token_ids = reply.chunk.token_ids
+        self.num_read += len(token_ids)
         if self.is_cut:
             return False
-        for token, log_prob in zip(part.token_ids, part.log_probs, strict=True):
-            self._token_ids.append(token)
-            self._log_probs.append(log_prob)
-            if token in self._stops:
-                self.is_cut = True
-                break
+        ends = [place for place, token in enumerate(token_ids, 1) if token in self._stops]
+        self.is_cut = bool(ends)
+        self._chunks.append(reply.chunk.part(0, ends[0]) if ends else reply.chunk)
         return self.is_cut
 
-    def release(self, part: Part) -> list[TokenChunk]:
-        """All that is held, stamped as the part says that came last."""
-        chunks = to_chunks(
-            self._token_ids,
-            self._log_probs,
-            first=self._num_released,
-            weight_versions=part.weight_versions,
-            stop_reason="stop" if self.is_cut else part.stop_reason,
-            num_preempted=part.num_retractions if part.stop_reason else 0,
-            num_cached_tokens=part.num_cached_tokens if part.stop_reason else None,
+    def release(self, reply: GenerateReply) -> list[TokenChunk]:
+        """Return all held tokens with the weight versions of the last reply."""
+        whole = replace(
+            TokenChunk.joined(self._chunks or [TokenChunk([], [])]),
+            stop_reason="stop" if self.is_cut else reply.chunk.stop_reason,
+            num_preempted=reply.chunk.num_preempted,
+            num_cached_tokens=reply.chunk.num_cached_tokens,
         )
-        self._num_released += len(self._token_ids)
-        self._token_ids, self._log_probs = [], []
+        chunks = stamp(whole, first=self._num_released, weight_versions=reply.weight_versions)
+        self._num_released += len(whole.token_ids)
+        self._chunks = []
         return chunks

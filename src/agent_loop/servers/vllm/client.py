@@ -22,7 +22,7 @@ from agent_loop.servers.vllm.loading import mixed_weights
 from agent_loop.servers.vllm.log_probs import LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
-from agent_loop.servers.vllm.stamps import Part, stamped
+from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -249,7 +249,7 @@ class VLLMClient(AsyncServerBase):
 
     async def _parts(
         self, body: dict[str, Any], request_id: str, *, has_log_probs: bool
-    ) -> AsyncGenerator[Part]:
+    ) -> AsyncGenerator[UnstampedChunk]:
         events = self._http.stream_events(GENERATE, {**body, "stream": True}, request_id=request_id)
         async with aclosing(events):
             async for event in events:

@@ -27,7 +27,7 @@ from agent_loop.servers.vllm.log_probs import (
 from agent_loop.servers.vllm.logs import EngineLog
 from agent_loop.servers.vllm.options import PACKAGE, SUPPORTED, engine_options
 from agent_loop.servers.vllm.outputs import read_part
-from agent_loop.servers.vllm.stamps import Part, stamp_whole, stamped
+from agent_loop.servers.vllm.stamps import UnstampedChunk, stamp, stamped
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
 
@@ -126,7 +126,7 @@ class VLLMServer(AsyncServerBase):
             async for last in self._ask(core, call, prompt_ids, wanted, parts="FINAL_ONLY"):  # noqa: B007
                 pass
             part = self._read(call, last)
-            return TokenOutput.from_chunks(stamp_whole(part))
+            return TokenOutput.from_chunks(stamp(part))
 
     async def stream(
         self,
@@ -298,12 +298,12 @@ class VLLMServer(AsyncServerBase):
                 f"vLLM failed the request ({describe_error(error)})", server=self.name, request_id=request_id
             ) from error
 
-    async def _parts(self, call: Call, answers: AsyncGenerator[Any]) -> AsyncGenerator[Part]:
+    async def _parts(self, call: Call, answers: AsyncGenerator[Any]) -> AsyncGenerator[UnstampedChunk]:
         async with aclosing(answers):
             async for answer in answers:
                 yield self._read(call, answer)
 
-    def _read(self, call: Call, answer: Any) -> Part:
+    def _read(self, call: Call, answer: Any) -> UnstampedChunk:
         if self._core is None:
             raise ServerError(CLOSED, server=self.name, request_id=call.request_id)
         return read_part(answer, call=call, server=self.name, weight_version=self._weight_version)

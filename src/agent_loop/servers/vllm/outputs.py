@@ -1,4 +1,4 @@
-"""Reads the outputs of `AsyncLLM`."""
+"""Reader of the outputs of `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 from agent_loop.errors import BadServerReply
 from agent_loop.servers.vllm.limits import Call
-from agent_loop.servers.vllm.stamps import Part
-from agent_loop.types import ServerStopReason, TokenChunk, VersionSpan
+from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan
+from agent_loop.types import ServerStopReason, TokenChunk
 
 STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
-"""vLLM's finish reasons; it has others, all of them failures."""
+"""vLLM's finish reasons. All others are failures."""
 
 
-def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> Part:
-    """One `RequestOutput`, asked for with flat log-probs of the sampled tokens.
+def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> UnstampedChunk:
+    """Read a `RequestOutput` with flat log-probs.
 
     Raises:
-        BadServerReply: It is no completion.
+        BadServerReply: The output is not a completion.
     """
     output = answer.outputs[0]
     reason = output.finish_reason
@@ -46,4 +46,4 @@ def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> P
         num_cached_tokens=None if reason is None else answer.num_cached_tokens,
     )
     spans = [VersionSpan(int(s.version), s.end - s.start) for s in output.weight_versions or ()]
-    return Part(chunk, spans=spans)
+    return UnstampedChunk(chunk, spans=spans)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply
 from agent_loop.runtime.boundary import one_line
 from agent_loop.servers.vllm.outputs import STOP_REASONS
-from agent_loop.servers.vllm.stamps import Part, stamp_whole
-from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamp
+from agent_loop.types import TokenChunk, TokenOutput
 
 
 class ReplyReader:
@@ -51,21 +50,23 @@ class ReplyReader:
             num_cached_tokens=cached_tokens(reply),
         )
 
-    def part(self, event: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> Part:
-        """One part of a stream. See `chunk`."""
+    def part(
+        self, event: Any, *, request_id: str, weight_version: int, has_log_probs: bool
+    ) -> UnstampedChunk:
+        """Return one part of a stream. See `chunk`."""
         chunk = self.chunk(
             event, request_id=request_id, weight_version=weight_version, has_log_probs=has_log_probs
         )
-        return Part(chunk, spans=self._spans(event, request_id, default=weight_version))
+        return UnstampedChunk(chunk, spans=self._spans(event, request_id, default=weight_version))
 
     def output(self, reply: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> TokenOutput:
         """A whole completion, stamped by the engine itself. See `chunk`."""
         part = self.part(
             reply, request_id=request_id, weight_version=weight_version, has_log_probs=has_log_probs
         )
-        output = TokenOutput.from_chunks(stamp_whole(part))
-        # Each update sets the requests in flight aside; the server does not tell of other times.
-        return replace(output, num_preempted=max(0, len(part.spans) - 1))
+        # The server reports no preemptions. Each weight update preempts the requests in flight.
+        preempted = TokenChunk([], [], num_preempted=max(0, len(part.spans) - 1))
+        return TokenOutput.from_chunks([preempted, *stamp(part)])
 
     def top_tokens(self, reply: Any, *, request_id: str) -> dict[int, float]:
         """The likeliest candidates for the first token, with their log-probs.

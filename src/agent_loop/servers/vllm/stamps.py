@@ -1,30 +1,38 @@
-"""Stamps the parts of a stream with weight versions that are true."""
+"""Weight versions for the tokens that vLLM streams."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from agent_loop.types import TokenChunk, TokenOutput, VersionSpan
+from agent_loop.types import TokenChunk
+
+
+class VersionSpan(NamedTuple):
+    """Consecutive tokens of a completion that one weight version sampled, as vLLM reports them."""
+
+    weight_version: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part as it comes from the engine, not yet stamped."""
+class UnstampedChunk:
+    """Tokens as they come from the engine, whose weight version may be out of date."""
 
     chunk: TokenChunk
     spans: Sequence[VersionSpan] = ()
-    """On the last part: which versions sampled the whole completion, as the engine itself says."""
+    """Versions of the whole completion. vLLM reports them with the last chunk."""
 
 
 async def stamped(
-    parts: AsyncGenerator[Part], *, current_version: Callable[[], int]
+    parts: AsyncGenerator[UnstampedChunk], *, current_version: Callable[[], int]
 ) -> AsyncGenerator[TokenChunk]:
-    """Yields parts as they come, and holds them back from the first weight update on.
+    """Yield chunks as they come until the first weight update; hold back later ones until the completion ends.
 
-    vLLM says which version sampled which token when a completion is over. Up to the first update it cannot be but one;
-    a part that is read after it may have been sampled before.
+    vLLM reports which version sampled which token when the completion is over. Before the first update only one
+    version is possible. A chunk that is read after the update may have been sampled before it.
     """
     first_version = current_version()
     num_yielded, held = 0, list[TokenChunk]()
@@ -37,29 +45,36 @@ async def stamped(
                 continue
             held.append(part.chunk)
             if is_last:
-                for chunk in TokenChunk.whole(_joined(held, part.spans, num_yielded, first_version)):
+                rest = replace(TokenChunk.joined(held), weight_version=first_version)
+                for chunk in stamp(UnstampedChunk(rest, part.spans), num_before=num_yielded):
                     yield chunk
 
 
-def stamp_whole(part: Part) -> list[TokenChunk]:
-    """A completion that came in one part, as one chunk for each weight version."""
-    return TokenChunk.whole(_joined([part.chunk], part.spans, 0, part.chunk.weight_version))
+def stamp(part: UnstampedChunk, *, num_before: int = 0) -> list[TokenChunk]:
+    """Split a chunk at its weight versions.
 
+    Args:
+        num_before: Tokens of the completion before this chunk.
 
-def _joined(
-    held: Sequence[TokenChunk], spans: Sequence[VersionSpan], num_yielded: int, first_version: int
-) -> TokenOutput:
-    """What was held back, under the versions that the engine tells for it."""
-    output = TokenOutput.from_chunks(held)
+    Raises:
+        ValueError: The reported versions do not cover the tokens.
+    """
     left: list[VersionSpan] = []
-    for span in spans:
-        skipped = min(num_yielded, span.num_tokens)
-        num_yielded -= skipped
+    for span in part.spans:
+        skipped = min(num_before, span.num_tokens)
+        num_before -= skipped
         if span.num_tokens > skipped:
             left.append(VersionSpan(span.weight_version, span.num_tokens - skipped))
-    known = left or list(spans) or [VersionSpan(first_version, 0)]
-    return replace(
-        output,
-        weight_version=known[-1].weight_version,
-        version_spans=tuple(left) if len(left) > 1 else (),
-    )
+    chunk = part.chunk
+    if len(left) < 2:
+        known = left or part.spans
+        return [replace(chunk, weight_version=known[-1].weight_version) if known else chunk]
+    if sum(span.num_tokens for span in left) != len(chunk.token_ids):
+        raise ValueError(f"weight versions {left} do not cover {len(chunk.token_ids)} tokens")
+    chunks: list[TokenChunk] = []
+    start = 0
+    for span in left:
+        end = start + span.num_tokens
+        chunks.append(replace(chunk.part(start, end), weight_version=span.weight_version))
+        start = end
+    return chunks
