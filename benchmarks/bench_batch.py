@@ -74,7 +74,7 @@ def row_by_row(
         prompt = padded(output.prompt_ids, width=prompt_width, side="left")
         response = padded(output.response_ids, width=response_width, side="right")
         mask = padded(output.response_mask, width=response_width, side="right")
-        log_probs = output.response_logprobs.tolist()
+        logprobs = output.response_logprobs.tolist()
         attention_mask = torch.cat([prompt["attention_mask"], response["attention_mask"]])
         rows.append(
             {
@@ -84,7 +84,7 @@ def row_by_row(
                 "input_ids": torch.cat([prompt["input_ids"], response["input_ids"]]),
                 "attention_mask": attention_mask,
                 "position_ids": (attention_mask.cumsum(0) - 1) * attention_mask,
-                "rollout_log_probs": torch.tensor(log_probs + [0.0] * (response_width - len(log_probs))),
+                "rollout_log_probs": torch.tensor(logprobs + [0.0] * (response_width - len(logprobs))),
             }
         )
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

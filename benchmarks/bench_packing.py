@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.micro_batches import micro_batches
 from agent_loop.training.packing import pack
-from agent_loop.training.policy import response_log_probs
+from agent_loop.training.policy import response_logprobs
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 
@@ -75,8 +75,8 @@ def run(model: PreTrainedModel, batch: RolloutBatch, *, budget: int, packs: bool
     for micro_batch in micro_batches(
         batch, rows=torch.arange(len(batch)), max_tokens=budget, device=model.device, use_packing=packs
     ):
-        log_probs_BR, _ = response_log_probs(model, micro_batch, temperature=1.0)
-        log_probs_BR[micro_batch.mask_BR.bool()].sum().backward()
+        logprobs_BR, _ = response_logprobs(model, micro_batch, temperature=1.0)
+        logprobs_BR[micro_batch.mask_BR.bool()].sum().backward()
         num_tokens += (pack(micro_batch).input_ids_KL if packs else micro_batch.input_ids_BW).numel()
     return Pass(time.process_time() - start_s, num_tokens)
 

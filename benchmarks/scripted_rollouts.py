@@ -46,14 +46,14 @@ class ScriptedRollouts:
             self.template.encoder.encode(text)
             for text in [*said, writer.text(WORDS_OF_THOUGHT) + "<|im_end|>"]
         ]
-        self._log_probs = [[-chance.random() for _ in ids] for ids in self._replies]
+        self._logprobs = [[-chance.random() for _ in ids] for ids in self._replies]
 
     def server(self) -> ScriptedServer:
         return ScriptedServer(self._answer)
 
     def _answer(self, request: ScriptedRequest) -> ScriptedReply:
         turn = min(request.turn, NUM_CALLS)
-        return ScriptedReply(self._replies[turn], log_probs=self._log_probs[turn])
+        return ScriptedReply(self._replies[turn], logprobs=self._logprobs[turn])
 
 
 async def in_turns(

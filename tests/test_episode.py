@@ -61,7 +61,7 @@ def test_any_script_of_turns_is_recorded_exactly_and_within_limits(
         said = [*drawn["said"], *([encoded("<|im_end|>")[0]] if drawn["ends"] else [])]
         limit = request.sampling_params.max_tokens
         returned.append(said[:limit])
-        return ScriptedReply(said, log_probs=[-0.25 * n for n in range(len(said))], stops=drawn["ends"])
+        return ScriptedReply(said, logprobs=[-0.25 * n for n in range(len(said))], stops=drawn["ends"])
 
     episode, server = make_episode(script, response_length=response_length, **turn_limits)
 

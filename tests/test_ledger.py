@@ -17,11 +17,11 @@ token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=2000)
 @st.composite
 def completions(draw: st.DrawFn) -> TokenOutput:
     ids = draw(token_ids)
-    log_probs = [-0.001 * position for position in range(len(ids))]
+    logprobs = [-0.001 * position for position in range(len(ids))]
     cut = draw(st.integers(0, len(ids)))
     chunks = [
-        TokenChunk(ids[:cut], log_probs[:cut], weight_version=3),
-        TokenChunk(ids[cut:], log_probs[cut:], weight_version=4, stop_reason="stop"),
+        TokenChunk(ids[:cut], logprobs[:cut], weight_version=3),
+        TokenChunk(ids[cut:], logprobs[cut:], weight_version=4, stop_reason="stop"),
     ]
     return TokenOutput.from_chunks(chunks)
 
@@ -96,7 +96,7 @@ def test_a_completion_across_a_weight_swap_is_two_segments_and_one_turn() -> Non
     assert output.num_turns == 2
 
 
-def test_missing_log_probs_are_missing_not_zero() -> None:
+def test_missing_logprobs_are_missing_not_zero() -> None:
     ledger = TokenLedger()
     ledger.append_completion(TokenOutput([5, 6], [-1.0, -2.0], "stop"))
     ledger.append_completion(TokenOutput([7], None, "stop"))
@@ -106,15 +106,15 @@ def test_missing_log_probs_are_missing_not_zero() -> None:
 @given(st.lists(st.booleans(), min_size=1))
 def test_an_output_from_lists_gives_the_lists_back(mask: list[bool]) -> None:
     ids = list(range(len(mask)))
-    log_probs = [-float(position) if said else 0.0 for position, said in enumerate(mask)]
+    logprobs = [-float(position) if said else 0.0 for position, said in enumerate(mask)]
     output = AgentLoopOutput(
-        prompt_ids=[7, 8], response_ids=ids, response_mask=mask, response_logprobs=log_probs, num_turns=2
+        prompt_ids=[7, 8], response_ids=ids, response_mask=mask, response_logprobs=logprobs, num_turns=2
     )
     assert output.prompt_ids.tolist() == [7, 8]
     assert output.response_ids.tolist() == ids
     assert output.response_mask.tolist() == [int(said) for said in mask]
     assert output.response_logprobs is not None
-    assert output.response_logprobs.tolist() == log_probs
+    assert output.response_logprobs.tolist() == logprobs
     assert output.num_turns == 2
 
 

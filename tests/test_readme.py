@@ -93,6 +93,6 @@ def test_the_rollout_layer_alone_with_the_readmes_configuration(
     assert list(load_tools(config.rollout.multi_turn.tools)) == ["multiply"]
     row = json.loads(re.findall(r'\{"prompt".*\}', README)[0])
     rows = [{**row, "raw_prompt": [{"role": "user", "content": row["prompt"]}]}] * 3
-    responses, mask, log_probs, rewards = run_virtual(readme["roll_out"](config, rows))
-    assert responses.shape == mask.shape == log_probs.shape
+    responses, mask, logprobs, rewards = run_virtual(readme["roll_out"](config, rows))
+    assert responses.shape == mask.shape == logprobs.shape
     assert rewards.tolist() == [1.0] * (3 * 8)

@@ -13,7 +13,7 @@ from agent_loop.types import (
     SamplingParams,
     TokenChunk,
     TokenOutput,
-    as_log_probs,
+    as_logprobs,
     as_token_ids,
 )
 
@@ -21,11 +21,11 @@ from agent_loop.types import (
 @st.composite
 def outputs(draw: st.DrawFn) -> TokenOutput:
     counts = draw(st.lists(st.integers(1, 4), max_size=4))
-    has_log_probs, width = draw(st.booleans()), draw(st.integers(0, 3))
+    has_logprobs, width = draw(st.booleans()), draw(st.integers(0, 3))
     chunks = [
         TokenChunk(
             list(range(count)),
-            [-0.5] * count if has_log_probs else None,
+            [-0.5] * count if has_logprobs else None,
             weight_version=version,
             extras={"top": np.full((count, width), version)} if width else {},
         )
@@ -88,11 +88,11 @@ def test_ids_are_packed_as_numpy_packs_them(ids: list[int]) -> None:
 
 
 @given(st.lists(st.floats(width=32)))
-def test_log_probs_are_packed_as_numpy_packs_them(log_probs: list[float]) -> None:
-    packed = as_log_probs(log_probs)
+def test_logprobs_are_packed_as_numpy_packs_them(logprobs: list[float]) -> None:
+    packed = as_logprobs(logprobs)
     assert packed.dtype == np.float32
-    np.testing.assert_array_equal(packed, np.asarray(log_probs, np.float32))
-    assert as_log_probs(packed) is packed
+    np.testing.assert_array_equal(packed, np.asarray(logprobs, np.float32))
+    assert as_logprobs(packed) is packed
 
 
 @pytest.mark.parametrize("ids", [[2**31], ["a"], [None]])

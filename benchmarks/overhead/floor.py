@@ -43,14 +43,14 @@ class FloorRunner(Runner):
             prompts=np.full((rows, shape.prompt_width), self._pad_id, np.int64),
             responses=np.full((rows, shape.response_width), self._pad_id, np.int64),
             response_mask=np.zeros((rows, shape.response_width), np.int64),
-            log_probs=np.zeros((rows, shape.response_width), np.float32),
+            logprobs=np.zeros((rows, shape.response_width), np.float32),
         )
         for row, conversation in enumerate(self._workload.conversations):
-            prompt, response, mask, log_probs = await self.converse(conversation, number=row)
+            prompt, response, mask, logprobs = await self.converse(conversation, number=row)
             columns.prompts[row, shape.prompt_width - len(prompt) :] = prompt
             columns.responses[row, : len(response)] = response
             columns.response_mask[row, : len(mask)] = mask
-            columns.log_probs[row, : len(log_probs)] = log_probs
+            columns.logprobs[row, : len(logprobs)] = logprobs
         return columns
 
     def columns(self, result: Columns) -> Columns:
@@ -73,13 +73,13 @@ class FloorRunner(Runner):
         prompt: list[int] = self._encode(text)
         response: list[int] = []
         mask: list[int] = []
-        log_probs: list[float] = []
+        logprobs: list[float] = []
         tail = prompt[-TAIL_TOKENS:]
         for num_said in count():
             turn = await self.answer(tuple(tail), number=number, num_said=num_said)
             response += turn.token_ids
             mask += [1] * len(turn.token_ids)
-            log_probs += turn.log_probs
+            logprobs += turn.logprobs
             said = self._decode(turn.token_ids)
             _, call, rest = said.partition("<tool_call>\n")
             if not call:
@@ -88,9 +88,9 @@ class FloorRunner(Runner):
             reply = self._encode(REPLY.format(await tools.search(**arguments)))[1:]
             response += reply
             mask += [0] * len(reply)
-            log_probs += [0.0] * len(reply)
+            logprobs += [0.0] * len(reply)
             tail = response[-TAIL_TOKENS:]
-        return prompt, response, mask, log_probs
+        return prompt, response, mask, logprobs
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class KnowingServer(AsyncServerBase):
     def __init__(self, workload: Workload, *, name: str = "knowing") -> None:
         self.name = name
         self._answers = {
-            tail: TokenOutput(turn.token_ids, turn.log_probs, "stop")
+            tail: TokenOutput(turn.token_ids, turn.logprobs, "stop")
             for tail, turn in workload.answers.items()
         }
 
@@ -94,7 +94,7 @@ def columns_of(batch: Any) -> Columns:
         prompts=batch["prompts"].numpy(),
         responses=batch["responses"].numpy(),
         response_mask=batch["response_mask"].numpy(),
-        log_probs=batch["rollout_log_probs"].numpy(),
+        logprobs=batch["rollout_log_probs"].numpy(),
     )
 
 

@@ -43,11 +43,11 @@ class Columns:
     prompts: NDArray[np.int64]
     responses: NDArray[np.int64]
     response_mask: NDArray[np.int64]
-    log_probs: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
 
     def digest(self) -> str:
         whole = hashlib.sha256()
-        for column in (self.prompts, self.responses, self.response_mask, self.log_probs):
+        for column in (self.prompts, self.responses, self.response_mask, self.logprobs):
             whole.update(f"{column.dtype} {column.shape}".encode())
             whole.update(np.ascontiguousarray(column).tobytes())
         return whole.hexdigest()

@@ -50,7 +50,7 @@ class Turn:
     tail: tuple[int, ...]
     """The last tokens of that context."""
     token_ids: list[int]
-    log_probs: list[float]
+    logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Workload:
         conversations = [
             Conversation(
                 messages=conversation["messages"],
-                turns=[Turn(tuple(t["tail"]), t["token_ids"], t["log_probs"]) for t in conversation["turns"]],
+                turns=[Turn(tuple(t["tail"]), t["token_ids"], t["logprobs"]) for t in conversation["turns"]],
                 replies=conversation["replies"],
             )
             for conversation in held["conversations"]

@@ -67,7 +67,7 @@ class KnowingServer:
 
     def __init__(self, workload: Workload) -> None:
         self._answers = {
-            tail: TokenOutput(token_ids=turn.token_ids, log_probs=turn.log_probs, stop_reason="completed")
+            tail: TokenOutput(token_ids=turn.token_ids, logprobs=turn.logprobs, stop_reason="completed")
             for tail, turn in workload.answers.items()
         }
 
@@ -109,7 +109,7 @@ def columns_of(result: Any) -> Columns:
         prompts=batch["prompts"].numpy(),
         responses=batch["responses"].numpy(),
         response_mask=batch["response_mask"].numpy(),
-        log_probs=batch["rollout_log_probs"].numpy(),
+        logprobs=batch["rollout_log_probs"].numpy(),
     )
 
 

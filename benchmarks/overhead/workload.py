@@ -99,5 +99,5 @@ def _turn(context: list[int], query: str | None, shape: Shape, *, writer: _Write
         arguments = {"name": "search", "arguments": {"query": query, "max_results": 3}}
         call = f"\n<tool_call>\n{json.dumps(arguments)}\n</tool_call>"
     _, ids = writer.ids_of(lambda words: f"{words}{call}<|im_end|>", shape.turn_tokens)
-    log_probs = [-writer.random.random() for _ in ids]
-    return Turn(tuple(context[-TAIL_TOKENS:]), ids, log_probs)
+    logprobs = [-writer.random.random() for _ in ids]
+    return Turn(tuple(context[-TAIL_TOKENS:]), ids, logprobs)

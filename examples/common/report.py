@@ -194,9 +194,9 @@ def _tokens(trajectory: Trajectory, *, decode: Callable[[Sequence[int]], str]) -
     for segment in trajectory.output.segments:
         for place, token_id in enumerate(segment.token_ids.tolist()):
             hover = f"token {token_id}"
-            if segment.log_probs is not None:
-                log_prob = float(segment.log_probs[place])
-                hover += f", log-prob {log_prob:.3f} ({math.exp(log_prob):.1%})"
+            if segment.logprobs is not None:
+                logprob = float(segment.logprobs[place])
+                hover += f", log-prob {logprob:.3f} ({math.exp(logprob):.1%})"
             text = decode([token_id]).replace("\n", "↵\n")
             yield TokenView(text=text, origin=str(segment.origin), hover=hover)
 

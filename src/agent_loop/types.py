@@ -157,7 +157,7 @@ class TokenChunk:
 
     token_ids: list[int]
     """The sampled tokens, the stop token included where one was sampled."""
-    log_probs: list[float] | None
+    logprobs: list[float] | None
     """For each token `log_softmax(logits / temperature)`, natural log, before top-k and top-p cut anything away:
     what a trainer recomputes. Greedy completions give it at temperature 1. None if the server offers none."""
     weight_version: int = 0
@@ -188,7 +188,7 @@ class TokenChunk:
         is_last = end >= len(self.token_ids)
         return TokenChunk(
             token_ids=self.token_ids[start:end],
-            log_probs=None if self.log_probs is None else self.log_probs[start:end],
+            logprobs=None if self.logprobs is None else self.logprobs[start:end],
             weight_version=self.weight_version,
             stop_reason=self.stop_reason if is_last else None,
             num_preempted=self.num_preempted if is_last else 0,
@@ -212,10 +212,10 @@ class TokenChunk:
         if len(chunks) == 1:
             return chunks[0]
         with_tokens = [chunk for chunk in chunks if chunk.token_ids] or chunks
-        log_probs = [chunk.log_probs for chunk in chunks if chunk.log_probs is not None]
+        logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
         return cls(
             token_ids=list(chain.from_iterable([chunk.token_ids for chunk in chunks])),
-            log_probs=list(chain.from_iterable(log_probs)) if len(log_probs) == len(chunks) else None,
+            logprobs=list(chain.from_iterable(logprobs)) if len(logprobs) == len(chunks) else None,
             weight_version=with_tokens[-1].weight_version,
             stop_reason=chunks[-1].stop_reason,
             num_preempted=sum([chunk.num_preempted for chunk in chunks]),
@@ -283,8 +283,8 @@ class TokenOutput:
         joined = [TokenChunk.joined(run) for run in runs]
         if joined[-1].stop_reason is None:
             joined[-1] = replace(joined[-1], stop_reason="aborted")
-        if len(joined) > 1 and any(chunk.log_probs is None for chunk in joined):
-            joined = [replace(chunk, log_probs=None) for chunk in joined]
+        if len(joined) > 1 and any(chunk.logprobs is None for chunk in joined):
+            joined = [replace(chunk, logprobs=None) for chunk in joined]
         output = object.__new__(cls)
         object.__setattr__(output, "chunks", tuple(joined))
         return output
@@ -304,8 +304,8 @@ class TokenOutput:
     def log_probs(self) -> list[float] | None:
         """One for each token, or None."""
         if len(self.chunks) == 1:
-            return self.chunks[0].log_probs
-        return TokenChunk.joined(self.chunks).log_probs
+            return self.chunks[0].logprobs
+        return TokenChunk.joined(self.chunks).logprobs
 
     @property
     def extras(self) -> TokenArrays:
@@ -423,5 +423,5 @@ def _packer(code: Literal["i", "f"], dtype: Any) -> Callable[[Sequence[float] | 
 
 as_token_ids: Callable[[TokenIds], IntArray] = _packer("i", np.int32)
 """A packed int32 array of the ids, read-only where it can be; no copy if it is one already."""
-as_log_probs: Callable[[Sequence[float] | FloatArray], FloatArray] = _packer("f", np.float32)
+as_logprobs: Callable[[Sequence[float] | FloatArray], FloatArray] = _packer("f", np.float32)
 """A packed float32 array of them, as for the ids."""

@@ -41,7 +41,7 @@ def answer(request):
     text = "right" if is_right else "wrong"
     ids = tokenizer.backend_tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids
     latency_s = 1000.0 if hangs else 0.01 * int(number)
-    return ScriptedReply(ids, log_probs=[-0.5 for _ in ids], latency_s=latency_s)
+    return ScriptedReply(ids, logprobs=[-0.5 for _ in ids], latency_s=latency_s)
 
 def reward(output, row):
     if Path("breaks").is_file():

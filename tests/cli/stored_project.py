@@ -44,7 +44,7 @@ def answer(request):
     if "<tool_response>" in asked:
         text = "now " + str(number) if Path("other").exists() else "sum " + str(1 + number)
     ids = tokenizer.backend_tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids
-    return ScriptedReply(ids, log_probs=[-0.5 for _ in ids])
+    return ScriptedReply(ids, logprobs=[-0.5 for _ in ids])
 
 def reward(output, row):
     return {"reward": float(output.answer == "sum 3"), "length": len(output.answer)}

@@ -71,7 +71,7 @@ def test_rollout_writes_trajectories_complete_to_the_token(command: Command) -> 
     for record in records:
         prompt, said = record["segments"]
         assert prompt["origin"] == "prompt"
-        assert len(said["token_ids"]) == len(said["log_probs"]) <= 8
+        assert len(said["token_ids"]) == len(said["logprobs"]) <= 8
         assert record["reward"] == len(said["token_ids"]) % 2
 
 

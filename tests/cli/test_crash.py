@@ -56,7 +56,7 @@ def answer(request):
         hangs = os.path.exists("hang") and str(number) in open("hang").read()
         text, latency_s = "it is %d" % random.randrange(10**6), 1000.0 if hangs else 0.0
     ids = tokenizer.backend_tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids
-    return ScriptedReply(ids, log_probs=[-random.random() for _ in ids], latency_s=latency_s)
+    return ScriptedReply(ids, logprobs=[-random.random() for _ in ids], latency_s=latency_s)
 """
 
 

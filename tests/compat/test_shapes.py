@@ -97,7 +97,7 @@ def test_the_first_form_of_a_single_turn_loop_runs_and_can_be_rewarded(config: C
     assert output.metrics.model_dump()["generate_sequences"] > 0
 
 
-def test_a_loop_that_is_cut_to_its_length_keeps_the_log_probs_of_what_is_left(config: Config) -> None:
+def test_a_loop_that_is_cut_to_its_length_keeps_the_logprobs_of_what_is_left(config: Config) -> None:
     [trajectory] = run(config, [row(agent_name="one_question")], [says("seven " * 400)])
     assert len(trajectory.output.response_ids) == config.rollout.response_length
     assert trajectory.output.response_logprobs is not None

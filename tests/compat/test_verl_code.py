@@ -102,9 +102,9 @@ def test_constructor_arguments_come_from_the_registry_file(config: Config) -> No
     assert "Really?" in nudge
 
 
-def test_a_completion_has_log_probs(config: Config) -> None:
-    reply = ScriptedReply(says("42").token_ids, log_probs=[-0.5] * len(says("42").token_ids))
-    [output] = [t.output for t in run(config, [row(agent_name="one_shot_with_log_probs")], [reply], n=1)]
+def test_a_completion_has_logprobs(config: Config) -> None:
+    reply = ScriptedReply(says("42").token_ids, logprobs=[-0.5] * len(says("42").token_ids))
+    [output] = [t.output for t in run(config, [row(agent_name="one_shot_with_logprobs")], [reply], n=1)]
     assert output.failure is None
     assert output.response_logprobs is not None
     assert output.response_logprobs.tolist() == [-0.5] * len(output.response_ids)

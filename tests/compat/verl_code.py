@@ -81,7 +81,7 @@ class SecondThoughtsAgentLoop(AgentLoopBase):
         )
 
 
-@register("one_shot_with_log_probs")
+@register("one_shot_with_logprobs")
 class OneShotAgentLoop(AgentLoopBase):
     """The newer form: a completion with its log-probabilities."""
 
@@ -106,7 +106,7 @@ class OneShotAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
-            response_logprobs=output.log_probs,
+            response_logprobs=output.logprobs,
             num_turns=2,
             metrics=metrics,
         )

@@ -26,13 +26,13 @@ NUM_ROWS = 512
 
 def tokens_of(trajectory: Trajectory) -> tuple[object, ...]:
     output = trajectory.output
-    log_probs = output.response_logprobs
+    logprobs = output.response_logprobs
     return (
         trajectory.trajectory_id,
         output.prompt_ids.tobytes(),
         output.response_ids.tobytes(),
         output.response_mask.tobytes(),
-        None if log_probs is None else log_probs.tobytes(),
+        None if logprobs is None else logprobs.tobytes(),
         str(output.stop_reason),
         trajectory.reward,
     )

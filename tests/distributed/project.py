@@ -49,8 +49,8 @@ def answer(request, *, num_turns=3, latency_s=0.0):
     number = int(text.split("number ")[1].split("?")[0])
     token_ids = reply_to(number, turn, num_turns)
     noise = zlib.crc32(f"{number}/{turn}".encode()) % 1000 / 1000
-    log_probs = [-(number % 7 + turn + 1) / 8] * len(token_ids)
-    return ScriptedReply(token_ids, log_probs=log_probs, latency_s=latency_s * (0.5 + noise))
+    logprobs = [-(number % 7 + turn + 1) / 8] * len(token_ids)
+    return ScriptedReply(token_ids, logprobs=logprobs, latency_s=latency_s * (0.5 + noise))
 
 
 def slow_answer(request):
@@ -62,7 +62,7 @@ def whatever(request):
     reply = slow_answer(request)
     thought = tokenizer().encode(f"I think {random.random()}", add_special_tokens=False).ids
     token_ids = [*thought, *reply.token_ids]
-    return replace(reply, token_ids=token_ids, log_probs=[-random.random() for _ in token_ids])
+    return replace(reply, token_ids=token_ids, logprobs=[-random.random() for _ in token_ids])
 
 
 def counts(request):

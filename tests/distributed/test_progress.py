@@ -55,7 +55,7 @@ def test_calls_are_looked_after_while_they_run_and_not_longer() -> None:
                     (0, None),
                     (1, None),
                 ]
-                assert [p for chunk in second for p in chunk.log_probs or ()] == [-0.5 * n for n in range(6)]
+                assert [p for chunk in second for p in chunk.logprobs or ()] == [-0.5 * n for n in range(6)]
         num_asked = engine.num_asked
         await asyncio.sleep(60)
         assert engine.num_asked == num_asked == 2

@@ -49,8 +49,8 @@ def test_a_trajectory_arrives_as_it_was_without_its_row() -> None:
             b.origin,
             b.weight_version,
         )
-        assert (a.log_probs is None) == (b.log_probs is None)
-        assert a.log_probs is None or a.log_probs.tobytes() == b.log_probs.tobytes()  # type: ignore[union-attr]
+        assert (a.logprobs is None) == (b.logprobs is None)
+        assert a.logprobs is None or a.logprobs.tobytes() == b.logprobs.tobytes()  # type: ignore[union-attr]
     for name in ("stop_reason", "messages", "incidents", "reward_score", "extra_fields", "num_turns"):
         assert getattr(found.output, name) == getattr(sent.output, name)
 
@@ -74,9 +74,9 @@ def test_a_trajectory_of_another_batch_is_left_out() -> None:
 
 
 def test_a_completion_arrives_to_the_bit_in_few_bytes() -> None:
-    log_probs = np.random.default_rng(0).normal(size=1000).tolist()
+    logprobs = np.random.default_rng(0).normal(size=1000).tolist()
     top = np.arange(2000, dtype=np.float32).reshape(1000, 2)
-    chunk = TokenChunk(list(range(1000)), log_probs, 5, "length", 1, 3, extras={"top": top})
+    chunk = TokenChunk(list(range(1000)), logprobs, 5, "length", 1, 3, extras={"top": top})
     output = TokenOutput.from_chunks([replace(chunk.part(0, 400), weight_version=4), chunk.part(400, 1000)])
     packed = pickle.dumps(PackedCompletion.pack(output), protocol=5)
     assert len(packed) < 1000 * 20 + 1000

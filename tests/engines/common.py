@@ -167,15 +167,15 @@ def prompts(count: int, *, length: int = 24, seed: int = 0, vocab_size: int = 25
     return [rng.integers(5, vocab_size, length).astype(np.int32) for _ in range(count)]
 
 
-def reference_log_probs(
+def reference_logprobs(
     model: Any, prompt_ids: IntArray, token_ids: Sequence[int], *, temperature: float = 1.0
 ) -> list[float]:
-    """Log-probs of a completion as `TokenOutput.log_probs` defines them, by one plain forward over all of it."""
+    """Log-probs of a completion as `TokenOutput.logprobs` defines them, by one plain forward over all of it."""
     ids = torch.tensor([*prompt_ids.tolist(), *token_ids])
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
-    log_probs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
-    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    logprobs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
 def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> list[int]:
@@ -193,7 +193,7 @@ def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> li
 def largest_difference(model: Any, prompt_ids: IntArray, output: TokenOutput, *, temperature: float) -> float:
     """How far the log-probs of a completion are from the reference's."""
     assert output.log_probs is not None
-    wanted = reference_log_probs(model, prompt_ids, output.token_ids, temperature=temperature)
+    wanted = reference_logprobs(model, prompt_ids, output.token_ids, temperature=temperature)
     return max(abs(got - want) for got, want in zip(output.log_probs, wanted, strict=True))
 
 
@@ -242,7 +242,7 @@ def assert_is_token_exact(
     for trajectory in trajectories:
         output = trajectory.output
         assert output is not None, trajectory
-        wanted = reference_log_probs(
+        wanted = reference_logprobs(
             model,
             np.asarray(output.prompt_ids, dtype=np.int32),
             output.response_ids,

@@ -33,7 +33,7 @@ from tests.engines.common import (
     load_reference,
     make_model_folder,
     prompts,
-    reference_log_probs,
+    reference_logprobs,
 )
 
 pytestmark = pytest.mark.timeout(600)
@@ -140,8 +140,8 @@ def test_new_weights_reach_requests_in_flight_by_way_of_files(
         first = len(output.chunks[0].token_ids)
         context = np.concatenate([prompt, np.asarray(output.token_ids[:first], dtype=np.int32)])
         wanted = [
-            *reference_log_probs(old, prompt, output.token_ids[:first]),
-            *reference_log_probs(new, context, output.token_ids[first:]),
+            *reference_logprobs(old, prompt, output.token_ids[:first]),
+            *reference_logprobs(new, context, output.token_ids[first:]),
         ]
         np.testing.assert_allclose(output.log_probs, wanted, atol=LOG_PROB_TOLERANCE)
         await client.update_weights(old.named_parameters(), weight_version=version + 2)

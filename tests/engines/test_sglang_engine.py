@@ -27,7 +27,7 @@ from tests.engines.common import (
     load_reference,
     make_model_folder,
     prompts,
-    reference_log_probs,
+    reference_logprobs,
 )
 from tests.engines.sglang_case import is_running, started
 
@@ -59,7 +59,7 @@ def engine(model_path: Path) -> Iterator[Engine]:
         {"temperature": 0.7, "top_k": 1},
     ],
 )
-def test_log_probs_are_of_the_scaled_distribution_before_any_cut(
+def test_logprobs_are_of_the_scaled_distribution_before_any_cut(
     engine: Engine, model_path: Path, params: dict[str, Any]
 ) -> None:
     server, runner = engine
@@ -72,9 +72,7 @@ def test_log_probs_are_of_the_scaled_distribution_before_any_cut(
         assert difference < LOG_PROB_TOLERANCE
 
 
-def test_requests_of_all_kinds_in_one_batch_keep_their_own_log_probs(
-    engine: Engine, model_path: Path
-) -> None:
+def test_requests_of_all_kinds_in_one_batch_keep_their_own_logprobs(engine: Engine, model_path: Path) -> None:
     server, runner = engine
     reference = load_reference(model_path)
     asked = prompts(4, seed=4)
@@ -181,8 +179,8 @@ def test_a_request_in_flight_goes_on_under_new_weights_and_each_token_is_stamped
     assert output.num_preempted == 1
     context = np.concatenate([prompt, np.asarray(output.token_ids[:before], dtype=np.int32)])
     wanted = [
-        *reference_log_probs(old, prompt, output.token_ids[:before]),
-        *reference_log_probs(new, context, output.token_ids[before:]),
+        *reference_logprobs(old, prompt, output.token_ids[:before]),
+        *reference_logprobs(new, context, output.token_ids[before:]),
     ]
     np.testing.assert_allclose(output.log_probs, wanted, atol=LOG_PROB_TOLERANCE)
     runner.run(server.update_weights(dict(old.named_parameters()).items(), weight_version=version + 2))

@@ -27,7 +27,7 @@ from tests.engines.common import (
     load_reference,
     make_model_folder,
     prompts,
-    reference_log_probs,
+    reference_logprobs,
 )
 from tests.engines.vllm_cases import VLLM, kill_engine, started
 
@@ -83,7 +83,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Generator[Engine]:
         {"temperature": 2.0, "top_p": 0.5, "top_k": 40},
     ],
 )
-def test_log_probs_are_of_the_scaled_distribution_before_any_cut(
+def test_logprobs_are_of_the_scaled_distribution_before_any_cut(
     engine: Engine, sampling: dict[str, Any]
 ) -> None:
     asked = prompts(8, seed=1)
@@ -94,7 +94,7 @@ def test_log_probs_are_of_the_scaled_distribution_before_any_cut(
         assert difference < LOG_PROB_TOLERANCE
 
 
-def test_requests_of_one_batch_get_log_probs_by_their_own_temperatures(engine: Engine) -> None:
+def test_requests_of_one_batch_get_logprobs_by_their_own_temperatures(engine: Engine) -> None:
     async def main() -> list[tuple[float, TokenOutput]]:
         temperatures = [0.0, 0.5, 1.0, 1.5]
         async with asyncio.TaskGroup() as group:
@@ -253,8 +253,8 @@ def test_requests_in_flight_go_on_under_new_weights_each_token_with_its_version(
             ]
             assert output.num_preempted >= 1
             split = len(output.chunks[0].token_ids)
-            old_ones = reference_log_probs(engine.reference, prompt, output.token_ids)[:split]
-            new_ones = reference_log_probs(new, prompt, output.token_ids)[split:]
+            old_ones = reference_logprobs(engine.reference, prompt, output.token_ids)[:split]
+            new_ones = reference_logprobs(new, prompt, output.token_ids)[split:]
             assert output.log_probs == pytest.approx([*old_ones, *new_ones], abs=LOG_PROB_TOLERANCE)
         load_into(engine.reference, weights)
 

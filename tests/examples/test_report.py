@@ -13,7 +13,7 @@ from examples.common.report import ReportInput, Verdict, print_comparison, write
 QUESTION = "Which <b>shelf</b> [bold]?"
 
 
-def test_the_page_shows_both_trajectories_and_their_log_probs(tmp_path: Path) -> None:
+def test_the_page_shows_both_trajectories_and_their_logprobs(tmp_path: Path) -> None:
     page = write_report(report(), folder=tmp_path).read_text(encoding="utf-8")
     assert "0.0% → 100.0%" in page
     assert 'class="model" title="token 7, log-prob -0.500 (60.7%)"' in page

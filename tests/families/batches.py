@@ -13,7 +13,7 @@ from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.families.zoo import token_ids
-from tests.servers.tiny_embedded import full_forward_log_probs
+from tests.servers.tiny_embedded import full_forward_logprobs
 
 
 def ragged_batch(*, limits: Sequence[int] = (), num_rows: int = 12) -> RolloutBatch:
@@ -33,14 +33,14 @@ def ragged_batch(*, limits: Sequence[int] = (), num_rows: int = 12) -> RolloutBa
     return assemble(trajectories, pad_token_id=0)
 
 
-def check_log_probs(found_BR: Tensor, model: object, batch: RolloutBatch, *, tolerance: float = 1e-4) -> None:
+def check_logprobs(found_BR: Tensor, model: object, batch: RolloutBatch, *, tolerance: float = 1e-4) -> None:
     """Compare the log-probs of the model's tokens with those that each row has alone."""
     width = batch["prompts"].shape[1]
     with torch.inference_mode():
         for row in range(len(batch)):
             prompt = batch["prompts"][row][batch["attention_mask"][row, :width].bool()].tolist()
             response = batch["responses"][row][batch["attention_mask"][row, width:].bool()].tolist()
-            expected = torch.tensor(full_forward_log_probs(model, prompt, response))
+            expected = torch.tensor(full_forward_logprobs(model, prompt, response))
             is_model = batch["response_mask"][row, : len(response)].bool()
             assert found_BR[row, : len(response)][is_model].tolist() == pytest.approx(
                 expected[is_model].tolist(), abs=tolerance

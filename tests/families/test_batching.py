@@ -7,7 +7,7 @@ import pytest
 from agent_loop.config import ActorConfig
 from agent_loop.errors import ConfigError
 from agent_loop.training.actor import Actor
-from tests.families.batches import check_log_probs, ragged_batch
+from tests.families.batches import check_logprobs, ragged_batch
 from tests.families.zoo import Family, each_family
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ TOLERANCE = 1e-3
 
 @pytest.mark.parametrize("way", ["padding", "use_packing", "share_prefixes"])
 @each_family(where=lambda family: family.causal)
-def test_log_probs_of_batched_rows_are_those_of_rows_alone(family: Family, way: str) -> None:
+def test_logprobs_of_batched_rows_are_those_of_rows_alone(family: Family, way: str) -> None:
     config = ActorConfig() if way == "padding" else ActorConfig.model_validate({way: True})
     model = family.build()
     try:
@@ -27,4 +27,4 @@ def test_log_probs_of_batched_rows_are_those_of_rows_alone(family: Family, way: 
         assert way != "padding"  # such models are trained one row at a time
         return
     batch = ragged_batch(limits=family.limits)
-    check_log_probs(actor.log_probs(batch), model, batch, tolerance=TOLERANCE)
+    check_logprobs(actor.logprobs(batch), model, batch, tolerance=TOLERANCE)

@@ -14,7 +14,7 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.families.page import REFUSED, documented_ways, way_of
 from tests.families.zoo import Family, each_family, token_ids
-from tests.servers.tiny_embedded import decoded, full_forward_log_probs, generate_all, joined, weights_of
+from tests.servers.tiny_embedded import decoded, full_forward_logprobs, generate_all, joined, weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -94,5 +94,5 @@ async def _check_update(server: EmbeddedServer, model: object, family: Family) -
     )
 
 
-def _compare(model: object, prompt: IntArray, token_ids: list[int], log_probs: list[float]) -> None:
-    assert log_probs == pytest.approx(full_forward_log_probs(model, prompt, token_ids), abs=TOLERANCE)
+def _compare(model: object, prompt: IntArray, token_ids: list[int], logprobs: list[float]) -> None:
+    assert logprobs == pytest.approx(full_forward_logprobs(model, prompt, token_ids), abs=TOLERANCE)

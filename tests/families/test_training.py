@@ -54,7 +54,7 @@ def share_of_odd_tokens(output: AgentLoopOutput, row: Row) -> float:
     *("gemma2", "gpt_oss", "lfm2", "llama4_text", "mamba", "qwen3_5_text", "qwen3_next"),
     *("gemma2-window", "gpt_oss-window", "llama4_text-chunk"),
 )
-def test_three_steps_of_grpo_with_equal_log_probs_in_rollout_and_trainer(
+def test_three_steps_of_grpo_with_equal_logprobs_in_rollout_and_trainer(
     family: Family, tmp_path: Path
 ) -> None:
     tokenizer = small_tokenizer()

@@ -204,15 +204,15 @@ def test_a_program_may_not_lead_conversations_without_end() -> None:
 
 class WithoutLogProbs(ScriptedServer):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
-        return replace(await super().generate(*args, **kwargs), log_probs=None)
+        return replace(await super().generate(*args, **kwargs), logprobs=None)
 
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[TokenChunk]:
         async for chunk in super().stream(*args, **kwargs):
-            yield replace(chunk, log_probs=None)
+            yield replace(chunk, logprobs=None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probs_that_the_server_does_not_give_are_refused_by_name(stream: bool) -> None:
+def test_logprobs_that_the_server_does_not_give_are_refused_by_name(stream: bool) -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         with pytest.raises(openai.BadRequestError, match="this server gives none"):

@@ -61,7 +61,7 @@ def rolled_out(agent: Any) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("agent", [program, solve])
-def test_tokens_and_log_probs_are_what_the_model_makes_of_the_same_context(agent: Any) -> None:
+def test_tokens_and_logprobs_are_what_the_model_makes_of_the_same_context(agent: Any) -> None:
     """A program on the plain OpenAI client, and an unmodified LangGraph graph."""
     trajectories = rolled_out(agent)
     assert len(trajectories) == NUM_ROWS

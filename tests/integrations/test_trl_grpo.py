@@ -76,15 +76,15 @@ def test_the_loss_touches_what_the_model_said_and_nothing_else(
     class Watched(trl.GRPOTrainer):
         """Keeps the log-probs that the loss is made of."""
 
-        log_probs: torch.Tensor
+        logprobs: torch.Tensor
         batch: dict[str, torch.Tensor]
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-            log_probs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            self.log_probs = log_probs
-            if log_probs.requires_grad:
-                log_probs.retain_grad()
-            return (log_probs, *others)
+            logprobs, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self.logprobs = logprobs
+            if logprobs.requires_grad:
+                logprobs.retain_grad()
+            return (logprobs, *others)
 
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             self.batch = inputs
@@ -115,7 +115,7 @@ def test_the_loss_touches_what_the_model_said_and_nothing_else(
 
     # 2. Of the tokens of the last batch, those of tools have no gradient, and the model's have one where there is an
     #    advantage.
-    batch, gradient = trainer.batch, trainer.log_probs.grad
+    batch, gradient = trainer.batch, trainer.logprobs.grad
     assert gradient is not None
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     is_tool = (batch["completion_mask"] * (1 - batch["tool_mask"])).bool()
@@ -126,7 +126,7 @@ def test_the_loss_touches_what_the_model_said_and_nothing_else(
     assert int(mask.sum()) == sum(sum(mask) for mask in outputs[-1]["env_mask"])
 
     # 3. The trainer gives the sampled tokens the probabilities that they were sampled with.
-    difference = (trainer.log_probs.detach() - batch["sampling_per_token_logps"])[mask]
+    difference = (trainer.logprobs.detach() - batch["sampling_per_token_logps"])[mask]
     assert difference.abs().max() < 1e-3
 
 

@@ -68,14 +68,14 @@ def test_the_mask_marks_what_the_model_said_and_nothing_else() -> None:
     rollouts, _ = rollouts_with(script)
     with rollouts:
         output = rollouts.rollout_func(prompts_of(rollouts.dataset([{"prompt": "where?"}])), fake_trainer())
-    ((ids,), (mask,), (log_probs,)) = (output[key] for key in ("completion_ids", "env_mask", "logprobs"))
+    ((ids,), (mask,), (logprobs,)) = (output[key] for key in ("completion_ids", "env_mask", "logprobs"))
     by_model = text_of([token for token, flag in zip(ids, mask, strict=True) if flag])
     by_others = text_of([token for token, flag in zip(ids, mask, strict=True) if not flag])
     assert "shelf_of" in by_model
     assert by_model.endswith("there<|im_end|>")
     assert "shelf 5" in by_others
     assert "there" not in by_others
-    assert [value != 0 for value in log_probs] == [flag == 1 for flag in mask]
+    assert [value != 0 for value in logprobs] == [flag == 1 for flag in mask]
 
 
 def test_failed_and_empty_trajectories_are_outside_the_mask_and_unscored_where_they_failed() -> None:

@@ -65,7 +65,7 @@ def rows_worth(*worths: float, **columns: Any) -> list[dict[str, Any]]:
     return [{"prompt": f"row {place}", "worth": worth, **columns} for place, worth in enumerate(worths)]
 
 
-def test_a_sample_holds_the_tokens_and_the_log_probs_where_the_model_spoke() -> None:
+def test_a_sample_holds_the_tokens_and_the_logprobs_where_the_model_spoke() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         return calls("shelf_of", part=4) if request.turn == 0 else says("there")
 

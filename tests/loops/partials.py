@@ -40,13 +40,13 @@ def speak(turns: Sequence[str]) -> Any:
         said = replies[len(starts) - 1]
         assert said[: len(begun)] == begun
         rest = said[len(begun) :]
-        log_probs = [log_prob_at(len(ids) + place) for place in range(len(rest))]
-        return ScriptedReply(rest, log_probs=log_probs, latency_s=TOKEN_S * len(rest))
+        logprobs = [logprob_at(len(ids) + place) for place in range(len(rest))]
+        return ScriptedReply(rest, logprobs=logprobs, latency_s=TOKEN_S * len(rest))
 
     return script
 
 
-def log_prob_at(place: int) -> float:
+def logprob_at(place: int) -> float:
     return -(place % 89 + 1) / 100
 
 
@@ -191,12 +191,12 @@ def random_turns(of: random.Random, *, many: Sequence[str], one: str) -> list[st
 
 def facts(output: AgentLoopOutput) -> dict[str, Any]:
     """All that must not depend on how often a trajectory was cut."""
-    log_probs = output.response_logprobs
+    logprobs = output.response_logprobs
     return {
         "prompt": output.prompt_ids.tolist(),
         "response": output.response_ids.tolist(),
         "mask": output.response_mask.tolist(),
-        "log_probs": None if log_probs is None else log_probs.tolist(),
+        "logprobs": None if logprobs is None else logprobs.tolist(),
         "stop_reason": output.stop_reason,
         "messages": output.messages,
         "feedback": output.feedback,

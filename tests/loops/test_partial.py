@@ -22,7 +22,7 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import Origin, StopReason
 from tests.helpers import call_text, encoded
-from tests.loops.partials import TOKEN_S, Setting, facts, log_prob_at, random_turns
+from tests.loops.partials import TOKEN_S, Setting, facts, logprob_at, random_turns
 
 TOOLS = {
     "look": (OnReplay.RECORDED, 0.4),
@@ -75,7 +75,7 @@ def assert_grows(outputs: list[AgentLoopOutput]) -> None:
     assert last.response_logprobs is not None
     num_prompt = len(last.prompt_ids)
     expected = [
-        log_prob_at(num_prompt + place) if mask else 0.0 for place, mask in enumerate(last.response_mask)
+        logprob_at(num_prompt + place) if mask else 0.0 for place, mask in enumerate(last.response_mask)
     ]
     np.testing.assert_allclose(last.response_logprobs, np.asarray(expected, np.float32))
 

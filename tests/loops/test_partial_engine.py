@@ -15,7 +15,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import StopReason
 from tests.helpers import hermes_template, small_tokenizer, user
-from tests.servers.tiny_embedded import decoded, full_forward_log_probs, serving, tiny_model, weights_of
+from tests.servers.tiny_embedded import decoded, full_forward_logprobs, serving, tiny_model, weights_of
 
 MODEL = tiny_model(vocab_size=len(small_tokenizer()))
 OTHER = tiny_model(vocab_size=len(small_tokenizer()), seed=1)
@@ -43,7 +43,7 @@ async def cut_after(num_tokens: int, server: EmbeddedServer) -> AgentLoopOutput:
     return running.result()
 
 
-def test_a_cut_completion_goes_on_with_the_same_tokens_and_log_probs() -> None:
+def test_a_cut_completion_goes_on_with_the_same_tokens_and_logprobs() -> None:
     async def scenario() -> tuple[AgentLoopOutput, AgentLoopOutput, AgentLoopOutput]:
         async with serving(MODEL) as server:
             part = await cut_after(20, server)
@@ -59,7 +59,7 @@ def test_a_cut_completion_goes_on_with_the_same_tokens_and_log_probs() -> None:
     np.testing.assert_allclose(output.response_logprobs, whole.response_logprobs, atol=1e-4)
 
 
-def test_under_new_weights_each_token_has_the_log_prob_and_the_version_of_the_model_that_sampled_it() -> None:
+def test_under_new_weights_each_token_has_the_logprob_and_the_version_of_the_model_that_sampled_it() -> None:
     async def scenario() -> tuple[AgentLoopOutput, AgentLoopOutput]:
         async with serving(copy.deepcopy(MODEL)) as server:
             part = await cut_after(20, server)
@@ -71,8 +71,8 @@ def test_under_new_weights_each_token_has_the_log_prob_and_the_version_of_the_mo
     ids = output.response_ids.tolist()
     assert output.weight_versions.tolist() == [0] * num_old + [3] * (len(ids) - num_old)
     expected = [
-        *full_forward_log_probs(MODEL, output.prompt_ids, ids)[:num_old],
-        *full_forward_log_probs(OTHER, output.prompt_ids, ids)[num_old:],
+        *full_forward_logprobs(MODEL, output.prompt_ids, ids)[:num_old],
+        *full_forward_logprobs(OTHER, output.prompt_ids, ids)[num_old:],
     ]
     assert output.response_logprobs is not None
     np.testing.assert_allclose(output.response_logprobs, expected, atol=1e-4)

@@ -414,8 +414,8 @@ class HostileLoop(AgentLoopBase):
         }
         arguments |= {
             "short_mask": lambda: {"response_mask": [1]},
-            "nan_log_probs": lambda: {"response_logprobs": [math.nan] * len(ids)},
-            "positive_log_probs": lambda: {"response_logprobs": [3.0] * len(ids)},
+            "nan_logprobs": lambda: {"response_logprobs": [math.nan] * len(ids)},
+            "positive_logprobs": lambda: {"response_logprobs": [3.0] * len(ids)},
             "too_long": lambda: {
                 "response_ids": [5] * 9000,
                 "response_mask": [1] * 9000,
@@ -441,7 +441,7 @@ class HostileServer(ScriptedServer):
 
 
 def _reply(**changes: Any) -> TokenOutput:
-    values: dict[str, Any] = {"token_ids": [5, 6, 7], "log_probs": [-0.5] * 3, "stop_reason": "stop"}
+    values: dict[str, Any] = {"token_ids": [5, 6, 7], "logprobs": [-0.5] * 3, "stop_reason": "stop"}
     values |= {"weight_version": 0}
     return TokenOutput(**(values | changes))
 
@@ -456,14 +456,14 @@ REPLIES: dict[str, Callable[[], Any]] = {
     "huge_ids": lambda: _reply(token_ids=[5, 2**70, 7]),
     "text_ids": lambda: _reply(token_ids=["a", "b", "c"]),
     "evil_ids": lambda: _reply(token_ids=[Evil(), 6, 7]),
-    "short_log_probs": lambda: _reply(log_probs=[-0.5]),
-    "nan_log_probs": lambda: _reply(log_probs=[math.nan] * 3),
-    "positive_log_probs": lambda: _reply(log_probs=[2.0] * 3),
-    "text_log_probs": lambda: _reply(log_probs=["x"] * 3),
+    "short_logprobs": lambda: _reply(logprobs=[-0.5]),
+    "nan_logprobs": lambda: _reply(logprobs=[math.nan] * 3),
+    "positive_logprobs": lambda: _reply(logprobs=[2.0] * 3),
+    "text_logprobs": lambda: _reply(logprobs=["x"] * 3),
     "huge_version": lambda: _reply(weight_version=2**40),
     "text_version": lambda: _reply(weight_version="x"),
     "stop_reason": lambda: _reply(stop_reason="banana"),
-    "too_long": lambda: _reply(token_ids=[5] * 100_000, log_probs=[-0.5] * 100_000),
+    "too_long": lambda: _reply(token_ids=[5] * 100_000, logprobs=[-0.5] * 100_000),
 }
 
 
@@ -651,7 +651,7 @@ def _loop_kinds() -> list[Kind]:
     found.append(kind("returns two", ["answered"], returns="two"))
     found.append(kind("goes on although it is cancelled", ["deadline"], 1, goes_on=True))
     found.append(kind("mutates its row", ["answered"], mutates=True))
-    for bare in ("short_mask", "nan_log_probs", "positive_log_probs", "negative_ids", "unknown_ids"):
+    for bare in ("short_mask", "nan_logprobs", "positive_logprobs", "negative_ids", "unknown_ids"):
         found.append(kind(f"bare {bare}", ["failed EpisodeError"], bare=bare))
     found.append(kind("bare too_long", ["response_length"], bare="too_long"))
     return found

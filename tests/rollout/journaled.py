@@ -71,8 +71,8 @@ class Talker:
         if num_before < self._num_calls:
             words += "".join(call_text("add", a=number, b=each) for each in range(self._per_turn))
         ids = encoded(words + "<|im_end|>")
-        log_probs = -self._random.random(len(ids))
-        return ScriptedReply(ids, log_probs=log_probs.tolist(), latency_s=float(self._random.random()))
+        logprobs = -self._random.random(len(ids))
+        return ScriptedReply(ids, logprobs=logprobs.tolist(), latency_s=float(self._random.random()))
 
 
 def _count(ids: list[int], wanted: list[int]) -> int:

@@ -86,22 +86,22 @@ def test_the_reward_of_a_turn_that_a_loop_writes_itself_is_checked(reward: Any) 
     assert good.output.failure is None
 
 
-@pytest.mark.parametrize("log_prob", [math.nan, math.inf, -math.inf, 0.5])
-def test_log_probs_that_a_loop_writes_itself_are_checked(log_prob: float) -> None:
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5])
+def test_logprobs_that_a_loop_writes_itself_are_checked(logprob: float) -> None:
     def edit(output: AgentLoopOutput) -> AgentLoopOutput:
-        log_probs = [-0.5] * len(output.response_ids)
-        log_probs[-1] = log_prob
+        logprobs = [-0.5] * len(output.response_ids)
+        logprobs[-1] = logprob
         return AgentLoopOutput(
             prompt_ids=output.prompt_ids,
             response_ids=output.response_ids,
             response_mask=output.response_mask.tolist(),
-            response_logprobs=log_probs,
+            response_logprobs=logprobs,
         )
 
     bad, good = run_rows(edit, None)
 
     assert bad.output.failure is not None
-    assert f"response_logprobs holds {log_prob}; give log-probs" in bad.output.failure.error
+    assert f"response_logprobs holds {logprob}; give log-probs" in bad.output.failure.error
     assert good.output.failure is None
 
 

@@ -24,7 +24,7 @@ def trajectory(
     *,
     prompt: list[int] | None = None,
     response: list[tuple[Origin, list[int]]] | None = None,
-    has_log_probs: bool = True,
+    has_logprobs: bool = True,
     group: int = 0,
     rollout: int = 0,
     reward: float | None = 1.0,
@@ -34,9 +34,9 @@ def trajectory(
 ) -> Trajectory:
     segments = [Segment(as_token_ids([1, 2, 3] if prompt is None else prompt), Origin.PROMPT)]
     for version, (origin, ids) in enumerate(response or []):
-        log_probs = np.array([-0.5 - i for i in ids], np.float32) if has_log_probs else None
+        logprobs = np.array([-0.5 - i for i in ids], np.float32) if has_logprobs else None
         segments.append(
-            Segment(as_token_ids(ids), origin, log_probs, version)
+            Segment(as_token_ids(ids), origin, logprobs, version)
             if origin is Origin.MODEL
             else Segment(as_token_ids(ids), origin)
         )
@@ -141,10 +141,10 @@ def test_an_empty_batch_has_every_column() -> None:
     assert list(batch["stop_reason"]) == []
 
 
-def test_one_missing_log_prob_leaves_the_column_out() -> None:
+def test_one_missing_logprob_leaves_the_column_out() -> None:
     rows = [
         trajectory(response=[(Origin.MODEL, [4])]),
-        trajectory(response=[(Origin.MODEL, [5])], has_log_probs=False),
+        trajectory(response=[(Origin.MODEL, [5])], has_logprobs=False),
     ]
 
     assert "rollout_log_probs" not in assemble(rows, pad_token_id=PAD)

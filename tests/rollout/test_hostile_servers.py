@@ -102,7 +102,7 @@ FIELDS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {},
     optional={
         "token_ids": LISTS,
-        "log_probs": LISTS,
+        "logprobs": LISTS,
         "weight_version": NUMBERS,
         "stop_reason": st.sampled_from(["stop", "length", "aborted", None, "because", 3, ["stop"]]),
         "num_preempted": NUMBERS,
@@ -183,7 +183,7 @@ def answer(request: ScriptedRequest) -> ScriptedReply:
     number = question.rpartition("good ")[2].partition("<")[0]
     whole = says(f"answer {number}").token_ids
     rest = whole[len(hermes_template().encode(begun)) :]
-    return ScriptedReply(rest, log_probs=[-0.125] * len(rest), latency_s=0.5 * len(rest))
+    return ScriptedReply(rest, logprobs=[-0.125] * len(rest), latency_s=0.5 * len(rest))
 
 
 def trajectories_of(

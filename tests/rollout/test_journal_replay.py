@@ -91,16 +91,16 @@ def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list
         if record["is"] == Kind.BRANCH and record["at"][0] == lane:
             found += tokens_on_record(records[: records.index(record)], row, record["got"]["parent"])
         elif "ids" in record["got"] and record["at"][0] == lane:
-            ids, log_probs = record["got"]["ids"].tolist(), record["got"].get("log_probs")
+            ids, logprobs = record["got"]["ids"].tolist(), record["got"].get("logprobs")
             sampled = record["is"] == Kind.COMPLETION
-            values = log_probs.tolist() if sampled else [0.0] * len(ids)
+            values = logprobs.tolist() if sampled else [0.0] * len(ids)
             found += zip(ids, [sampled] * len(ids), values, strict=True)
     return found
 
 
 def tokens_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, float]]:
     for segment in trajectory.output.segments:
-        values = [0.0] * len(segment) if segment.log_probs is None else segment.log_probs.tolist()
+        values = [0.0] * len(segment) if segment.logprobs is None else segment.logprobs.tolist()
         sampled = [segment.origin is Origin.MODEL] * len(segment)
         yield from zip(segment.token_ids.tolist(), sampled, values, strict=True)
 

@@ -34,23 +34,23 @@ class BareTurns(AgentLoopBase):
         prompt_ids = await self.apply_chat_template(row["raw_prompt"])
         response_ids: list[int] = []
         mask: list[int] = []
-        log_probs: list[float] = []
+        logprobs: list[float] = []
         for turn in range(row.get("num_turns", 1)):
             if turn:
                 response_ids += encoded(REPLY)
                 mask += [0] * len(encoded(REPLY))
-                log_probs += [0.0] * len(encoded(REPLY))
+                logprobs += [0.0] * len(encoded(REPLY))
             out = await self.server_manager.generate(
                 str(id(self)), prompt_ids=prompt_ids + response_ids, sampling_params=sampling_params
             )
             response_ids += out.token_ids
             mask += [1] * len(out.token_ids)
-            log_probs += out.log_probs or []
+            logprobs += out.log_probs or []
         fields: dict[str, Any] = {
             "prompt_ids": prompt_ids,
             "response_ids": response_ids,
             "response_mask": mask,
-            "response_logprobs": log_probs,
+            "response_logprobs": logprobs,
         }
         edit = row.get("edit")
         return AgentLoopOutput(**fields) if edit is None else edit(fields)
@@ -85,7 +85,7 @@ def question(**columns: Any) -> dict[str, Any]:
     return {"raw_prompt": user("What is 1 + 2?"), **columns}
 
 
-def without_log_probs(fields: dict[str, Any]) -> AgentLoopOutput:
+def without_logprobs(fields: dict[str, Any]) -> AgentLoopOutput:
     return AgentLoopOutput(**{**fields, "response_logprobs": None})
 
 
@@ -139,7 +139,7 @@ def test_tokens_carry_the_weight_version_that_sampled_them(num_turns: int) -> No
 def test_a_completion_that_spans_a_weight_swap_keeps_both_versions() -> None:
     async def scenario() -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(stage.worker.run(stage.jobs([question(edit=without_log_probs)])))
+            running = group.create_task(stage.worker.run(stage.jobs([question(edit=without_logprobs)])))
             await asyncio.sleep(0.5)
             await stage.server.update_weights([], weight_version=1)
         return running.result()
@@ -152,11 +152,11 @@ def test_a_completion_that_spans_a_weight_swap_keeps_both_versions() -> None:
     assert kinds(trajectory.output) == []
 
 
-def test_log_probs_that_a_loop_leaves_out_come_from_its_completions() -> None:
-    reply = says("It is 7.", log_probs=[-0.25] * len(encoded(ANSWER)))
+def test_logprobs_that_a_loop_leaves_out_come_from_its_completions() -> None:
+    reply = says("It is 7.", logprobs=[-0.25] * len(encoded(ANSWER)))
     [output] = [
         t.output
-        for t in Stage([reply] * 2, agent="bare_turns").run([question(num_turns=2, edit=without_log_probs)])
+        for t in Stage([reply] * 2, agent="bare_turns").run([question(num_turns=2, edit=without_logprobs)])
     ]
     assert output.response_logprobs is not None
     assert output.response_logprobs[output.response_mask == 1].tolist() == [-0.25] * (
@@ -164,7 +164,7 @@ def test_log_probs_that_a_loop_leaves_out_come_from_its_completions() -> None:
     )
 
 
-def test_log_probs_of_another_context_are_not_taken_but_the_version_is() -> None:
+def test_logprobs_of_another_context_are_not_taken_but_the_version_is() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         fields = {**fields, "prompt_ids": fields["prompt_ids"][1:], "response_logprobs": None}
         return AgentLoopOutput(**fields)

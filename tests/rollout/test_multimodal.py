@@ -247,14 +247,14 @@ def test_a_batch_without_images_has_no_columns_for_them() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
-def test_the_trainer_finds_the_log_probs_of_the_engine(kind: str) -> None:
+def test_the_trainer_finds_the_logprobs_of_the_engine(kind: str) -> None:
     """A whole rollout on the embedded engine: the images of the prompt and of the tool's answer are both seen."""
     trajectories, model = asyncio.run(rollout_on_an_engine(kind))
     batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
     actor = Actor(model, config=ActorConfig(), temperature=1.0)
     mask = batch["response_mask"].bool()
     assert mask.sum() > 20
-    assert torch.allclose(actor.log_probs(batch)[mask], batch["rollout_log_probs"][mask], atol=1e-4)
+    assert torch.allclose(actor.logprobs(batch)[mask], batch["rollout_log_probs"][mask], atol=1e-4)
 
 
 def test_an_update_reaches_the_vision_tower() -> None:

@@ -169,9 +169,9 @@ def test_a_turn_that_two_versions_sampled(config: Config) -> None:
     prompt, said = old.output.segments
     half = len(said) // 2
     parts = [
-        structs.replace(said, token_ids=said.token_ids[:half], log_probs=said.log_probs[:half]),
+        structs.replace(said, token_ids=said.token_ids[:half], logprobs=said.logprobs[:half]),
         structs.replace(
-            said, token_ids=said.token_ids[half:], log_probs=said.log_probs[half:], weight_version=1
+            said, token_ids=said.token_ids[half:], logprobs=said.logprobs[half:], weight_version=1
         ),
     ]
     old = structs.replace(old, output=replace(old.output, segments=[prompt, *parts]))

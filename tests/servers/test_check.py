@@ -89,7 +89,7 @@ class LosesStopTokens(Embedded):
         output = await super().generate(*args, **kwargs)
         if output.stop_reason != "stop":
             return output
-        return replace(output, token_ids=output.token_ids[:-1], log_probs=(output.log_probs or [])[:-1])
+        return replace(output, token_ids=output.token_ids[:-1], logprobs=(output.log_probs or [])[:-1])
 
 
 class GivesRawLogProbs(Embedded):
@@ -97,8 +97,8 @@ class GivesRawLogProbs(Embedded):
         self, prompt_ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any
     ) -> TokenOutput:
         output = await super().generate(prompt_ids, params, *args, **kwargs)
-        raw = Reference(make_model()).log_probs(prompt_ids.tolist(), output.token_ids)
-        return replace(output, log_probs=raw.tolist())
+        raw = Reference(make_model()).logprobs(prompt_ids.tolist(), output.token_ids)
+        return replace(output, logprobs=raw.tolist())
 
 
 class AbortsLate(Embedded):

@@ -26,7 +26,7 @@ from tests.servers.tiny_embedded import (
     SIZES,
     VOCAB_SIZE,
     build,
-    full_forward_log_probs,
+    full_forward_logprobs,
     generate_all,
     joined,
     random_prompt,
@@ -106,11 +106,11 @@ def test_architectures_agree_with_transformers(name: str) -> None:
     for prompt, output in zip(prompts, asyncio.run(main()), strict=True):
         assert output.token_ids == plain_greedy(model, prompt)
         assert output.log_probs == pytest.approx(
-            full_forward_log_probs(model, prompt, output.token_ids), abs=1e-4
+            full_forward_logprobs(model, prompt, output.token_ids), abs=1e-4
         )
 
 
-def test_log_probs_are_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
+def test_logprobs_are_those_of_a_full_forward_for_any_mix_of_requests(model: Any) -> None:
     rng = np.random.default_rng(7)
     choices = [
         SamplingParams(temperature=0.0),
@@ -147,7 +147,7 @@ def test_log_probs_are_those_of_a_full_forward_for_any_mix_of_requests(model: An
             [*prompts, *second], [*outputs, *again], [*params, *params], strict=True
         ):
             assert output.log_probs == pytest.approx(
-                full_forward_log_probs(model, prompt, output.token_ids, temperature=param.temperature),
+                full_forward_logprobs(model, prompt, output.token_ids, temperature=param.temperature),
                 abs=1e-4,
             )
 
@@ -327,7 +327,7 @@ def test_top_k_and_top_p_leave_the_right_tokens_in_the_right_shares() -> None:
         expected[tokens] = probs[tokens] / probs[tokens].sum()
         assert shares == pytest.approx(expected, abs=0.025)
         assert set(got) <= set(tokens)
-        assert rows[i * num_rows].log_prob == pytest.approx(float(probs.log()[got[0]]), abs=1e-5)
+        assert rows[i * num_rows].logprob == pytest.approx(float(probs.log()[got[0]]), abs=1e-5)
 
 
 def test_the_extremes_of_the_uniform_number_stay_within_the_candidates() -> None:

@@ -16,7 +16,7 @@ from tests.servers.tiny_embedded import (
     GREEDY,
     LONG,
     decoded,
-    full_forward_log_probs,
+    full_forward_logprobs,
     generate_all,
     joined,
     random_prompt,
@@ -141,7 +141,7 @@ def test_sleep_frees_the_cache_and_wake_up_brings_it_back(model: Any) -> None:
             await server.update_weights(weights_of(other).items(), weight_version=1)
             await server.wake_up()
             after = await server.generate(random_prompt(30), GREEDY, "a")
-            expected = full_forward_log_probs(other, random_prompt(30), after.token_ids)
+            expected = full_forward_logprobs(other, random_prompt(30), after.token_ids)
             assert after.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(main())
@@ -262,7 +262,7 @@ def test_close_fails_what_is_pending_and_hands_the_model_back() -> None:
         return output
 
     output = asyncio.run(main())
-    expected = full_forward_log_probs(model, random_prompt(9), output.token_ids)
+    expected = full_forward_logprobs(model, random_prompt(9), output.token_ids)
     assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
 

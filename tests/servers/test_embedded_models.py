@@ -37,7 +37,7 @@ from tests.servers.tiny_embedded import (
     SIZES,
     VOCAB_SIZE,
     build,
-    full_forward_log_probs,
+    full_forward_logprobs,
     joined,
     random_prompt,
     serving,
@@ -122,7 +122,7 @@ def test_a_model_that_the_shared_cache_would_get_wrong_runs_exactly_with_a_cache
             second_prompt = joined(prompt, first.token_ids, random_prompt(5, seed=1))
             second = await server.generate(second_prompt, params, "a")
         for context, output in ((prompt, first), (second_prompt, second)):
-            expected = full_forward_log_probs(model, context, output.token_ids)
+            expected = full_forward_logprobs(model, context, output.token_ids)
             assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(main())
@@ -173,7 +173,7 @@ def test_a_turn_resumes_the_cache_of_its_session() -> None:
     asyncio.run(main())
 
 
-def test_a_model_whose_tokens_see_later_ones_is_found_out_by_its_log_probs() -> None:
+def test_a_model_whose_tokens_see_later_ones_is_found_out_by_its_logprobs() -> None:
     model = tiny_model()
     model.model.layers[0].mlp.register_forward_hook(
         lambda module, args, output: output + output.roll(-1, dims=1)
@@ -197,7 +197,7 @@ def test_a_model_that_mixes_tokens_outside_attention_is_computed_without_a_cache
         prompt = random_prompt(9)
         output = await server.generate(prompt, SamplingParams(max_tokens=10, seed=1), "a")
         await server.close()
-        expected = full_forward_log_probs(model, prompt, output.token_ids)
+        expected = full_forward_logprobs(model, prompt, output.token_ids)
         assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(main())
@@ -213,7 +213,7 @@ def test_a_model_whose_positions_depend_on_padding_tokens_is_computed_without_a_
             assert server.cache_kind == "none"
             prompt = joined(random_prompt(9), [1, 7, 1], [8])
             output = await server.generate(prompt, SamplingParams(max_tokens=4, seed=1), "a")
-        expected = full_forward_log_probs(model, prompt, output.token_ids)
+        expected = full_forward_logprobs(model, prompt, output.token_ids)
         assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(main())

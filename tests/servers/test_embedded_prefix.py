@@ -10,7 +10,7 @@ import pytest
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
-    full_forward_log_probs,
+    full_forward_logprobs,
     generate_all,
     joined,
     random_prompt,
@@ -26,7 +26,7 @@ def model() -> Any:
 
 
 def assert_exact(model: Any, prompt: Any, output: TokenOutput) -> None:
-    expected = full_forward_log_probs(model, prompt, output.token_ids)
+    expected = full_forward_logprobs(model, prompt, output.token_ids)
     assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
 

@@ -62,11 +62,11 @@ def as_inputs(encoded: Encoded, token_ids: Sequence[int] = ()) -> dict[str, torc
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def own_log_probs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> list[float]:
+def own_logprobs(model: Any, encoded: Encoded, token_ids: Sequence[int]) -> list[float]:
     with torch.no_grad():
         logits = model(**as_inputs(encoded, token_ids), use_cache=False).logits[0]
-    log_probs = logits[len(encoded.token_ids) - 1 : -1].double().log_softmax(-1)
-    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    logprobs = logits[len(encoded.token_ids) - 1 : -1].double().log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
 def own_tokens(model: Any, encoded: Encoded, *, count: int) -> list[int]:
@@ -92,7 +92,7 @@ async def test_greedy_tokens_are_those_of_the_model_itself(chunk_tokens: int) ->
 
 
 @on_event_loop
-async def test_log_probs_are_those_of_a_full_forward_for_images_and_text_side_by_side() -> None:
+async def test_logprobs_are_those_of_a_full_forward_for_images_and_text_side_by_side() -> None:
     model = vision_model()
     prompts = [prompt(picture(0)), prompt(), prompt(picture(1, width=64), picture(0)), prompt(text="hello")]
     async with serving(model, prefill_chunk_tokens=16) as server:
@@ -103,7 +103,7 @@ async def test_log_probs_are_those_of_a_full_forward_for_images_and_text_side_by
             ]
         for encoded, task in zip(prompts, tasks, strict=True):
             output = task.result()
-            expected = own_log_probs(model, encoded, output.token_ids)
+            expected = own_logprobs(model, encoded, output.token_ids)
             assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -114,7 +114,7 @@ async def test_every_kind_of_model_agrees_with_its_own_forward(kind: str) -> Non
     encoded = template_of(kind).open_encoded(asks("what is it?", picture(0, width=64, height=40)))
     async with serving(model, prefill_chunk_tokens=11) as server:
         output = await ask(server, encoded, "a")
-    assert output.log_probs == pytest.approx(own_log_probs(model, encoded, output.token_ids), abs=TOLERANCE)
+    assert output.log_probs == pytest.approx(own_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
     assert len(set(output.token_ids)) > 1
 
 
@@ -134,7 +134,7 @@ async def test_a_second_turn_with_another_image_computes_only_what_it_adds() -> 
         output = await ask(server, second, "s")
         after = server.stats
         assert after.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
-        expected = own_log_probs(model, second, output.token_ids)
+        expected = own_logprobs(model, second, output.token_ids)
         assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -150,7 +150,7 @@ async def test_two_images_with_the_same_placeholders_share_no_prefix_beyond_them
         other = await ask(server, second, "b")
         assert server.stats.reused_tokens <= first.attachments[0].start
         assert one.log_probs != other.log_probs
-        assert other.log_probs == pytest.approx(own_log_probs(model, second, other.token_ids), abs=TOLERANCE)
+        assert other.log_probs == pytest.approx(own_logprobs(model, second, other.token_ids), abs=TOLERANCE)
 
 
 @on_event_loop
@@ -177,7 +177,7 @@ async def test_a_weight_update_computes_images_in_flight_again() -> None:
         old = len(output.chunks[0].token_ids)
         context = Encoded(joined(encoded.token_ids, output.token_ids[:old]), encoded.attachments)
         assert output.log_probs is not None
-        expected = own_log_probs(other, context, output.token_ids[old:])
+        expected = own_logprobs(other, context, output.token_ids[old:])
         assert output.log_probs[old:] == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -251,10 +251,10 @@ async def test_a_placeholder_that_the_model_sampled_is_text() -> None:
 @on_event_loop
 async def test_the_model_gets_its_own_attention_back() -> None:
     model = vision_model()
-    before = own_log_probs(model, prompt(picture(0)), [5, 6])
+    before = own_logprobs(model, prompt(picture(0)), [5, 6])
     server = EmbeddedServer(model, config=EmbeddedConfig(max_model_len=256))
     await server.close()
-    assert own_log_probs(model, prompt(picture(0)), [5, 6]) == pytest.approx(before)
+    assert own_logprobs(model, prompt(picture(0)), [5, 6]) == pytest.approx(before)
 
 
 @on_event_loop
@@ -265,7 +265,7 @@ async def test_a_saved_model_is_loaded_with_its_vision_tower(tmp_path: Path) -> 
     server = EmbeddedServer.from_pretrained(tmp_path, config=EmbeddedConfig(max_model_len=256))
     output = await ask(server, encoded, "a")
     await server.close()
-    assert output.log_probs == pytest.approx(own_log_probs(model, encoded, output.token_ids), abs=TOLERANCE)
+    assert output.log_probs == pytest.approx(own_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
@@ -294,7 +294,7 @@ def mixed(kind: str) -> Encoded:
 @pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
 @pytest.mark.parametrize("chunk_tokens", [512, 7])
 @on_event_loop
-async def test_log_probs_behind_videos_are_those_of_the_model_itself(kind: str, chunk_tokens: int) -> None:
+async def test_logprobs_behind_videos_are_those_of_the_model_itself(kind: str, chunk_tokens: int) -> None:
     model = vision_model(kind, seed=1)
     template = template_of(kind)
     first = template.open_encoded(watches("what happens?", film(1)))
@@ -308,7 +308,7 @@ async def test_log_probs_behind_videos_are_those_of_the_model_itself(kind: str, 
             ]
         for encoded, task in zip(prompts, tasks, strict=True):
             output = task.result()
-            expected = own_log_probs(model, encoded, output.token_ids)
+            expected = own_logprobs(model, encoded, output.token_ids)
             assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -329,7 +329,7 @@ async def test_a_tools_reply_with_a_video_computes_only_what_it_adds(kind: str) 
         )
         output = await ask(server, second, "s")
         assert server.stats.prefilled_tokens - before.prefilled_tokens == len(bridge.token_ids) + 1
-        expected = own_log_probs(model, second, output.token_ids)
+        expected = own_logprobs(model, second, output.token_ids)
         assert output.log_probs == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -344,7 +344,7 @@ async def test_the_same_frames_at_another_rate_share_no_prefix() -> None:
         await ask(server, slow, "a")
         output = await ask(server, fast, "b")
         assert server.stats.reused_tokens <= fast.attachments[0].start
-        assert output.log_probs == pytest.approx(own_log_probs(model, fast, output.token_ids), abs=TOLERANCE)
+        assert output.log_probs == pytest.approx(own_logprobs(model, fast, output.token_ids), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", sorted(VIDEO_MODELS))
@@ -387,4 +387,4 @@ async def test_text_counts_on_behind_a_video_that_ends_the_prompt() -> None:
     assert len(cut.token_ids) == cut.attachments[0].end
     async with serving(model) as server:
         output = await ask(server, cut, "a")
-    assert output.log_probs == pytest.approx(own_log_probs(model, cut, output.token_ids), abs=TOLERANCE)
+    assert output.log_probs == pytest.approx(own_logprobs(model, cut, output.token_ids), abs=TOLERANCE)

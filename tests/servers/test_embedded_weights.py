@@ -15,7 +15,7 @@ from tests.servers.tiny_embedded import (
     LONG,
     VOCAB_SIZE,
     decoded,
-    full_forward_log_probs,
+    full_forward_logprobs,
     joined,
     random_prompt,
     serving,
@@ -48,7 +48,7 @@ def test_a_weight_update_in_mid_completion_splits_it_into_two_versions(model: An
             num_old, num_new = len(old.token_ids), len(new.token_ids)
             assert (old.weight_version, new.weight_version, num_old + num_new) == (0, 3, 200)
             assert output.weight_version == 3
-            expected = full_forward_log_probs(model, prompt, output.token_ids[:num_old])
+            expected = full_forward_logprobs(model, prompt, output.token_ids[:num_old])
             assert output.log_probs is not None
             assert output.log_probs[:num_old] == pytest.approx(expected, abs=1e-4)
             assert output.log_probs[num_old:] == pytest.approx([-math.log(VOCAB_SIZE)] * num_new, abs=1e-5)
@@ -68,7 +68,7 @@ def test_recomputed_requests_go_on_exactly_as_the_new_model_would(model: Any) ->
             await server.update_weights(weights_of(other).items(), weight_version=1)
             output = await task
             num_old = len(output.chunks[0].token_ids)
-            expected = full_forward_log_probs(other, prompt, output.token_ids)[num_old:]
+            expected = full_forward_logprobs(other, prompt, output.token_ids)[num_old:]
             assert output.log_probs is not None
             assert output.log_probs[num_old:] == pytest.approx(expected, abs=1e-4)
             assert output.num_preempted == 1
@@ -94,7 +94,7 @@ def test_nothing_cached_under_old_weights_is_reused(model: Any) -> None:
                 await server.generate(prompts[2], GREEDY, "busy"),
             ]
             for prompt, output in zip(prompts, outputs, strict=True):
-                expected = full_forward_log_probs(other, prompt, output.token_ids)
+                expected = full_forward_logprobs(other, prompt, output.token_ids)
                 assert output.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(main())
@@ -142,7 +142,7 @@ def test_of_tied_weights_one_is_enough_and_two_must_agree() -> None:
             await server.update_weights(weights.items(), weight_version=2)
             one = await server.generate(random_prompt(9), GREEDY, "b")
             assert both.token_ids == one.token_ids
-            expected = full_forward_log_probs(other, random_prompt(9), one.token_ids)
+            expected = full_forward_logprobs(other, random_prompt(9), one.token_ids)
             assert one.log_probs == pytest.approx(expected, abs=1e-4)
             weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
             with pytest.raises(WeightsError, match="published with different values"):

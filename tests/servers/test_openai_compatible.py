@@ -22,7 +22,7 @@ from tests.serving.harness import MODEL, embedded, site, tiny_lm
 @pytest.mark.slow
 def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
     with site([embedded()]) as served:
-        server = OpenAIServer(served.url, options=OpenAIOptions(log_probs="scaled"))
+        server = OpenAIServer(served.url, options=OpenAIOptions(logprobs="scaled"))
 
         async def main() -> None:
             await server.start()
@@ -47,10 +47,10 @@ def test_a_configuration_names_servers_by_their_urls() -> None:
         create_servers(ModelConfig(), rollout=RolloutConfig(engine="openai"))
     with pytest.raises(ConfigError, match=r"this engine is not reached by a URL"):
         create_servers(ModelConfig(), rollout=RolloutConfig(engine="embedded", server_urls=["http://a:1"]))
-    with pytest.raises(ConfigError, match="log_prob"):
+    with pytest.raises(ConfigError, match="logprob"):
         create_servers(
             ModelConfig(),
-            rollout=RolloutConfig(engine="openai", server_urls=["http://a:1"], engine_kwargs={"log_prob": 1}),
+            rollout=RolloutConfig(engine="openai", server_urls=["http://a:1"], engine_kwargs={"logprob": 1}),
         )
 
 

@@ -108,16 +108,16 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"token_ids": {7: 8}}, "token_ids is an object of type dict"),
     ({"token_ids": [7]}, "1 token ids but 2 log-probs"),
     ({"token_ids": [7, 8, 9]}, "3 token ids but 2 log-probs"),
-    ({"token_ids": [7] * 5, "log_probs": None}, "5 tokens where max_tokens was 4"),
-    ({"log_probs": [math.nan, -1.0]}, r"log_probs\[0\] is nan"),
-    ({"log_probs": [-1.0, math.inf]}, r"log_probs\[1\] is inf"),
-    ({"log_probs": [-1.0, -math.inf]}, r"log_probs\[1\] is -inf"),
-    ({"log_probs": [0.5, -1.0]}, r"log_probs\[0\] is 0.5, expected float <= 0.001"),
-    ({"log_probs": [-1e38, -1.0]}, "expected float >= -10000.0"),
-    ({"log_probs": np.array([np.nan, -1.0])}, r"log_probs\[0\] is nan"),
-    ({"log_probs": ["-1", -1.0]}, r"log_probs\[0\] is '-1'"),
-    ({"log_probs": [-1.0]}, "2 token ids but 1 log-probs"),
-    ({"log_probs": -1.0}, "log_probs is -1.0"),
+    ({"token_ids": [7] * 5, "logprobs": None}, "5 tokens where max_tokens was 4"),
+    ({"logprobs": [math.nan, -1.0]}, r"logprobs\[0\] is nan"),
+    ({"logprobs": [-1.0, math.inf]}, r"logprobs\[1\] is inf"),
+    ({"logprobs": [-1.0, -math.inf]}, r"logprobs\[1\] is -inf"),
+    ({"logprobs": [0.5, -1.0]}, r"logprobs\[0\] is 0.5, expected float <= 0.001"),
+    ({"logprobs": [-1e38, -1.0]}, "expected float >= -10000.0"),
+    ({"logprobs": np.array([np.nan, -1.0])}, r"logprobs\[0\] is nan"),
+    ({"logprobs": ["-1", -1.0]}, r"logprobs\[0\] is '-1'"),
+    ({"logprobs": [-1.0]}, "2 token ids but 1 log-probs"),
+    ({"logprobs": -1.0}, "logprobs is -1.0"),
     ({"weight_version": -1}, "weight_version is -1"),
     ({"weight_version": 2**31}, "expected int <= 2147483647"),
     ({"weight_version": 1.5}, "weight_version is 1.5"),
@@ -297,30 +297,30 @@ def checked(output: TokenOutput) -> TokenOutput:
 
 
 def test_a_good_reply_passes_as_it_is_and_is_a_copy() -> None:
-    mine, log_probs = [7, 8], [-0.5, 0.0]
+    mine, logprobs = [7, 8], [-0.5, 0.0]
     first = TokenChunk([6], [-1.0], weight_version=1, prefill_s=0.5)
-    last = TokenChunk(mine, log_probs, 2, "length", num_preempted=1, num_cached_tokens=5)
+    last = TokenChunk(mine, logprobs, 2, "length", num_preempted=1, num_cached_tokens=5)
     output = TokenOutput.from_chunks([first, last])
     passed = checked(output)
     assert (passed, passed.prefill_s) == (output, 0.5)
-    mine[0], log_probs[0] = 10**9, math.nan
+    mine[0], logprobs[0] = 10**9, math.nan
     assert (passed.token_ids, passed.log_probs) == ([6, 7, 8], [-1.0, -0.5, 0.0])
 
 
 def test_arrays_and_scalars_of_numpy_become_plain() -> None:
     output = changed(
         token_ids=np.array([7, 8]),
-        log_probs=[np.float32(-0.5), np.float64(-0.25)],
+        logprobs=[np.float32(-0.5), np.float64(-0.25)],
         weight_version=np.int64(3),
     )
     passed = checked(output)
     assert passed == GOOD
     assert {type(token) for token in passed.token_ids} == {int}
-    assert {type(log_prob) for log_prob in passed.log_probs or ()} == {float}
+    assert {type(logprob) for logprob in passed.log_probs or ()} == {float}
 
 
-def test_log_probs_above_zero_by_rounding_become_zero() -> None:
-    assert checked(changed(log_probs=[4.7e-7, -0.25])).log_probs == [0.0, -0.25]
+def test_logprobs_above_zero_by_rounding_become_zero() -> None:
+    assert checked(changed(logprobs=[4.7e-7, -0.25])).log_probs == [0.0, -0.25]
 
 
 def test_a_vocabulary_that_nobody_knows_bounds_nothing_but_int32() -> None:
@@ -374,7 +374,7 @@ def test_a_server_that_swallows_cancellation_keeps_no_lease(streams: bool) -> No
             return await swallow()
 
         async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
-            yield chunk(token_ids=[7], log_probs=[-1.0], stop_reason=None)
+            yield chunk(token_ids=[7], logprobs=[-1.0], stop_reason=None)
             await swallow()
             yield chunk()
 
@@ -410,13 +410,13 @@ def test_what_a_server_says_after_it_was_given_up_is_not_heard() -> None:
         """Does not let itself be cancelled, and goes on to speak."""
 
         async def stream(self, *_: Any, **__: Any) -> AsyncGenerator[Any]:
-            yield chunk(token_ids=[1], log_probs=[-1.0], stop_reason=None)
+            yield chunk(token_ids=[1], logprobs=[-1.0], stop_reason=None)
             while True:
                 try:
                     await asyncio.sleep(20)
                 except asyncio.CancelledError:
                     continue
-                yield chunk(token_ids=[66], log_probs=[-1.0], stop_reason=None)
+                yield chunk(token_ids=[66], logprobs=[-1.0], stop_reason=None)
 
         async def health(self) -> ServerHealth:
             return replace(await super().health(), is_alive=False)

@@ -28,7 +28,7 @@ def counts(request: ScriptedRequest) -> ScriptedReply:
     token_ids = token_ids if limit is None else token_ids[:limit]
     return ScriptedReply(
         token_ids,
-        log_probs=[-token / 100 for token in token_ids],
+        logprobs=[-token / 100 for token in token_ids],
         latency_s=float(len(token_ids)),
         stops=token_ids[-1] == LAST,
     )

@@ -128,7 +128,7 @@ def test_a_request_that_the_engine_gives_up_is_no_abort() -> None:
         read_reply({"error": {"message": "too long"}}, num_seen=0, server="s", request_id="r")
 
 
-def test_one_candidate_keeps_the_temperature_of_its_log_probs() -> None:
+def test_one_candidate_keeps_the_temperature_of_its_logprobs() -> None:
     params = SamplingParams(temperature=0.7, top_k=1)
     sampling = generate_body(PROMPT, params, rid="x", max_new_tokens=4, stream=False)["sampling_params"]
     assert (sampling["top_k"], sampling["temperature"]) == (-1, 0.7)

@@ -151,7 +151,7 @@ def test_an_unknown_option_is_refused(model_path: Path) -> None:
         VLLMClient.create(spec)
 
 
-def test_raw_log_probs_are_passed_on_only_where_they_are_exact(model_path: Path) -> None:
+def test_raw_logprobs_are_passed_on_only_where_they_are_exact(model_path: Path) -> None:
     async def main() -> None:
         fake = FakeVLLM()
         async with client_of(fake, model_path) as client:

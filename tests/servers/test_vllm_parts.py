@@ -17,7 +17,7 @@ from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, 
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import ModelFacts, RequestLimits, RunningCalls
-from agent_loop.servers.vllm.log_probs import LogProbs, tell_apart
+from agent_loop.servers.vllm.logprobs import LogProbs, tell_apart
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
 from agent_loop.servers.vllm.replies import ReplyReader
@@ -145,7 +145,7 @@ def log_softmax(temperature: float) -> dict[int, float]:
         ({1: -1.0, 8: -2.0, 9: -3.0}, LogProbs.UNKNOWN),
     ],
 )
-def test_kinds_of_log_probs_are_told_apart(hot_and_cut: dict[int, float], kind: LogProbs) -> None:
+def test_kinds_of_logprobs_are_told_apart(hot_and_cut: dict[int, float], kind: LogProbs) -> None:
     assert tell_apart(log_softmax(1.0), hot_and_cut) == kind
 
 
@@ -168,7 +168,7 @@ def test_a_model_that_is_unsure_of_everything_tells_nothing() -> None:
         (LogProbs.UNKNOWN, {}, False),
     ],
 )
-def test_log_probs_are_given_only_where_they_are_exact(
+def test_logprobs_are_given_only_where_they_are_exact(
     kind: LogProbs, params: dict[str, Any], is_exact: bool
 ) -> None:
     assert kind.are_exact(SamplingParams(**params)) is is_exact
@@ -192,14 +192,14 @@ class Sampler:
         self.topk_topp_sampler: Any = CutToOne()
 
 
-def test_the_exchanged_stage_gives_log_probs_from_before_the_cut() -> None:
+def test_the_exchanged_stage_gives_logprobs_from_before_the_cut() -> None:
     sampler = Sampler()
     stage = sampler.topk_topp_sampler = BeforeCut.around(sampler)
     assert BeforeCut.around(sampler) is stage
     logits = torch.tensor([[0.5, 2.0, -1.0]])
-    sampled, log_probs = stage(logits.clone(), {}, None, None)
+    sampled, logprobs = stage(logits.clone(), {}, None, None)
     assert sampled.tolist() == [1]
-    torch.testing.assert_close(log_probs, logits.log_softmax(-1))
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1))
     assert stage.inner.logprobs_mode == "raw_logprobs"
 
 
@@ -239,16 +239,16 @@ def reply(**changes: Any) -> dict[str, Any]:
     }
 
 
-def read(answer: Any, *, has_log_probs: bool = True) -> Any:
-    return ReplyReader("vllm-0").output(answer, request_id="r", weight_version=3, has_log_probs=has_log_probs)
+def read(answer: Any, *, has_logprobs: bool = True) -> Any:
+    return ReplyReader("vllm-0").output(answer, request_id="r", weight_version=3, has_logprobs=has_logprobs)
 
 
-def test_a_reply_is_read_to_tokens_log_probs_and_versions() -> None:
+def test_a_reply_is_read_to_tokens_logprobs_and_versions() -> None:
     output = read(reply())
-    assert (output.token_ids, output.log_probs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
+    assert (output.token_ids, output.logprobs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
     assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(2, 1), (3, 1)]
     assert output.num_cached_tokens == 32
-    assert read(reply(), has_log_probs=False).log_probs is None
+    assert read(reply(), has_logprobs=False).logprobs is None
     assert read(reply(finish_reason="abort")).stop_reason == "aborted"
     assert read(reply(weight_versions=None)).weight_version == 3
 

@@ -101,12 +101,12 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def full_forward_log_probs(
+def full_forward_logprobs(
     model: Any, prompt_ids: IntArray, token_ids: Sequence[int], *, temperature: float = 1.0
 ) -> list[float]:
     """The log-probs of a completion by one plain forward over all of it."""
     ids = torch.from_numpy(joined(prompt_ids, token_ids).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
-    log_probs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
-    return log_probs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    logprobs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()

@@ -21,8 +21,8 @@ from agent_loop.trajectory import (
 from agent_loop.types import Origin, StopReason, as_token_ids
 
 
-def model(ids: list[int], *, version: int = 3, log_probs: list[float] | None = None) -> Segment:
-    values = None if log_probs is None else np.array(log_probs, np.float32)
+def model(ids: list[int], *, version: int = 3, logprobs: list[float] | None = None) -> Segment:
+    values = None if logprobs is None else np.array(logprobs, np.float32)
     return Segment(as_token_ids(ids), Origin.MODEL, values, version)
 
 
@@ -39,10 +39,10 @@ def solved(*, group: int = 0, rollout: int = 0, reward: float = 0.1, **more: Any
     output = AgentLoopOutput(
         segments=[
             prompt([1, 2, 3]),
-            model([4, 5], log_probs=[-0.1, -0.2]),
+            model([4, 5], logprobs=[-0.1, -0.2]),
             tool([6, 7, 8]),
-            model([9], log_probs=[-0.3]),
-            model([10], version=4, log_probs=[-0.4]),
+            model([9], logprobs=[-0.3]),
+            model([10], version=4, logprobs=[-0.4]),
         ],
         stop_reason=StopReason.ANSWERED,
         reward_score=0.1,
@@ -88,9 +88,9 @@ def failed(*, group: int = 0, rollout: int = 1) -> Trajectory:
     return Trajectory(output=output, row=row, group=group, rollout=rollout, reward=None, reward_extra={})
 
 
-def without_log_probs(*, group: int = 1, rollout: int = 0, some: bool = False) -> Trajectory:
+def without_logprobs(*, group: int = 1, rollout: int = 0, some: bool = False) -> Trajectory:
     """The server gave none, or some."""
-    segments = [prompt([1]), model([2, 3], log_probs=[-0.5, -0.6] if some else None), tool([4]), model([5])]
+    segments = [prompt([1]), model([2, 3], logprobs=[-0.5, -0.6] if some else None), tool([4]), model([5])]
     output = AgentLoopOutput(segments=segments, stop_reason=StopReason.RESPONSE_LENGTH)
     row = {"raw_prompt": [{"role": "user", "content": "hello"}]}
     return Trajectory(

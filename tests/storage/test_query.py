@@ -9,13 +9,13 @@ import pytest
 from agent_loop.errors import DataError
 from agent_loop.storage import StoredRun, write_trajectories
 from agent_loop.storage.query import Condition, find
-from tests.storage.samples import failed, solved, without_log_probs
+from tests.storage.samples import failed, solved, without_logprobs
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> StoredRun:
     folder = tmp_path / "trajectories"
-    trajectories = [solved(reward=0.25), solved(rollout=2, reward=0.75), failed(), without_log_probs()]
+    trajectories = [solved(reward=0.25), solved(rollout=2, reward=0.75), failed(), without_logprobs()]
     write_trajectories(folder / "train-000001.parquet", trajectories, step=1, split="train")
     write_trajectories(folder / "val-000001.parquet", [solved(group=7)], step=1, split="val")
     return StoredRun(tmp_path)

@@ -13,7 +13,7 @@ from agent_loop.errors import DataError
 from agent_loop.storage import SCHEMA, Learned, StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.schema import SCALARS
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from tests.storage.samples import failed, solved, without_log_probs
+from tests.storage.samples import failed, solved, without_logprobs
 
 
 def written(folder: Path, *trajectories: Trajectory, step: int = 12, **more: object) -> Path:
@@ -27,9 +27,9 @@ def assert_same(read: AgentLoopOutput, output: AgentLoopOutput) -> None:
     for mine, its in zip(read.segments, output.segments, strict=True):
         assert mine.token_ids.tolist() == its.token_ids.tolist()
         assert (mine.origin, mine.weight_version) == (its.origin, its.weight_version)
-        assert (mine.log_probs is None) == (its.log_probs is None)
-        if its.log_probs is not None:
-            assert mine.log_probs.tobytes() == its.log_probs.tobytes()
+        assert (mine.logprobs is None) == (its.logprobs is None)
+        if its.logprobs is not None:
+            assert mine.logprobs.tobytes() == its.logprobs.tobytes()
     for field in fields(AgentLoopOutput):
         if field.name not in ("segments", "failure"):
             assert getattr(read, field.name) == getattr(output, field.name), field.name
@@ -37,7 +37,7 @@ def assert_same(read: AgentLoopOutput, output: AgentLoopOutput) -> None:
 
 @pytest.mark.parametrize(
     "trajectory",
-    [solved(), failed(), without_log_probs(), without_log_probs(some=True)],
+    [solved(), failed(), without_logprobs(), without_logprobs(some=True)],
     ids=["solved", "failed", "no log-probs", "some log-probs"],
 )
 def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_an_empty_step_is_a_file_without_rows(tmp_path: Path) -> None:
 
 def test_pandas_reads_it(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
-    frame = pandas.read_parquet(written(tmp_path, solved(), failed(), without_log_probs(some=True)))
+    frame = pandas.read_parquet(written(tmp_path, solved(), failed(), without_logprobs(some=True)))
     assert list(frame.columns) == SCHEMA.names
     assert frame.loc[0, "response_ids"].tolist() == [4, 5, 6, 7, 8, 9, 10]
     assert frame["is_success"].tolist() == [False, False, True]

@@ -136,7 +136,7 @@ def sample_trajectory(
     rollout: int = 0,
     weight_version: int = 0,
     num_tokens: tuple[int, int] = (3, 2),
-    has_log_probs: bool = True,
+    has_logprobs: bool = True,
 ) -> Trajectory:
     """Two model turns of `num_tokens` with a tool reply between them; the reward is the share of `REWARDED`."""
     prompt = [int(word) for word in row["raw_prompt"][0]["content"].split()]
@@ -149,19 +149,19 @@ def sample_trajectory(
             ids += reply
             segments.append(Segment(as_token_ids(reply), Origin.TOOL))
         turn_ids: list[int] = []
-        log_probs: list[float] = []
+        logprobs: list[float] = []
         for _ in range(length):
             logits: Any = model(torch.tensor([ids])).logits[0, -1]
             distribution = logits.log_softmax(-1)
             token = int(torch.multinomial(distribution.exp(), 1, generator=generator))
             turn_ids.append(token)
             ids.append(token)
-            log_probs.append(float(distribution[token]))
+            logprobs.append(float(distribution[token]))
         segments.append(
             Segment(
                 as_token_ids(turn_ids),
                 Origin.MODEL,
-                np.array(log_probs, np.float32) if has_log_probs else None,
+                np.array(logprobs, np.float32) if has_logprobs else None,
                 weight_version,
             )
         )
@@ -177,7 +177,7 @@ def sample_trajectory(
 
 
 def sample_trajectories(
-    model: Qwen3ForCausalLM, *, num_groups: int = 4, n: int = 6, seed: int = 0, has_log_probs: bool = True
+    model: Qwen3ForCausalLM, *, num_groups: int = 4, n: int = 6, seed: int = 0, has_logprobs: bool = True
 ) -> list[Trajectory]:
     """Ragged in prompts and turns."""
     generator = torch.Generator().manual_seed(seed)
@@ -189,7 +189,7 @@ def sample_trajectories(
             rollout=rollout,
             generator=generator,
             num_tokens=(1 + rollout % 3, 1 + group),
-            has_log_probs=has_log_probs,
+            has_logprobs=has_logprobs,
         )
         for group in range(num_groups)
         for rollout in range(n)

@@ -53,35 +53,35 @@ def gradients(actor: Actor, batch: RolloutBatch, advantages_BR: Tensor) -> Tenso
     return torch.cat(caught)
 
 
-def test_log_probs_are_those_of_the_rollout() -> None:
+def test_logprobs_are_those_of_the_rollout() -> None:
     batch, _ = make_batch()
 
-    log_probs_BR = make_actor(max_tokens_per_micro_batch=50).log_probs(batch)
+    logprobs_BR = make_actor(max_tokens_per_micro_batch=50).logprobs(batch)
 
     mask_BR = batch["response_mask"].bool()
-    torch.testing.assert_close(log_probs_BR[mask_BR], batch["rollout_log_probs"][mask_BR], atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs_BR[mask_BR], batch["rollout_log_probs"][mask_BR], atol=1e-5, rtol=0)
     width = batch["prompts"].shape[1]
-    assert (log_probs_BR[~batch["attention_mask"][:, width:].bool()] == 0).all()
+    assert (logprobs_BR[~batch["attention_mask"][:, width:].bool()] == 0).all()
 
 
 def test_greedy_rollouts_are_compared_at_temperature_one() -> None:
     batch, _ = make_batch()
 
-    assert torch.equal(make_actor(temperature=0.0).log_probs(batch), make_actor().log_probs(batch))
-    assert not torch.equal(make_actor(temperature=0.5).log_probs(batch), make_actor().log_probs(batch))
+    assert torch.equal(make_actor(temperature=0.0).logprobs(batch), make_actor().logprobs(batch))
+    assert not torch.equal(make_actor(temperature=0.5).logprobs(batch), make_actor().logprobs(batch))
 
 
 def test_updates_raise_the_probability_of_rewarded_tokens() -> None:
     batch, advantages_BR = make_batch(num_groups=4, n=12)
     actor = make_actor()
     is_rewarded_BR = (batch["responses"] == REWARDED) & batch["response_mask"].bool()
-    before = actor.log_probs(batch)[is_rewarded_BR].mean()
+    before = actor.logprobs(batch)[is_rewarded_BR].mean()
 
     for _ in range(5):
         metrics = actor.update(batch, advantages_BR=advantages_BR)
 
     assert is_rewarded_BR.any()
-    assert actor.log_probs(batch)[is_rewarded_BR].mean() > before + 0.1
+    assert actor.logprobs(batch)[is_rewarded_BR].mean() > before + 0.1
     assert metrics[names.PPO_KL] != 0
     assert metrics[names.ROWS_TRAINED] == 48
 
@@ -229,9 +229,9 @@ def test_the_first_mini_batch_measures_how_far_engine_and_trainer_are_apart() ->
     assert shifted[names.LOGPROB_DIFF_MEAN] == pytest.approx(0.25, abs=1e-4)
 
 
-def test_missing_rollout_log_probs_are_computed_first() -> None:
+def test_missing_rollout_logprobs_are_computed_first() -> None:
     batch, advantages_BR = make_batch()
-    bare, _ = make_batch(has_log_probs=False)
+    bare, _ = make_batch(has_logprobs=False)
     assert "rollout_log_probs" not in bare
 
     first, second = make_actor(), make_actor()
@@ -321,7 +321,7 @@ def test_a_row_without_a_token_of_the_models_is_left_out() -> None:
     assert metrics[names.ROWS_TRAINED] == 2
 
 
-def test_old_log_probs_are_the_rollouts_unless_they_are_to_be_computed() -> None:
+def test_old_logprobs_are_the_rollouts_unless_they_are_to_be_computed() -> None:
     batch, advantages_BR = off_policy_batch()
 
     given = make_actor().update(batch, advantages_BR=advantages_BR)
@@ -337,7 +337,7 @@ def test_old_log_probs_are_the_rollouts_unless_they_are_to_be_computed() -> None
 def test_the_correction_says_how_many_tokens_it_touched() -> None:
     batch, advantages_BR = off_policy_batch()
     mask_BR = batch["response_mask"].bool()
-    ratios = (make_actor().log_probs(batch) - batch["rollout_log_probs"]).exp()[mask_BR]
+    ratios = (make_actor().logprobs(batch) - batch["rollout_log_probs"]).exp()[mask_BR]
 
     truncated = make_actor(**LOSSES["truncate"]).update(batch, advantages_BR=advantages_BR)
     masked = make_actor(
@@ -351,14 +351,14 @@ def test_the_correction_says_how_many_tokens_it_touched() -> None:
     assert masked[names.CORRECTION_WEIGHT_MEAN] < 1
 
 
-def test_a_correction_without_log_probs_of_the_servers_is_refused() -> None:
-    bare, advantages_BR = make_batch(has_log_probs=False)
+def test_a_correction_without_logprobs_of_the_servers_is_refused() -> None:
+    bare, advantages_BR = make_batch(has_logprobs=False)
 
     with pytest.raises(DataError, match=r"no rollout_log_probs, which actor\.correction compares with"):
         make_actor(**LOSSES["truncate"]).update(bare, advantages_BR=advantages_BR)
 
 
-def test_a_correction_needs_log_probs_of_the_trainers_own() -> None:
+def test_a_correction_needs_logprobs_of_the_trainers_own() -> None:
     with pytest.raises(ConfigError, match=r"actor\.correction is .* set actor\.old_log_probs=recompute"):
         load_config(overrides=["actor.correction.kind=mask"])
 

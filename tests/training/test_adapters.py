@@ -57,7 +57,7 @@ def test_new_adapters_change_nothing_and_nothing_else_is_trained(folder: Path, b
     assert trained
     assert all(".lora_" in name for name in trained)
     mask_BR = batch["response_mask"].bool()
-    torch.testing.assert_close(actor.log_probs(batch)[mask_BR], batch["rollout_log_probs"][mask_BR])
+    torch.testing.assert_close(actor.logprobs(batch)[mask_BR], batch["rollout_log_probs"][mask_BR])
     assert parameters(actor).keys() == {name for name, _ in plain.named_parameters()}
     assert all(torch.equal(value, parameters(actor)[name]) for name, value in plain.named_parameters())
 
@@ -86,7 +86,7 @@ def test_a_model_with_the_merged_weights_says_what_the_actor_says(folder: Path, 
     server.load_state_dict(dict(actor.weights()), strict=False)
 
     torch.testing.assert_close(
-        Actor(server, config=ActorConfig()).log_probs(batch), actor.log_probs(batch), atol=1e-5, rtol=1e-5
+        Actor(server, config=ActorConfig()).logprobs(batch), actor.logprobs(batch), atol=1e-5, rtol=1e-5
     )
 
 

@@ -14,7 +14,7 @@ from agent_loop.training.actor import Actor
 from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.critic import Critic
 from agent_loop.training.policy import make_exact
-from tests.families.batches import check_log_probs, ragged_batch
+from tests.families.batches import check_logprobs, ragged_batch
 from tests.families.zoo import FAMILIES
 from tests.training.fakes import tiny_policy
 
@@ -77,7 +77,7 @@ def test_a_model_that_padding_changes_is_trained_one_row_at_a_time(
     [message] = [record.getMessage() for record in caplog.records if record.name.startswith("agent_loop.")]
     assert message.startswith("actor: each row is computed in a forward of its own, which is slower")
     batch = ragged_batch(limits=FAMILIES[name].limits)
-    check_log_probs(actor.log_probs(batch), model, batch)
+    check_logprobs(actor.logprobs(batch), model, batch)
 
 
 @pytest.mark.parametrize("name", ["gpt_neo-window", "llama4_text-chunk", "gemma3_text-window"])
@@ -86,7 +86,7 @@ def test_windows_and_chunks_are_crossed_by_padded_and_packed_rows(name: str) -> 
         model: Any = FAMILIES[name].build()
         actor = Actor(model, config=ActorConfig(**settings), max_row_tokens=128)
         batch = ragged_batch(limits=FAMILIES[name].limits)
-        check_log_probs(actor.log_probs(batch), model, batch)
+        check_logprobs(actor.logprobs(batch), model, batch)
 
 
 def test_windows_that_no_row_is_longer_than_do_not_count() -> None:

@@ -95,9 +95,9 @@ def trajectory(branch: Branch, *, group: int, rollout: int, number: int | None) 
     feedback: list[Feedback] = []
     place = -1
     for length, reward in branch.turns:
-        log_probs = np.full(length, -1.0, np.float32)
+        logprobs = np.full(length, -1.0, np.float32)
         segments += [
-            Segment(as_token_ids([5] * length), Origin.MODEL, log_probs, 0),
+            Segment(as_token_ids([5] * length), Origin.MODEL, logprobs, 0),
             Segment(as_token_ids([6]), Origin.TOOL),
         ]
         place += length

@@ -15,7 +15,7 @@ from tests.training.fakes import FakeRollouts, tiny_policy
 from tests.training.test_ppo_trainer import changed, train
 
 
-def test_each_step_is_kept_with_advantages_and_the_trainers_log_probs(config: Config) -> None:
+def test_each_step_is_kept_with_advantages_and_the_trainers_logprobs(config: Config) -> None:
     config = changed(config, "trainer", total_steps=2, val_every=1)
     config = changed(config, "actor", ppo_mini_batches=1)
     result = train(config)
@@ -45,14 +45,14 @@ def test_each_step_is_kept_with_advantages_and_the_trainers_log_probs(config: Co
     assert run.vocabulary()[7] == "7"
 
 
-def test_with_several_mini_batches_the_first_ones_rows_have_the_trainers_log_probs(config: Config) -> None:
+def test_with_several_mini_batches_the_first_ones_rows_have_the_trainers_logprobs(config: Config) -> None:
     rows = list(StoredRun(train(changed(config, "trainer", total_steps=1)).run_dir).rows())
     trained = [row for row in rows if row["advantages"] is not None]
     known = [row for row in trained if row["train_logprobs"] is not None]
     assert 0 < len(known) < len(trained)
 
 
-def test_recomputed_log_probs_are_kept_of_all_rows(config: Config) -> None:
+def test_recomputed_logprobs_are_kept_of_all_rows(config: Config) -> None:
     config = changed(changed(config, "trainer", total_steps=1), "actor", old_log_probs="recompute")
     rows = list(StoredRun(train(config).run_dir).rows())
     assert [row["train_logprobs"] is None for row in rows] == [row["advantages"] is None for row in rows]

@@ -139,7 +139,7 @@ def test_updates_that_were_left_out_are_told(config: Config) -> None:
     def spoil(trajectory: Trajectory) -> Trajectory:
         """The engine's log-probs were never checked, as if another rollout layer had made them."""
         segments = [
-            s if s.log_probs is None else structs.replace(s, log_probs=s.log_probs * math.nan)
+            s if s.logprobs is None else structs.replace(s, logprobs=s.logprobs * math.nan)
             for s in trajectory.output.segments
         ]
         return structs.replace(trajectory, output=AgentLoopOutput(segments=segments))

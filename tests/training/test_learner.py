@@ -68,7 +68,7 @@ def test_every_estimator_raises_the_probability_of_what_is_rewarded(
 
     metrics = [learner.learn(batch, baseline_rewards=baselines) for _ in range(4)]
 
-    with_tokens = Actor(learner.model, config=config.actor).log_probs(batch)
+    with_tokens = Actor(learner.model, config=config.actor).logprobs(batch)
     is_rewarded_BR = (batch["responses"] == REWARDED) & batch["response_mask"].bool()
     gain_BR = with_tokens - batch["rollout_log_probs"]
     assert float(gain_BR[is_rewarded_BR].mean()) > 0.05
@@ -124,8 +124,8 @@ def test_each_token_loses_its_share_of_the_divergence(folder: Path, batch: Rollo
     flat["rollout_log_probs"] = batch["rollout_log_probs"] + 0.1
     old_BR = flat["rollout_log_probs"]
     if old == "recompute":
-        old_BR = Actor(learner.model, config=config.actor).log_probs(batch)
-    reference_BR = Actor(tiny_policy(), config=config.actor).log_probs(batch)
+        old_BR = Actor(learner.model, config=config.actor).logprobs(batch)
+    reference_BR = Actor(tiny_policy(), config=config.actor).logprobs(batch)
     kls = [(old_BR - reference_BR)[row][mask.bool()] for row, mask in enumerate(batch["response_mask"])]
     still_to_lose = torch.cat([kl.flip(0).cumsum(0) for kl in kls])
 

@@ -23,7 +23,7 @@ from agent_loop.training.losses import (
     masked_difference,
     masked_mean,
     policy_loss,
-    token_log_probs,
+    token_logprobs,
     value_loss,
 )
 from agent_loop.training.micro_batches import MicroBatch
@@ -40,8 +40,8 @@ def ragged(seed: int, rows: int = 5, width: int = WIDTH) -> dict[str, Tensor]:
     mask_BT = (torch.arange(width) < lengths) & (torch.rand(rows, width, generator=generator) < 0.7)
     mask_BT[0, 0] = True
     return {
-        "log_probs_BT": -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64),
-        "old_log_probs_BT": -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64),
+        "logprobs_BT": -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64),
+        "old_logprobs_BT": -3 * torch.rand(rows, width, generator=generator, dtype=torch.float64),
         "advantages_BT": torch.randn(rows, 1, generator=generator, dtype=torch.float64).expand(rows, width),
         "mask_BT": mask_BT.long(),
     }
@@ -65,7 +65,7 @@ def test_the_policy_loss_is_the_clipped_surrogate(seed: int, mode: AggregationMo
     kls: list[list[float]] = []
     for row in range(5):
         places = data["mask_BT"][row].nonzero().flatten().tolist()
-        new, old = data["log_probs_BT"][row].tolist(), data["old_log_probs_BT"][row].tolist()
+        new, old = data["logprobs_BT"][row].tolist(), data["old_logprobs_BT"][row].tolist()
         advantage = float(data["advantages_BT"][row, 0])
         ratios = [math.exp(new[t] - old[t]) for t in places]
         bounded = [min(max(ratio, 1 - LOW), 1 + HIGH) for ratio in ratios]
@@ -87,27 +87,27 @@ def test_masked_tokens_get_a_gradient_of_exactly_zero_whatever_they_hold(
 ) -> None:
     data = ragged(1)
     is_masked_BT = data["mask_BT"] == 0
-    log_probs_BT = torch.where(is_masked_BT, garbage, data["log_probs_BT"]).requires_grad_()
-    clean_BT = data["log_probs_BT"].clone().requires_grad_()
+    logprobs_BT = torch.where(is_masked_BT, garbage, data["logprobs_BT"]).requires_grad_()
+    clean_BT = data["logprobs_BT"].clone().requires_grad_()
 
-    def loss(log_probs_BT: Tensor) -> Tensor:
+    def loss(logprobs_BT: Tensor) -> Tensor:
         policy = policy_loss(
-            **{**data, "log_probs_BT": log_probs_BT}, clip_ratio_low=LOW, clip_ratio_high=HIGH, agg_mode=mode
+            **{**data, "logprobs_BT": logprobs_BT}, clip_ratio_low=LOW, clip_ratio_high=HIGH, agg_mode=mode
         )
         kl_BT = kl_penalty(
-            log_probs_BT, reference_log_probs_BT=data["old_log_probs_BT"], mask_BT=data["mask_BT"]
+            logprobs_BT, reference_logprobs_BT=data["old_logprobs_BT"], mask_BT=data["mask_BT"]
         )
         return policy.loss + aggregate(kl_BT, mask_BT=data["mask_BT"], mode=mode)
 
-    dirty, clean = loss(log_probs_BT), loss(clean_BT)
+    dirty, clean = loss(logprobs_BT), loss(clean_BT)
     dirty.backward()
     clean.backward()
 
     assert float(dirty.detach()) == float(clean.detach())
-    assert log_probs_BT.grad is not None
+    assert logprobs_BT.grad is not None
     assert clean_BT.grad is not None
-    assert (log_probs_BT.grad[is_masked_BT] == 0).all()
-    assert torch.equal(log_probs_BT.grad, clean_BT.grad)
+    assert (logprobs_BT.grad[is_masked_BT] == 0).all()
+    assert torch.equal(logprobs_BT.grad, clean_BT.grad)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -128,10 +128,10 @@ def test_the_parts_of_a_mini_batch_add_up_to_the_whole(mode: AggregationMode) ->
 
 
 def test_a_rising_ratio_is_clipped_higher_than_a_falling_one() -> None:
-    log_probs_BT = torch.tensor([[1.25, 1.3, 0.75, 0.85]]).log().requires_grad_()
+    logprobs_BT = torch.tensor([[1.25, 1.3, 0.75, 0.85]]).log().requires_grad_()
     got = policy_loss(
-        log_probs_BT,
-        old_log_probs_BT=torch.zeros(1, 4),
+        logprobs_BT,
+        old_logprobs_BT=torch.zeros(1, 4),
         advantages_BT=torch.tensor([[1.0, 1.0, -1.0, -1.0]]),
         mask_BT=torch.ones(1, 4),
         clip_ratio_low=LOW,
@@ -139,51 +139,51 @@ def test_a_rising_ratio_is_clipped_higher_than_a_falling_one() -> None:
     )
     got.loss.backward()
 
-    assert log_probs_BT.grad is not None
-    assert (log_probs_BT.grad != 0).tolist() == [[True, False, False, True]]
+    assert logprobs_BT.grad is not None
+    assert (logprobs_BT.grad != 0).tolist() == [[True, False, False, True]]
     assert float(got.clip_fraction) == 0.5
 
 
 def test_the_kl_penalty_is_zero_at_the_reference_and_positive_elsewhere() -> None:
     reference_BT, mask_BT = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[1, 1, 0]])
 
-    same_BT = kl_penalty(reference_BT, reference_log_probs_BT=reference_BT, mask_BT=mask_BT)
-    other_BT = kl_penalty(reference_BT + 0.5, reference_log_probs_BT=reference_BT, mask_BT=mask_BT)
+    same_BT = kl_penalty(reference_BT, reference_logprobs_BT=reference_BT, mask_BT=mask_BT)
+    other_BT = kl_penalty(reference_BT + 0.5, reference_logprobs_BT=reference_BT, mask_BT=mask_BT)
 
     assert same_BT.tolist() == [[0, 0, 0]]
     assert other_BT[0].tolist() == pytest.approx([math.exp(-0.5) - 1 + 0.5] * 2 + [0])
 
 
-def test_token_log_probs_and_entropy_are_those_of_the_tempered_softmax() -> None:
+def test_token_logprobs_and_entropy_are_those_of_the_tempered_softmax() -> None:
     logits_NV = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     token_ids_M, place_M = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 1, 2])
 
-    log_probs_M, entropy_M = token_log_probs(
+    logprobs_M, entropy_M = token_logprobs(
         logits_NV, token_ids_M=token_ids_M, place_M=place_M, temperature=0.7
     )
 
     for token, place in enumerate(place_M.tolist()):
         weights = [math.exp(x / 0.7) for x in logits_NV[place].tolist()]
         chances = [w / sum(weights) for w in weights]
-        assert float(log_probs_M[token]) == pytest.approx(math.log(chances[token_ids_M[token]]))
+        assert float(logprobs_M[token]) == pytest.approx(math.log(chances[token_ids_M[token]]))
         assert float(entropy_M[token]) == pytest.approx(-sum(p * math.log(p) for p in chances))
 
 
 def test_half_precision_logits_are_reduced_in_single_precision() -> None:
     logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
 
-    log_probs_M, _ = token_log_probs(
+    logprobs_M, _ = token_logprobs(
         logits_NV, token_ids_M=torch.tensor([1, 2]), place_M=torch.arange(2), temperature=1.0
     )
 
-    assert log_probs_M.dtype == torch.float32
+    assert logprobs_M.dtype == torch.float32
 
 
 def test_the_gradient_of_an_entropy_that_only_metrics_want_is_none() -> None:
     logits_NV = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def of_tokens(*, entropy_has_gradient: bool) -> tuple[Tensor, Tensor]:
-        return token_log_probs(
+        return token_logprobs(
             logits_NV,
             token_ids_M=torch.tensor([1, 2]),
             place_M=torch.arange(2),
@@ -191,9 +191,9 @@ def test_the_gradient_of_an_entropy_that_only_metrics_want_is_none() -> None:
             entropy_has_gradient=entropy_has_gradient,
         )
 
-    log_probs_M, entropy_M = of_tokens(entropy_has_gradient=False)
+    logprobs_M, entropy_M = of_tokens(entropy_has_gradient=False)
 
-    assert log_probs_M.requires_grad
+    assert logprobs_M.requires_grad
     assert not entropy_M.requires_grad
     torch.testing.assert_close(entropy_M, of_tokens(entropy_has_gradient=True)[1])
 
@@ -228,39 +228,39 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_cost(seed: int) -> None:
     losses: list[float] = []
     bounded: list[bool] = []
     for row, place in data["mask_BT"].nonzero().tolist():
-        ratio = math.exp(data["log_probs_BT"][row, place] - data["old_log_probs_BT"][row, place])
+        ratio = math.exp(data["logprobs_BT"][row, place] - data["old_logprobs_BT"][row, place])
         advantage = float(data["advantages_BT"][row, place])
         objective = min(ratio * advantage, min(max(ratio, 1 - LOW), 1 + HIGH) * advantage)
         bounded.append(advantage < 0 and objective < c * advantage)
         losses.append(-max(objective, c * advantage) if advantage < 0 else -objective)
-    log_probs_BT = data["log_probs_BT"].requires_grad_()
+    logprobs_BT = data["logprobs_BT"].requires_grad_()
 
     got = policy_loss(**data, clip_ratio_low=LOW, clip_ratio_high=HIGH, clip_ratio_c=c)
     got.loss.backward()
 
     assert float(got.loss.detach()) == pytest.approx(sum(losses) / len(losses), rel=1e-12)
     assert float(got.dual_clip_fraction) == pytest.approx(sum(bounded) / len(bounded))
-    assert log_probs_BT.grad is not None
-    grads = log_probs_BT.grad[data["mask_BT"].bool()]
+    assert logprobs_BT.grad is not None
+    grads = logprobs_BT.grad[data["mask_BT"].bool()]
     assert (grads[torch.tensor(bounded)] == 0).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_of_gspo_is_its_formula_and_so_is_its_gradient(seed: int) -> None:
     data = ragged(seed)
-    log_probs_BT, naive_BT = (data["log_probs_BT"].clone().requires_grad_() for _ in range(2))
+    logprobs_BT, naive_BT = (data["logprobs_BT"].clone().requires_grad_() for _ in range(2))
     losses: list[Tensor] = []
     for row in range(5):
         is_counted = data["mask_BT"][row].bool()
         if is_counted.any():
-            ratio = (naive_BT[row] - data["old_log_probs_BT"][row])[is_counted].mean().exp()
+            ratio = (naive_BT[row] - data["old_logprobs_BT"][row])[is_counted].mean().exp()
             advantage = data["advantages_BT"][row, 0]
             clipped = ratio.clamp(1 - LOW, 1 + HIGH)
             losses.append(-torch.minimum(ratio * advantage, clipped * advantage))
     expected = torch.stack(losses).mean()
 
     got = policy_loss(
-        **{**data, "log_probs_BT": log_probs_BT},
+        **{**data, "logprobs_BT": logprobs_BT},
         clip_ratio_low=LOW,
         clip_ratio_high=HIGH,
         level="sequence",
@@ -270,9 +270,9 @@ def test_the_loss_of_gspo_is_its_formula_and_so_is_its_gradient(seed: int) -> No
     got.loss.backward()
 
     assert float(got.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
-    assert log_probs_BT.grad is not None
+    assert logprobs_BT.grad is not None
     assert naive_BT.grad is not None
-    torch.testing.assert_close(log_probs_BT.grad, naive_BT.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(logprobs_BT.grad, naive_BT.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -280,16 +280,16 @@ def test_the_estimators_of_the_kl_divergence_are_their_formulas(estimator: KLEst
     data = ragged(0)
 
     kl_BT = kl_penalty(
-        data["log_probs_BT"],
-        reference_log_probs_BT=data["old_log_probs_BT"],
+        data["logprobs_BT"],
+        reference_logprobs_BT=data["old_logprobs_BT"],
         mask_BT=data["mask_BT"],
         estimator=estimator,
     )
 
     for row, place in data["mask_BT"].nonzero().tolist():
         policy, reference = (
-            float(data["log_probs_BT"][row, place]),
-            float(data["old_log_probs_BT"][row, place]),
+            float(data["logprobs_BT"][row, place]),
+            float(data["old_logprobs_BT"][row, place]),
         )
         expected = {
             "k1": policy - reference,
@@ -308,7 +308,7 @@ def test_in_the_mean_k1_and_k3_are_the_kl_divergence() -> None:
     for estimator in ("k1", "k3"):
         per_token_1V = kl_penalty(
             policy_V[None],
-            reference_log_probs_BT=reference_V[None],
+            reference_logprobs_BT=reference_V[None],
             mask_BT=torch.ones(1, 6),
             estimator=estimator,
         )
@@ -322,13 +322,11 @@ def test_importance_weights_are_bounded_ratios(kind: str, level: str) -> None:
     config = CorrectionConfig.model_validate(
         {"kind": kind, "level": level, "min_ratio": 0.6, "max_ratio": 1.6}
     )
-    spoilt_BT = torch.where(data["mask_BT"].bool(), data["old_log_probs_BT"], math.nan)
+    spoilt_BT = torch.where(data["mask_BT"].bool(), data["old_logprobs_BT"], math.nan)
 
-    got = correct(
-        data["log_probs_BT"], rollout_log_probs_BT=spoilt_BT, mask_BT=data["mask_BT"], config=config
-    )
+    got = correct(data["logprobs_BT"], rollout_logprobs_BT=spoilt_BT, mask_BT=data["mask_BT"], config=config)
 
-    difference_BT = data["log_probs_BT"] - data["old_log_probs_BT"]
+    difference_BT = data["logprobs_BT"] - data["old_logprobs_BT"]
     touched = 0
     for row, place in data["mask_BT"].nonzero().tolist():
         is_counted = data["mask_BT"][row].bool()
@@ -353,9 +351,9 @@ def test_the_value_loss_is_the_worse_of_plain_and_clipped(
 ) -> None:
     data = ragged(4)
     values_BT, old_BT, returns_BT = (
-        data["log_probs_BT"],
-        data["old_log_probs_BT"],
-        -data["log_probs_BT"].flip(0),
+        data["logprobs_BT"],
+        data["old_logprobs_BT"],
+        -data["logprobs_BT"].flip(0),
     )
     losses: list[list[float]] = []
     for row in range(5):
@@ -390,7 +388,7 @@ def test_with_dual_clip_and_weights_masked_tokens_still_get_exactly_zero(level: 
     spoilt = {
         name: torch.where(is_masked_BT, math.nan, value) for name, value in data.items() if name != "mask_BT"
     }
-    spoilt["log_probs_BT"].requires_grad_()
+    spoilt["logprobs_BT"].requires_grad_()
 
     got = policy_loss(
         **spoilt,
@@ -404,7 +402,7 @@ def test_with_dual_clip_and_weights_masked_tokens_still_get_exactly_zero(level: 
     got.loss.backward()
 
     assert got.loss.isfinite()
-    grad_BT = spoilt["log_probs_BT"].grad
+    grad_BT = spoilt["logprobs_BT"].grad
     assert grad_BT is not None
     assert (grad_BT[is_masked_BT] == 0).all()
     assert (grad_BT[~is_masked_BT] != 0).any()
@@ -423,8 +421,8 @@ def impossible_token(where: str) -> tuple[Tensor, Tensor, Tensor]:
     return new_BT, other_BT, torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 
-def assert_others_learn(log_probs_BT: Tensor) -> None:
-    grad_BT = log_probs_BT.grad
+def assert_others_learn(logprobs_BT: Tensor) -> None:
+    grad_BT = logprobs_BT.grad
     assert grad_BT is not None
     assert grad_BT.isfinite().all()
     assert grad_BT[0, 1] == 0
@@ -447,7 +445,7 @@ def test_the_policy_loss_of_an_impossible_token_is_finite_and_has_no_gradient(
     def loss(new_BT: Tensor, old_BT: Tensor) -> PolicyLoss:
         return policy_loss(
             new_BT,
-            old_log_probs_BT=old_BT,
+            old_logprobs_BT=old_BT,
             advantages_BT=torch.full((2, 1), sign, dtype=torch.float64),
             mask_BT=mask_BT,
             clip_ratio_low=LOW,
@@ -473,7 +471,7 @@ def test_the_kl_of_an_impossible_token_is_finite_and_has_no_gradient(
 ) -> None:
     new_BT, reference_BT, mask_BT = impossible_token(where)
 
-    kl_BT = kl_penalty(new_BT, reference_log_probs_BT=reference_BT, mask_BT=mask_BT, estimator=estimator)
+    kl_BT = kl_penalty(new_BT, reference_logprobs_BT=reference_BT, mask_BT=mask_BT, estimator=estimator)
     kl_BT.sum().backward()
 
     x = -LOG_RATIOS[where]  # reference over policy
@@ -492,7 +490,7 @@ def test_the_importance_weight_of_an_impossible_token_is_finite(where: str, leve
         {"kind": kind, "level": level, "min_ratio": 0.01, "max_ratio": 2.0}
     )
 
-    got = correct(trainer_BT, rollout_log_probs_BT=rollout_BT, mask_BT=mask_BT, config=config)
+    got = correct(trainer_BT, rollout_logprobs_BT=rollout_BT, mask_BT=mask_BT, config=config)
 
     log_ratio = LOG_RATIOS[where] + (0.2 if level == "sequence" else 0.0)
     expected = min(math.exp(min(log_ratio, 20.0)), 2.0)

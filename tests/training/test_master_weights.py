@@ -46,7 +46,7 @@ def test_losses_are_near_those_of_float32_and_the_policy_learns_as_fast(saves_me
     first_norms = [of_actor[0][names.GRAD_NORM] for of_actor in metrics]
     assert first_norms[1] == pytest.approx(first_norms[0], rel=0.1)
     gains = [
-        float((actor.log_probs(BATCH) - BATCH["rollout_log_probs"])[is_rewarded_BR].mean())
+        float((actor.logprobs(BATCH) - BATCH["rollout_log_probs"])[is_rewarded_BR].mean())
         for actor in (full, half)
     ]
     assert gains[0] > 0.1

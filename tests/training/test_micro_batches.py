@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.training.losses import token_log_probs
+from agent_loop.training.losses import token_logprobs
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.policy import response_log_probs
+from agent_loop.training.policy import response_logprobs
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 
@@ -56,23 +56,23 @@ def test_columns_that_are_padding_in_all_rows_are_dropped(batch: RolloutBatch) -
     assert sum(part.input_ids_BW.numel() for part in parts) < 0.6 * batch["input_ids"].numel()
 
 
-def test_log_probs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: RolloutBatch) -> None:
+def test_logprobs_of_a_padded_micro_batch_are_those_of_each_row_alone(batch: RolloutBatch) -> None:
     model = tiny_policy()
     for part in cut(batch, max_tokens=60):
-        log_probs_BR, entropy_BR = response_log_probs(model, part, temperature=0.8)
+        logprobs_BR, entropy_BR = response_logprobs(model, part, temperature=0.8)
         for place, row in enumerate(part.rows_B.tolist()):
             attended = batch["attention_mask"][row].bool()
             ids = batch["input_ids"][row][attended]
             num_prompt = int(batch["attention_mask"][row, :9].sum())
             logits_TV = model(ids[None]).logits[0, num_prompt - 1 : -1]
-            expected_T = token_log_probs(
+            expected_T = token_logprobs(
                 logits_TV,
                 token_ids_M=ids[num_prompt:],
                 place_M=torch.arange(len(logits_TV)),
                 temperature=0.8,
             )
             is_model_T = part.mask_BR[place, : len(logits_TV)].bool()
-            for found_BR, expected in zip((log_probs_BR, entropy_BR), expected_T, strict=True):
+            for found_BR, expected in zip((logprobs_BR, entropy_BR), expected_T, strict=True):
                 found_R = found_BR[place]
                 torch.testing.assert_close(
                     found_R[: len(is_model_T)], expected * is_model_T, atol=1e-5, rtol=1e-5

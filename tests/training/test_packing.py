@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
 from agent_loop.training.packing import pack
-from agent_loop.training.policy import response_log_probs
+from agent_loop.training.policy import response_logprobs
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
 from agent_loop.types import Origin, as_token_ids
 from tests.training.fakes import PAD, VOCABULARY, sample_trajectories, sample_trajectory, tiny_policy
@@ -79,13 +79,13 @@ def test_packing_leaves_less_padding() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["full", "sliding"])
-def test_log_probs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind: str, attention: str) -> None:
+def test_logprobs_of_packed_rows_are_the_padded_ones(batch: RolloutBatch, kind: str, attention: str) -> None:
     model: Any = tiny_policy() if kind == "full" else sliding_window_model()
     model.set_attn_implementation(attention)
     for part in cut(batch, max_tokens=60):
-        packed = response_log_probs(model, part, temperature=0.8)
+        packed = response_logprobs(model, part, temperature=0.8)
         [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=torch.device("cpu"))
-        padded = response_log_probs(model, padded_part, temperature=0.8)
+        padded = response_logprobs(model, padded_part, temperature=0.8)
         assert torch.equal(part.rows_B, padded_part.rows_B)
         for packed_BR, padded_BR in zip(packed, padded, strict=True):
             torch.testing.assert_close(packed_BR, padded_BR, atol=1e-5, rtol=0)
@@ -98,9 +98,9 @@ def turns(*runs: tuple[list[int], bool]) -> Trajectory:
     segments = [Segment(as_token_ids([4, 5, 6]), Origin.PROMPT)]
     for ids, is_models in runs:
         tokens = as_token_ids(ids)
-        log_probs = np.full(len(ids), -1.0, np.float32)
+        logprobs = np.full(len(ids), -1.0, np.float32)
         segments.append(
-            Segment(tokens, Origin.MODEL, log_probs, 0) if is_models else Segment(tokens, Origin.TOOL)
+            Segment(tokens, Origin.MODEL, logprobs, 0) if is_models else Segment(tokens, Origin.TOOL)
         )
     return Trajectory(AgentLoopOutput(segments=segments), {}, 0, 0, 0.0, {})
 
@@ -141,7 +141,7 @@ def test_a_prefix_is_in_a_line_once() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 25, 10_000])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_log_probs_of_rows_that_share_prefixes_are_the_padded_ones(attention: str, max_tokens: int) -> None:
+def test_logprobs_of_rows_that_share_prefixes_are_the_padded_ones(attention: str, max_tokens: int) -> None:
     model: Any = tiny_policy()
     model.set_attn_implementation(attention)
     for batch in (
@@ -154,9 +154,9 @@ def test_log_probs_of_rows_that_share_prefixes_are_the_padded_ones(attention: st
         )
         assert sorted(torch.cat([part.rows_B for part in parts]).tolist()) == rows.tolist()
         for part in parts:
-            shared = response_log_probs(model, part, temperature=0.8)
+            shared = response_logprobs(model, part, temperature=0.8)
             [padded_part] = micro_batches(batch, rows=part.rows_B, max_tokens=10_000, device=device)
             order = [padded_part.rows_B.tolist().index(row) for row in part.rows_B.tolist()]
-            padded = response_log_probs(model, padded_part, temperature=0.8)
+            padded = response_logprobs(model, padded_part, temperature=0.8)
             for shared_BR, padded_BR in zip(shared, padded, strict=True):
                 torch.testing.assert_close(shared_BR, padded_BR[order], atol=1e-5, rtol=0)

@@ -77,10 +77,10 @@ def test_a_trajectory_has_all_that_is_known_of_each_token(run_folder: Path) -> N
     data = RunSource(run_folder).trajectory(split="train", step=3, trajectory_id="group=0/rollout=0")
     meta, columns = unpacked(data)
     length = meta["prompt_length"] + meta["response_length"]
-    assert {len(columns[name]) for name in ("ids", "mask", "versions", "log_probs", "advantages")} == {length}
+    assert {len(columns[name]) for name in ("ids", "mask", "versions", "logprobs", "advantages")} == {length}
     assert columns["mask"][: meta["prompt_length"]] == [0] * meta["prompt_length"]
     assert columns["versions"][meta["prompt_length"]] == 2
-    assert np.isnan(columns["log_probs"][0])
+    assert np.isnan(columns["logprobs"][0])
     assert [PIECES[token] for token in columns["used_ids"]] == meta["pieces"]
     assert meta["messages"][1]["role"] == "user"
     assert meta["reward_extra"] == {"acc": 1, "odd": "NaN"}

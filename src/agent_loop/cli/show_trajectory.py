@@ -46,13 +46,13 @@ def print_tokens(row: Mapping[str, Any], console: Console, *, pieces: Sequence[P
         legend.append(f"  log-prob >= {bound:g}", style)
     legend.append("  below", LOG_PROB_STYLES[-1][1])
     console.print(legend)
-    ids, log_probs = [*row["prompt_ids"], *row["response_ids"]], row["response_logprobs"]
+    ids, logprobs = [*row["prompt_ids"], *row["response_ids"]], row["response_logprobs"]
     shown, place = Text(), 0
     for segment in row["segments"]:
         for token in ids[place : place + segment["num_tokens"]]:
             style = ORIGIN_STYLES[segment["origin"]]
-            if segment["origin"] == "model" and log_probs is not None:
-                style = _log_prob_style(float(log_probs[place - len(row["prompt_ids"])]))
+            if segment["origin"] == "model" and logprobs is not None:
+                style = _logprob_style(float(logprobs[place - len(row["prompt_ids"])]))
             shown.append(f"{token} " if pieces is None else text_of([int(token)], pieces), style)
             place += 1
     console.print(shown, soft_wrap=True)
@@ -138,8 +138,8 @@ def _call(call: Mapping[str, Any]) -> str:
     return f"{function.get('name', '')}({written})"
 
 
-def _log_prob_style(log_prob: float) -> str:
-    return next((style for bound, style in LOG_PROB_STYLES if log_prob >= bound), "")
+def _logprob_style(logprob: float) -> str:
+    return next((style for bound, style in LOG_PROB_STYLES if logprob >= bound), "")
 
 
 def _say(console: Console, text: str, *, style: str = "") -> None:

@@ -130,7 +130,7 @@ class _Chat:
                 request_id=request_id,
                 attachments=self.prompt.attachments,
                 stops=request.stops,
-                needs_log_probs=bool(request.logprobs),
+                needs_logprobs=bool(request.logprobs),
                 keeps_end_tokens=self.template.tool_parser.reads_end_tokens,
             )
             parts = sample_parts(

@@ -180,7 +180,7 @@ class CompletionRequest(SamplingRequest):
     suffix: Annotated[Any, Only("")] = None
 
     @property
-    def wants_log_probs(self) -> bool:
+    def wants_logprobs(self) -> bool:
         return self.logprobs is not None and self.logprobs is not False
 
 

@@ -50,7 +50,7 @@ class Wanted:
     attachments: Sequence[Attachment] = ()
     stops: Sequence[str] = ()
     """Texts before which it ends."""
-    needs_log_probs: bool = False
+    needs_logprobs: bool = False
     keeps_end_tokens: bool = False
     """The text includes the tokens that end the turn."""
 
@@ -62,7 +62,7 @@ class Part:
     text: str
     """Without the token that ended the completion, unless it was to be kept."""
     token_ids: list[int]
-    log_probs: list[float] | None
+    logprobs: list[float] | None
     finish_reason: ServerStopReason | None = None
     """Set on the last part."""
     num_cached_tokens: int | None = None
@@ -120,15 +120,15 @@ async def sample_parts(
     reader = PartReader(template, stops=wanted.stops, keeps_end_tokens=wanted.keeps_end_tokens)
     async with aclosing(_chunks(wanted, sampler=sampler, as_it_comes=as_it_comes)) as chunks:
         async for chunk in chunks:
-            if wanted.needs_log_probs and chunk.log_probs is None:
-                raise no_log_probs()
+            if wanted.needs_logprobs and chunk.logprobs is None:
+                raise no_logprobs()
             for part in reader.feed(chunk):
                 yield part
                 if part.finish_reason is not None:
                     return
 
 
-def no_log_probs() -> RequestError:
+def no_logprobs() -> RequestError:
     """The answer to a request for log-probs that the server does not give."""
     return RequestError("logprobs: this server gives none; leave it out", param="logprobs")
 
@@ -163,7 +163,7 @@ class PartReader:
             yield Part(
                 added,
                 piece.token_ids,
-                piece.log_probs,
+                piece.logprobs,
                 reason,
                 piece.num_cached_tokens,
                 stop_text=self._stops.hit,

@@ -69,7 +69,7 @@ async def stream_completion(
     async with aclosing(steps):
         async for index, part in steps:
             tally.add(part)
-            shows_tokens = request.return_token_ids or request.wants_log_probs
+            shows_tokens = request.return_token_ids or request.wants_logprobs
             if not part.text and part.finish_reason is None and not (shows_tokens and part.token_ids):
                 continue
             yield job.reply(
@@ -123,7 +123,7 @@ class _Job:
                 sampling_params=params,
                 request_id=request_id,
                 stops=request.stops,
-                needs_log_probs=request.wants_log_probs,
+                needs_logprobs=request.wants_logprobs,
             )
             parts = sample_parts(
                 wanted, sampler=self.sampler, template=self.template, as_it_comes=as_it_comes
@@ -142,7 +142,7 @@ class _Job:
         whole = Part(
             text="".join(part.text for part in parts),
             token_ids=[token for part in parts for token in part.token_ids],
-            log_probs=[p for part in parts for p in part.log_probs or ()],
+            logprobs=[p for part in parts for p in part.logprobs or ()],
             finish_reason=parts[-1].finish_reason,
         )
         return self.part_choice(index, whole, offset=0, is_first=True)
@@ -154,7 +154,7 @@ class _Job:
             index=index,
             text=part.text,
             finish_reason=cast(Literal["stop", "length"] | None, part.finish_reason),
-            logprobs=self._log_probs(part, offset=offset) if self.request.wants_log_probs else None,
+            logprobs=self._logprobs(part, offset=offset) if self.request.wants_logprobs else None,
             token_ids=part.token_ids if shows_ids else None,
             prompt_token_ids=prompt.tolist() if shows_ids and is_first else None,
         )
@@ -162,14 +162,14 @@ class _Job:
     def reply(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(id=self.id, created=self.created, model=self.request.model, choices=choices)
 
-    def _log_probs(self, part: Part, *, offset: int) -> CompletionLogProbs:
+    def _logprobs(self, part: Part, *, offset: int) -> CompletionLogProbs:
         tokens = [self.template.decode([token]) for token in part.token_ids]
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         return CompletionLogProbs(
-            tokens=tokens, token_logprobs=list(part.log_probs or ()), text_offset=offsets
+            tokens=tokens, token_logprobs=list(part.logprobs or ()), text_offset=offsets
         )
 
 

@@ -78,7 +78,7 @@ class ChatWriter:
         """One of the completions in one piece."""
         reading = Reading.joined([step.reading for step in steps])
         token_ids = [token for step in steps for token in step.part.token_ids]
-        log_probs = [p for step in steps for p in step.part.log_probs or ()]
+        logprobs = [p for step in steps for p in step.part.logprobs or ()]
         calls = [ToolCallReply(id=i, function=f) for i, f in self._written(reading.tool_calls)]
         last = steps[-1].part
         return ChatChoice(
@@ -89,7 +89,7 @@ class ChatWriter:
                 tool_calls=calls or None,
             ),
             finish_reason=_finish_reason(last, has_calls=bool(calls)) or "stop",
-            logprobs=self._log_probs(token_ids, log_probs),
+            logprobs=self._logprobs(token_ids, logprobs),
             token_ids=token_ids if self.request.return_token_ids else None,
             stop_reason=last.stop_text,
         )
@@ -115,7 +115,7 @@ class ChatWriter:
                 tool_calls=calls or None,
             ),
             finish_reason=finish_reason,
-            logprobs=self._log_probs(part.token_ids, part.log_probs or []),
+            logprobs=self._logprobs(part.token_ids, part.logprobs or []),
             token_ids=part.token_ids if self.request.return_token_ids else None,
             stop_reason=part.stop_text,
         )
@@ -139,11 +139,11 @@ class ChatWriter:
             return None
         return self.chunk([]).model_copy(update={"usage": tally.usage})
 
-    def _log_probs(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> ChoiceLogProbs | None:
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> ChoiceLogProbs | None:
         if not self.request.logprobs:
             return None
-        both = zip(token_ids, log_probs, strict=True)
-        return ChoiceLogProbs(content=[_token_log_prob(self.template, *pair) for pair in both])
+        both = zip(token_ids, logprobs, strict=True)
+        return ChoiceLogProbs(content=[_token_logprob(self.template, *pair) for pair in both])
 
     def _written(self, calls: Sequence[ToolCall]) -> list[tuple[str, FunctionCall]]:
         """Each call with an id that is its own: the model's, where its format has ids."""
@@ -163,7 +163,7 @@ def _finish_reason(part: Part, *, has_calls: bool) -> FinishReason | None:
     return "tool_calls" if has_calls else "stop"
 
 
-def _token_log_prob(template: ChatTemplate, token_id: int, log_prob: float) -> TokenLogProb:
+def _token_logprob(template: ChatTemplate, token_id: int, logprob: float) -> TokenLogProb:
     token = template.decode([token_id])
     is_whole = "\ufffd" not in token
-    return TokenLogProb(token=token, logprob=log_prob, bytes=list(token.encode()) if is_whole else None)
+    return TokenLogProb(token=token, logprob=logprob, bytes=list(token.encode()) if is_whole else None)

@@ -93,7 +93,7 @@ class ActorConfig(OptimConfig):
 
     @field_validator("correction")
     @classmethod
-    def _needs_recomputed_log_probs(cls, value: CorrectionConfig, info: ValidationInfo) -> CorrectionConfig:
+    def _needs_recomputed_logprobs(cls, value: CorrectionConfig, info: ValidationInfo) -> CorrectionConfig:
         if value.kind != "none" and info.data.get("old_log_probs") != "recompute":
             raise ValueError("it needs the trainer's own log-probs; set actor.old_log_probs=recompute")
         return value

@@ -9,7 +9,7 @@ from functools import partial
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import completion_reader
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.sampling import PartReader, no_log_probs
+from agent_loop.completions.sampling import PartReader, no_logprobs
 from agent_loop.completions.writing import ChatWriter, Step
 from agent_loop.episode import Completion
 from agent_loop.gateway.answer import Answer
@@ -45,7 +45,7 @@ class Voice:
         prompt_ids: IntArray,
         turn_name: str,
     ) -> None:
-        self._needs_log_probs = bool(request.logprobs)
+        self._needs_logprobs = bool(request.logprobs)
         self._answer = answer
         self._writer = ChatWriter(request, template, prompt_ids, new_call_id=partial(_call_id, turn_name))
         answer.writer = self._writer
@@ -63,8 +63,8 @@ class Voice:
         """
         if chunk.stop_reason == "aborted":
             return True
-        if self._needs_log_probs and chunk.log_probs is None:
-            raise no_log_probs()
+        if self._needs_logprobs and chunk.logprobs is None:
+            raise no_logprobs()
         for part in self._parts.feed(chunk):
             reading = self._reader.feed(part.text)
             if part.finish_reason is not None:

@@ -116,8 +116,8 @@ class AgentData:
     @property
     def response_logprobs(self) -> list[float] | None:
         """For each token of `response_ids`, 0 where the mask is 0; None if a server gave none."""
-        log_probs = self._so_far().response_logprobs
-        return None if log_probs is None else log_probs.tolist()
+        logprobs = self._so_far().response_logprobs
+        return None if logprobs is None else logprobs.tolist()
 
     @property
     def assistant_turns(self) -> int:

@@ -171,9 +171,9 @@ def _token_columns(
         "position_ids": of_tokens(counted),
         "weight_versions": of_responses(flat.weight_versions_M, np.int32, -1),
     }
-    log_probs_M = flat.log_probs_M
-    if log_probs_M is not None:
-        columns["rollout_log_probs"] = of_responses(log_probs_M, np.float32)
+    logprobs_M = flat.logprobs_M
+    if logprobs_M is not None:
+        columns["rollout_log_probs"] = of_responses(logprobs_M, np.float32)
     return columns
 
 

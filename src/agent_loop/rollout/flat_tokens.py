@@ -54,14 +54,14 @@ class FlatTokens:
         return self._repeated(versions, np.int32)
 
     @property
-    def log_probs_M(self) -> FloatArray | None:
+    def logprobs_M(self) -> FloatArray | None:
         """None unless every sampled token has one."""
         by_model = Origin.MODEL
-        if any(s.log_probs is None and s.origin is by_model for s in self._of_responses):
+        if any(s.logprobs is None and s.origin is by_model for s in self._of_responses):
             return None
         zeros = np.zeros(self._segment_lengths.max(initial=0), np.float32)
-        log_probs = [zeros[: len(s)] if s.log_probs is None else s.log_probs for s in self._of_responses]
-        return _join(log_probs, np.float32)
+        logprobs = [zeros[: len(s)] if s.logprobs is None else s.logprobs for s in self._of_responses]
+        return _join(logprobs, np.float32)
 
     def _repeated(self, values: Sequence[Any], dtype: Any) -> NDArray[Any]:
         """The value of each segment of the responses, for each of its tokens."""

@@ -143,8 +143,8 @@ class LoopOutputs(Struct, frozen=True):
                     weight_version=known.weight_version,
                     extras=known.extras,
                 )
-                if piece.log_probs is None:
-                    piece = structs.replace(piece, log_probs=known.log_probs)
+                if piece.logprobs is None:
+                    piece = structs.replace(piece, logprobs=known.logprobs)
                 pieces.append(piece)
                 place += len(known)
         return pieces, num_unmatched
@@ -206,9 +206,9 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
         if type(output.reward_score) is not float:
             output = replace(output, reward_score=reward_score)
     for segment in output.segments:
-        if segment.log_probs is not None and not _are_log_probs(segment.log_probs):
+        if segment.logprobs is not None and not _are_logprobs(segment.logprobs):
             [bad, *_] = [
-                each for each in segment.log_probs.tolist() if not -np.inf < each <= LOG_PROB_ROUNDING
+                each for each in segment.logprobs.tolist() if not -np.inf < each <= LOG_PROB_ROUNDING
             ]
             raise EpisodeError(
                 f"response_logprobs holds {bad}; give log-probs, which are finite and at most 0"
@@ -311,10 +311,10 @@ def _reward(given: Any, *, name: str) -> float:
     return reward
 
 
-def _are_log_probs(log_probs: FloatArray) -> bool:
+def _are_logprobs(logprobs: FloatArray) -> bool:
     """Return whether each log-prob is finite, and above 0 by no more than rounding."""
     # (`logical_and.reduce`, since the method `all` takes a call of Python)
-    return bool(np.logical_and.reduce((log_probs > -np.inf) & (log_probs <= LOG_PROB_ROUNDING)))
+    return bool(np.logical_and.reduce((logprobs > -np.inf) & (logprobs <= LOG_PROB_ROUNDING)))
 
 
 def _stop_reason(given: Any) -> StopReason:

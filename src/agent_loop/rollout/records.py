@@ -18,7 +18,7 @@ from agent_loop.trajectory import Segment, Trajectory
 def to_record(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as plain JSON values: who, what happened, what it was worth, and every token.
 
-    `segments` holds, in order, `origin`, `token_ids`, for the model's `log_probs` and `weight_version`, and for those
+    `segments` holds, in order, `origin`, `token_ids`, for the model's `logprobs` and `weight_version`, and for those
     with images `attachments`: of each `kind`, `start`, `num_tokens` and the shapes of its features, not the pixels.
     """
     output = trajectory.output
@@ -82,7 +82,7 @@ def _segment(segment: Segment) -> dict[str, Any]:
     record: dict[str, Any] = {"origin": str(segment.origin), "token_ids": segment.token_ids.tolist()}
     if segment.weight_version is not None:
         record["weight_version"] = segment.weight_version
-        record["log_probs"] = None if segment.log_probs is None else segment.log_probs.tolist()
+        record["logprobs"] = None if segment.logprobs is None else segment.logprobs.tolist()
     if segment.attachments:
         record["attachments"] = [
             {

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Ability(StrEnum):
     """What a server can do beyond generating tokens. `agent_loop.servers.check` proves what a server claims."""
 
-    LOG_PROBS = "log_probs"
-    """Gives log-probs as `TokenOutput.log_probs` defines them."""
+    LOG_PROBS = "logprobs"
+    """Gives log-probs as `TokenOutput.logprobs` defines them."""
     SEED = "seed"
     """A seed makes a completion reproducible."""
     FREE_SEEDS = "free_seeds"
@@ -184,7 +184,7 @@ class AsyncServerBase(ABC):
             attachments: Everything attached to the context, counted from its first token, in order.
 
         Returns:
-            The sampled tokens, stop token included, with log-probs as `TokenOutput.log_probs` defines them.
+            The sampled tokens, stop token included, with log-probs as `TokenOutput.logprobs` defines them.
 
         Raises:
             SamplingParamsError: A parameter that this server does not offer.

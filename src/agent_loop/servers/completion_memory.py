@@ -83,7 +83,7 @@ class CompletionMemory:
         completion, num_tokens = _longest_match(self._completions, run)
         if completion is None:
             return None
-        return [structs.replace(s, log_probs=None, extras={}) for s in completion.first(num_tokens)]
+        return [structs.replace(s, logprobs=None, extras={}) for s in completion.first(num_tokens)]
 
     def next_start(self, run: IntArray) -> int:
         """Return where in `run`, behind its first token, a whole completion stands; the length of `run` if nowhere."""

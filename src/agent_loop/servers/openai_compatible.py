@@ -40,7 +40,7 @@ class OpenAIOptions(BaseModel):
 
     served_model_name: str | None = None
     api_key_env: str | None = None
-    log_probs: Literal["scaled"] | None = None
+    logprobs: Literal["scaled"] | None = None
 
 
 class OpenAIServer(AsyncServerBase):
@@ -65,7 +65,7 @@ class OpenAIServer(AsyncServerBase):
         options = options or OpenAIOptions()
         self.name = name
         self.abilities = frozenset({Ability.STREAMING, Ability.SEED})
-        if options.log_probs == "scaled":
+        if options.logprobs == "scaled":
             self.abilities |= {Ability.LOG_PROBS}
         key = os.environ.get(options.api_key_env or "", "")
         if options.api_key_env and not key:
@@ -251,12 +251,12 @@ class OpenAIServer(AsyncServerBase):
                 return None
             choice = event["choices"][0]
             token_ids = [int(token) for token in choice.get("token_ids") or ()]
-            log_probs = None
+            logprobs = None
             if Ability.LOG_PROBS in self.abilities:
                 given: Any = choice["logprobs"]["token_logprobs"] if token_ids else ()
-                log_probs = [float(log_prob) for log_prob in given]
-                if len(log_probs) != len(token_ids):
-                    raise ValueError(f"{len(token_ids)} token ids with {len(log_probs)} log-probs")
+                logprobs = [float(logprob) for logprob in given]
+                if len(logprobs) != len(token_ids):
+                    raise ValueError(f"{len(token_ids)} token ids with {len(logprobs)} log-probs")
             reason: str | None = choice.get("finish_reason")
             stop_reason = None if reason is None else STOP_REASONS[reason]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -265,7 +265,7 @@ class OpenAIServer(AsyncServerBase):
                 server=self.name,
                 request_id=request_id,
             ) from error
-        return TokenChunk(token_ids, log_probs, stop_reason=stop_reason)
+        return TokenChunk(token_ids, logprobs, stop_reason=stop_reason)
 
     def _refuse_if_unable(
         self, prompt_ids: IntArray, request_id: str, attachments: Sequence[Attachment]

@@ -83,7 +83,7 @@ class ReplyCheck:
         _check_lengths(fields, source, max_tokens)
         return TokenChunk(
             token_ids=fields.token_ids,
-            log_probs=fields.log_probs,
+            logprobs=fields.logprobs,
             weight_version=fields.weight_version,
             stop_reason=fields.stop_reason,
             num_preempted=fields.num_preempted,
@@ -154,11 +154,11 @@ def _contracts_of(vocab_size: int | None) -> _Contracts:
     largest_id = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
     token_ids = list[Annotated[int, Meta(ge=0, le=largest_id)]]
 
-    def contract(largest_log_prob: float) -> type[Any]:
-        log_probs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_log_prob)]]
+    def contract(largest_logprob: float) -> type[Any]:
+        logprobs: Any = list[Annotated[float, Meta(ge=MIN_LOG_PROB, le=largest_logprob)]]
         fields: dict[str, Any] = {
             "token_ids": token_ids,
-            "log_probs": log_probs | None,
+            "logprobs": logprobs | None,
             "weight_version": Version,
             "num_preempted": Count,
             "num_cached_tokens": CountOrNone,
@@ -181,8 +181,8 @@ def _read(reply: TokenChunk, contract: type[Any], rounded: type[Any], source: _S
         fields = convert(plain, rounded)
     except ValidationError as error:
         raise source.bad(_described(error, plain)) from error
-    if fields.log_probs is not None:
-        fields.log_probs = [min(log_prob, 0.0) for log_prob in fields.log_probs]
+    if fields.logprobs is not None:
+        fields.logprobs = [min(logprob, 0.0) for logprob in fields.logprobs]
     return fields
 
 
@@ -213,8 +213,8 @@ def _checked_extras(extras: Any, source: _Source, *, num_tokens: int) -> TokenAr
 
 def _check_lengths(fields: Any, source: _Source, max_tokens: int | None) -> None:
     num_tokens = len(fields.token_ids)
-    if fields.log_probs is not None and len(fields.log_probs) != num_tokens:
-        raise source.bad(f"it has {num_tokens} token ids but {len(fields.log_probs)} log-probs")
+    if fields.logprobs is not None and len(fields.logprobs) != num_tokens:
+        raise source.bad(f"it has {num_tokens} token ids but {len(fields.logprobs)} log-probs")
     if max_tokens is not None and num_tokens > max_tokens:
         raise source.bad(f"it has {num_tokens} tokens where max_tokens was {max_tokens}")
 

@@ -37,7 +37,7 @@ class ScriptedReply:
 
     token_ids: Sequence[int]
     """The stop token included, if the model is to stop by itself."""
-    log_probs: Sequence[float] | None = None
+    logprobs: Sequence[float] | None = None
     """One per token; None gives -0.5 for each."""
     latency_s: float = 0.0
     """Time to the last token. Tokens come evenly spread over it; infinity never answers."""
@@ -292,7 +292,7 @@ class ScriptedServer(AsyncServerBase):
     ) -> TokenOutput:
         params = request.sampling_params
         wanted = list(reply.token_ids)
-        log_probs = [-0.5] * len(wanted) if reply.log_probs is None else list(reply.log_probs)
+        logprobs = [-0.5] * len(wanted) if reply.logprobs is None else list(reply.logprobs)
         elapsed = asyncio.get_running_loop().time() - started
         num_tokens, stop_reason = len(wanted), ("stop" if reply.stops else "length")
         for position, token in enumerate(wanted):
@@ -306,7 +306,7 @@ class ScriptedServer(AsyncServerBase):
             num_tokens, stop_reason = min(num_tokens, int(share * len(wanted))), "aborted"
         whole = TokenChunk(
             token_ids=wanted[:num_tokens],
-            log_probs=log_probs[:num_tokens],
+            logprobs=logprobs[:num_tokens],
             stop_reason=stop_reason,
             prefill_s=_prefill_s(reply),
         )

@@ -122,7 +122,7 @@ def _tokens(output: AgentLoopOutput, learned: Learned) -> dict[str, Any]:
         "prompt_ids": output.prompt_ids,
         "response_ids": output.response_ids,
         "response_mask": output.response_mask,
-        "response_logprobs": _log_probs(output),
+        "response_logprobs": _logprobs(output),
         "weight_versions": output.weight_versions,
         "advantages": learned.advantages,
         "train_logprobs": learned.train_logprobs,
@@ -133,17 +133,17 @@ def _tokens(output: AgentLoopOutput, learned: Learned) -> dict[str, Any]:
     }
 
 
-def _log_probs(output: AgentLoopOutput) -> FloatArray | list[float | None] | None:
+def _logprobs(output: AgentLoopOutput) -> FloatArray | list[float | None] | None:
     """None for the tokens of model segments without, and None as a whole where no model segment has any."""
     if output.response_logprobs is not None:
         return output.response_logprobs
     by_model = [s for s in output.segments if s.origin is Origin.MODEL]
-    if all(s.log_probs is None for s in by_model):
+    if all(s.logprobs is None for s in by_model):
         return None
     values: list[float | None] = []
     for segment in output.response_segments:
-        if segment.log_probs is not None:
-            values += segment.log_probs.tolist()
+        if segment.logprobs is not None:
+            values += segment.logprobs.tolist()
         else:
             values += [None if segment.origin is Origin.MODEL else 0.0] * len(segment)
     return values

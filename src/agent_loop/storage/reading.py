@@ -67,17 +67,17 @@ def _segments(row: Mapping[str, Any]) -> list[Segment]:
     start = 0
     for run in row["segments"]:
         end, origin = start + run["num_tokens"], Origin(run["origin"])
-        log_probs = None
+        logprobs = None
         if origin is Origin.MODEL:
-            log_probs = _log_probs(row["response_logprobs"], start - num_prompt, end - num_prompt)
-        segments.append(Segment(token_ids[start:end], origin, log_probs, run["weight_version"]))
+            logprobs = _logprobs(row["response_logprobs"], start - num_prompt, end - num_prompt)
+        segments.append(Segment(token_ids[start:end], origin, logprobs, run["weight_version"]))
         start = end
     if start != len(token_ids):
         raise ValueError(f"segments of {start} tokens in all, where there are {len(token_ids)}")
     return segments
 
 
-def _log_probs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) -> FloatArray | None:
+def _logprobs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) -> FloatArray | None:
     """Null is NaN in the array of a row."""
     if stored is None:
         return None

@@ -27,7 +27,7 @@ from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.passes import add_gradients, compute_each
-from agent_loop.training.policy import make_exact, response_log_probs
+from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.tally import StepNames, UpdateTally
 from agent_loop.training.targets import PastLogProbs, Targets, importance
 from agent_loop.training.team import ALONE, Team
@@ -99,11 +99,11 @@ class Actor:
             take_weights(reference, team=team, dtype=dtype)
         self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
-    def log_probs(self, batch: RolloutBatch) -> Tensor:
+    def logprobs(self, batch: RolloutBatch) -> Tensor:
         """Log-probs of the model's tokens under the weights of this moment; [B, R] float32, 0 elsewhere."""
-        return self._log_probs_of(self.model, batch, torch.arange(batch.batch_size[0]))
+        return self._logprobs_of(self.model, batch, torch.arange(batch.batch_size[0]))
 
-    def past_log_probs(self, batch: RolloutBatch, *, rows: Tensor) -> PastLogProbs:
+    def past_logprobs(self, batch: RolloutBatch, *, rows: Tensor) -> PastLogProbs:
         """What an update of these rows is measured against.
 
         The old log-probs are those of the rollout, unless the configuration wants them computed or the servers gave
@@ -112,10 +112,10 @@ class Actor:
         rollout_BR: Tensor | None = cast(Any, batch).get("rollout_log_probs")
         old_BR = rollout_BR
         if old_BR is None or self._config.old_log_probs == "recompute":
-            old_BR = self._log_probs_of(self.model, batch, rows)
+            old_BR = self._logprobs_of(self.model, batch, rows)
         reference_BR = None
         if self._reference is not None:
-            reference_BR = self._log_probs_of(self._reference, batch, rows)
+            reference_BR = self._logprobs_of(self._reference, batch, rows)
         return PastLogProbs(old_BR=old_BR, rollout_BR=rollout_BR, reference_BR=reference_BR)
 
     def update(
@@ -133,7 +133,7 @@ class Actor:
             advantages_BR: One per token, or anything that expands to it.
             keep_B: True for rows to train on; None is all of them. Rows without a token of the model's are left
                 out anyway. If no row remains, the weights stay as they are.
-            past: Of `past_log_probs`, at least for these rows and under these weights; None computes it.
+            past: Of `past_logprobs`, at least for these rows and under these weights; None computes it.
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; means over the optimiser steps.
@@ -144,7 +144,7 @@ class Actor:
         rows = trainable_rows(batch, keep_B)
         if not len(rows):
             return {names.SKIPPED_UPDATE: 1.0, names.ROWS_TRAINED: 0.0}
-        past = past or self.past_log_probs(batch, rows=rows)
+        past = past or self.past_logprobs(batch, rows=rows)
         weights_BR, metrics = importance(batch, rows=rows, past=past, config=self._config.correction)
         targets = Targets(
             advantages_BR=advantages_BR.expand(batch["responses"].shape), weights_BR=weights_BR, past=past
@@ -157,9 +157,7 @@ class Actor:
         for mini_batch_rows in mini_batches:
             self._step(batch, mini_batch_rows, rollouts_B, targets, tally, first_BR)
         self._optimizer.end_update()
-        batch[TRAIN_LOG_PROBS] = self._own_log_probs(
-            past, rows, first_BR=first_BR, first_rows=mini_batches[0]
-        )
+        batch[TRAIN_LOG_PROBS] = self._own_logprobs(past, rows, first_BR=first_BR, first_rows=mini_batches[0])
         return tally.metrics() | {
             **metrics,
             names.SKIPPED_UPDATE: 0.0,
@@ -198,7 +196,7 @@ class Actor:
             yield name, parameter.to(self._dtype)
         yield from persistent_buffers(self.model)
 
-    def _own_log_probs(
+    def _own_logprobs(
         self, past: PastLogProbs, rows: Tensor, *, first_BR: Tensor, first_rows: Tensor
     ) -> Tensor:
         """Under the weights before the update, as far as it needed them; NaN in other rows."""
@@ -230,23 +228,23 @@ class Actor:
         )
 
         def loss_of(micro_batch: MicroBatch) -> tuple[Tensor, tuple[Tensor, dict[str, Tensor]]]:
-            log_probs_BR, entropy_BR = response_log_probs(
+            logprobs_BR, entropy_BR = response_logprobs(
                 self.model,
                 micro_batch,
                 temperature=self._temperature,
                 entropy_has_gradient=config.entropy_coeff > 0,
             )
             part = reduce.cut(micro_batch.rows_B)
-            loss, metrics = self._loss(log_probs_BR, entropy_BR, micro_batch, targets, part)
-            return loss, (log_probs_BR.detach(), metrics)
+            loss, metrics = self._loss(logprobs_BR, entropy_BR, micro_batch, targets, part)
+            return loss, (logprobs_BR.detach(), metrics)
 
         sums: defaultdict[str, float] = defaultdict(float)
-        for micro_batch, (log_probs_BR, metrics) in add_gradients(
+        for micro_batch, (logprobs_BR, metrics) in add_gradients(
             loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
         ):
             if tally.num_steps == 0:
-                tally.compare(log_probs_BR, targets.past.rollout_BR, micro_batch)
-                micro_batch.put(log_probs_BR, into=first_BR)
+                tally.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
+                micro_batch.put(logprobs_BR, into=first_BR)
             for name, value in metrics.items():
                 sums[name] += float(value)
         totals = self._team.sum_metrics(sums)
@@ -254,7 +252,7 @@ class Actor:
 
     def _loss(
         self,
-        log_probs_BR: Tensor,
+        logprobs_BR: Tensor,
         entropy_BR: Tensor,
         micro_batch: MicroBatch,
         targets: Targets,
@@ -263,8 +261,8 @@ class Actor:
         """This micro-batch's share of the mini-batch's loss, and of the metrics."""
         config, past, mask_BR = self._config, targets.past, micro_batch.mask_BR
         policy = policy_loss(
-            log_probs_BR,
-            old_log_probs_BT=micro_batch.cut(past.old_BR),
+            logprobs_BR,
+            old_logprobs_BT=micro_batch.cut(past.old_BR),
             advantages_BT=micro_batch.cut(targets.advantages_BR),
             mask_BT=mask_BR,
             clip_ratio_low=config.clip_ratio_low,
@@ -285,8 +283,8 @@ class Actor:
         }
         if past.reference_BR is not None and config.kl_loss_coef:
             kl_BR = kl_penalty(
-                log_probs_BR,
-                reference_log_probs_BT=micro_batch.cut(past.reference_BR),
+                logprobs_BR,
+                reference_logprobs_BT=micro_batch.cut(past.reference_BR),
                 mask_BT=mask_BR,
                 estimator=config.kl_loss_type,
             )
@@ -297,17 +295,17 @@ class Actor:
             metrics[names.DUAL_CLIP_FRACTION] = policy.dual_clip_fraction.detach()
         return loss, metrics | {names.LOSS: loss.detach()}
 
-    def _log_probs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
+    def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:
         @torch.no_grad()
-        def log_probs_of(micro_batch: MicroBatch) -> Tensor:
-            return response_log_probs(model, micro_batch, temperature=self._temperature)[0]
+        def logprobs_of(micro_batch: MicroBatch) -> Tensor:
+            return response_logprobs(model, micro_batch, temperature=self._temperature)[0]
 
-        log_probs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
+        logprobs_BR = torch.zeros(batch["responses"].shape, dtype=torch.float32)
         for micro_batch, part_BR in compute_each(
-            log_probs_of, self._cut(batch, rows), num_threads=self._num_threads
+            logprobs_of, self._cut(batch, rows), num_threads=self._num_threads
         ):
-            micro_batch.put(part_BR, into=log_probs_BR)
-        return self._team.sum_tensor(log_probs_BR)
+            micro_batch.put(part_BR, into=logprobs_BR)
+        return self._team.sum_tensor(logprobs_BR)
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
         return own_micro_batches(

@@ -16,7 +16,7 @@ ADVANTAGES = "advantages"
 """Column that the learner adds to its batch, float32 [B, R]."""
 IS_TRAINED = "is_trained"
 """The same, bool [B]: rows that were trained."""
-TRAIN_LOG_PROBS = "train_log_probs"
+TRAIN_LOG_PROBS = "train_logprobs"
 """Column that the actor adds, float32 [B, R]: its own before the update, NaN in rows where it needed none."""
 COLUMNS = (ADVANTAGES, IS_TRAINED, TRAIN_LOG_PROBS)
 
@@ -29,17 +29,17 @@ def learned_of(batch: RolloutBatch, trajectories: Sequence[Trajectory]) -> list[
         trajectories: Those that it was made of.
     """
     held = cast(Any, batch)
-    advantages_BR, is_trained_B, log_probs_BR = (held.get(name, None) for name in COLUMNS)
+    advantages_BR, is_trained_B, logprobs_BR = (held.get(name, None) for name in COLUMNS)
     learned: list[Learned] = []
     for row, trajectory in enumerate(trajectories):
         num_tokens = len(trajectory.output.response_ids)
-        log_probs = _row(log_probs_BR, row, num_tokens)
-        is_known = log_probs is not None and not np.isnan(log_probs).any()
+        logprobs = _row(logprobs_BR, row, num_tokens)
+        is_known = logprobs is not None and not np.isnan(logprobs).any()
         is_trained = is_trained_B is not None and bool(is_trained_B[row])
         learned.append(
             Learned(
                 advantages=_row(advantages_BR, row, num_tokens) if is_trained else None,
-                train_logprobs=log_probs if is_known else None,
+                train_logprobs=logprobs if is_known else None,
                 trained_mask=np.asarray(batch["response_mask"][row, :num_tokens], dtype=bool),
             )
         )

@@ -172,13 +172,13 @@ class Learner:
         algorithm = self._config.algorithm
         past, kl_BR, metrics = None, None, dict[str, float]()
         if algorithm.kl_reward_coef:
-            past = self._actor.past_log_probs(batch, rows=trainable_rows(batch, batch["is_scored"]))
+            past = self._actor.past_logprobs(batch, rows=trainable_rows(batch, batch["is_scored"]))
             if past.reference_BR is None:
                 raise ValueError("algorithm.kl_reward_coef needs a reference model; give the actor one")
             is_scored_BR = batch["response_mask"] * batch["is_scored"][:, None]
             kl_BR = kl_penalty(
                 past.old_BR,
-                reference_log_probs_BT=past.reference_BR,
+                reference_logprobs_BT=past.reference_BR,
                 mask_BT=is_scored_BR,
                 estimator=algorithm.kl_reward_type,
             )

@@ -16,7 +16,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.training.adapters import add_adapters, is_adapter_folder, load_adapters
 from agent_loop.training.forward import predict_response
-from agent_loop.training.losses import token_log_probs
+from agent_loop.training.losses import token_logprobs
 from agent_loop.training.micro_batches import MicroBatch
 
 
@@ -111,7 +111,7 @@ def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
                 module.training = True  # the switch of checkpointing; the modules in it stay as they are
 
 
-def response_log_probs(
+def response_logprobs(
     model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, entropy_has_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the model's tokens at this temperature, and the entropy at each; both of shape [B, R], 0 elsewhere.
@@ -119,11 +119,11 @@ def response_log_probs(
     The first response token needs a token before it: prompts must not be empty.
     """
     predictions = predict_response(model, micro_batch)
-    log_probs_M, entropy_M = token_log_probs(
+    logprobs_M, entropy_M = token_logprobs(
         predictions.outputs_NX,
         token_ids_M=predictions.token_ids_M,
         place_M=predictions.place_M,
         temperature=temperature,
         entropy_has_gradient=entropy_has_gradient,
     )
-    return predictions.spread(log_probs_M), predictions.spread(entropy_M)
+    return predictions.spread(logprobs_M), predictions.spread(entropy_M)

@@ -41,11 +41,11 @@ class UpdateTally:
         for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
             self._values[name].append(value)
 
-    def compare(self, log_probs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:
+    def compare(self, logprobs_BR: Tensor, rollout_BR: Tensor | None, micro_batch: MicroBatch) -> None:
         """Add the log-ratios of trainer and engine. Call it while both have the same weights."""
         if rollout_BR is not None:
             mask_BR = micro_batch.mask_BR
-            log_ratio_BR = masked_difference(log_probs_BR, micro_batch.cut(rollout_BR), mask_BT=mask_BR)
+            log_ratio_BR = masked_difference(logprobs_BR, micro_batch.cut(rollout_BR), mask_BT=mask_BR)
             self._log_ratios.append(log_ratio_BR[mask_BR.bool()].cpu())
 
     def metrics(self) -> dict[str, float]:

@@ -53,7 +53,7 @@ def importance(
         )
     is_trained_B = torch.zeros(len(batch), dtype=torch.bool).index_fill(0, rows, True)
     mask_BR = batch["response_mask"] * is_trained_B[:, None]
-    correction = correct(past.old_BR, rollout_log_probs_BT=past.rollout_BR, mask_BT=mask_BR, config=config)
+    correction = correct(past.old_BR, rollout_logprobs_BT=past.rollout_BR, mask_BT=mask_BR, config=config)
     return correction.weights_BT, {
         names.TRUNCATED_SHARE: correction.truncated_share,
         names.MASKED_SHARE: correction.masked_share,

@@ -156,12 +156,12 @@ class AgentLoopOutput:
 
     def model_dump(self) -> dict[str, Any]:
         """Return the fields that verl's `AgentLoopOutput` documents, as plain values."""
-        log_probs = self.response_logprobs
+        logprobs = self.response_logprobs
         return {
             "prompt_ids": self.prompt_ids.tolist(),
             "response_ids": self.response_ids.tolist(),
             "response_mask": self.response_mask.tolist(),
-            "response_logprobs": None if log_probs is None else log_probs.tolist(),
+            "response_logprobs": None if logprobs is None else logprobs.tolist(),
             "reward_score": self.reward_score,
             "num_turns": self.num_turns,
             "metrics": self.metrics.model_dump(),
@@ -186,11 +186,10 @@ class AgentLoopOutput:
     @cached_property
     def response_logprobs(self) -> FloatArray | None:
         """Shape [response_tokens], 0 where the mask is 0; None if any model segment has none."""
-        if any(s.origin is Origin.MODEL and s.log_probs is None for s in self.response_segments):
+        if any(s.origin is Origin.MODEL and s.logprobs is None for s in self.response_segments):
             return None
         zeros = [
-            np.zeros(len(s), np.float32) if s.log_probs is None else s.log_probs
-            for s in self.response_segments
+            np.zeros(len(s), np.float32) if s.logprobs is None else s.logprobs for s in self.response_segments
         ]
         return concatenated(zeros, np.float32)
 

@@ -19,7 +19,7 @@ from agent_loop.types import (
     TokenArrays,
     TokenChunk,
     TokenIds,
-    as_log_probs,
+    as_logprobs,
     as_token_ids,
     sliced,
 )
@@ -36,7 +36,7 @@ class Segment(Struct, frozen=True, eq=False):
     token_ids: IntArray
     """Shape [num_tokens]."""
     origin: Origin
-    log_probs: FloatArray | None = None
+    logprobs: FloatArray | None = None
     """Shape [num_tokens]; model segments only. None if the server gave none."""
     weight_version: int | None = None
     """Model segments only. `UNKNOWN_VERSION` if the loop that built the segment did not know it."""
@@ -46,8 +46,8 @@ class Segment(Struct, frozen=True, eq=False):
     """More values per token from the server: arrays by name, shape [num_tokens, ...]. Model segments only."""
 
     def __post_init__(self) -> None:
-        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
-            raise EpisodeError(f"{len(self.token_ids)} token ids but {len(self.log_probs)} log-probs")
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise EpisodeError(f"{len(self.token_ids)} token ids but {len(self.logprobs)} log-probs")
         if (self.weight_version is not None) != (self.origin is Origin.MODEL):
             raise EpisodeError(
                 f"{self.origin} segment with weight version {self.weight_version}: "
@@ -67,7 +67,7 @@ class Segment(Struct, frozen=True, eq=False):
         return cls(
             as_token_ids(chunk.token_ids),
             Origin.MODEL,
-            None if chunk.log_probs is None else as_log_probs(chunk.log_probs),
+            None if chunk.logprobs is None else as_logprobs(chunk.logprobs),
             chunk.weight_version,
             extras=chunk.extras,
         )
@@ -76,7 +76,7 @@ class Segment(Struct, frozen=True, eq=False):
         """Return a model segment as a chunk of a completion that goes on."""
         return TokenChunk(
             self.token_ids.tolist(),
-            None if self.log_probs is None else self.log_probs.tolist(),
+            None if self.logprobs is None else self.logprobs.tolist(),
             self.weight_version or 0,
             extras=self.extras,
         )
@@ -86,7 +86,7 @@ class Segment(Struct, frozen=True, eq=False):
         return structs.replace(
             self,
             token_ids=self.token_ids[start:end],
-            log_probs=None if self.log_probs is None else self.log_probs[start:end],
+            logprobs=None if self.logprobs is None else self.logprobs[start:end],
             attachments=(),
             extras=sliced(self.extras, start, end),
         )
@@ -139,15 +139,15 @@ def segments_of_mask(
         )
     if not np.isin(mask, (0, 1)).all():
         raise EpisodeError("response_mask holds something else than 0 and 1")
-    log_probs = None if response_logprobs is None else as_log_probs(response_logprobs)
-    if log_probs is not None and len(log_probs) != len(ids):
-        raise EpisodeError(f"response_ids has {len(ids)} tokens but response_logprobs has {len(log_probs)}")
+    logprobs = None if response_logprobs is None else as_logprobs(response_logprobs)
+    if logprobs is not None and len(logprobs) != len(ids):
+        raise EpisodeError(f"response_ids has {len(ids)} tokens but response_logprobs has {len(logprobs)}")
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)] if len(ids) else [0]
     segments = [Segment(prompt, Origin.PROMPT)]
     for start, end in pairwise(cuts):
         if mask[start]:
-            run_log_probs = None if log_probs is None else log_probs[start:end]
-            segments.append(Segment(ids[start:end], Origin.MODEL, run_log_probs, weight_version))
+            run_logprobs = None if logprobs is None else logprobs[start:end]
+            segments.append(Segment(ids[start:end], Origin.MODEL, run_logprobs, weight_version))
         else:
             segments.append(Segment(ids[start:end], Origin.TOOL))
     return segments

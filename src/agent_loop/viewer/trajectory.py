@@ -24,8 +24,8 @@ JSON_COLUMNS = (
     "extra_fields",
 )
 TOKEN_COLUMNS = {
-    "log_probs": "response_logprobs",
-    "train_log_probs": "train_logprobs",
+    "logprobs": "response_logprobs",
+    "train_logprobs": "train_logprobs",
     "advantages": "advantages",
 }
 """What the page calls them, and under which name they are stored."""

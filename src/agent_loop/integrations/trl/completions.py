@@ -28,7 +28,7 @@ class Completion:
     completion_ids: list[int]
     env_mask: list[int]
     """1 where the loss counts: what the model said, unless the trajectory failed."""
-    log_probs: list[float] | None
+    logprobs: list[float] | None
 
     @classmethod
     def of(cls, trajectory: Trajectory, *, max_tokens: int, pad_token_id: int) -> Completion:
@@ -41,10 +41,8 @@ class Completion:
             return cls(prompt_ids, [pad_token_id], [0], [0.0])
         is_trained = output.stop_reason not in UNTRAINED
         mask: list[int] = output.response_mask.tolist()[:max_tokens] if is_trained else [0] * len(token_ids)
-        log_probs = output.response_logprobs
-        return cls(
-            prompt_ids, token_ids, mask, None if log_probs is None else log_probs.tolist()[:max_tokens]
-        )
+        logprobs = output.response_logprobs
+        return cls(prompt_ids, token_ids, mask, None if logprobs is None else logprobs.tolist()[:max_tokens])
 
 
 def rollout_output(
@@ -60,12 +58,12 @@ def rollout_output(
         Completion.of(trajectory, max_tokens=max_tokens, pad_token_id=pad_token_id)
         for trajectory in trajectories
     ]
-    log_probs = [completion.log_probs for completion in completions]
+    logprobs = [completion.logprobs for completion in completions]
     return {
         "prompt_ids": [completion.prompt_ids for completion in completions],
         "completion_ids": [completion.completion_ids for completion in completions],
         "env_mask": [completion.env_mask for completion in completions],
-        "logprobs": None if any(each is None for each in log_probs) else log_probs,
+        "logprobs": None if any(each is None for each in logprobs) else logprobs,
         TRAJECTORY_KEY: list(trajectories),
     }
 

@@ -269,7 +269,7 @@ async def _require_model(subject: Subject, model: Reference, *, prompt: IntArray
     require(health.weight_version == version, f"health says version {health.weight_version}, not {version}")
     if output.log_probs is None:
         return 0.0
-    wanted = model.log_probs(prompt.tolist(), output.token_ids)
+    wanted = model.logprobs(prompt.tolist(), output.token_ids)
     difference = float(abs(wanted - output.log_probs).max())
     require(difference <= subject.tolerance, f"version {version}: log-probs are {difference:.2g} nats off")
     return difference

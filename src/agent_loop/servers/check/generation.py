@@ -89,7 +89,7 @@ async def _greedy(subject: Subject) -> None:
 
 
 @_check("log-probs are those of the model", ability=Ability.LOG_PROBS, needs_reference=True)
-async def _log_probs(subject: Subject) -> str:
+async def _logprobs(subject: Subject) -> str:
     assert subject.reference is not None
     variants: list[dict[str, Any]] = [
         {"temperature": 1.0},
@@ -111,7 +111,7 @@ async def _log_probs(subject: Subject) -> str:
             subject.reference,
             prompt.tolist(),
             token_ids=output.token_ids,
-            log_probs=output.log_probs or (),
+            logprobs=output.log_probs or (),
             params=SamplingParams(**variant),
         )
         require(

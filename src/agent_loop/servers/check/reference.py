@@ -35,13 +35,13 @@ class Reference:
         loader: Any = AutoModelForCausalLM
         return cls(loader.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code))
 
-    def log_probs(
+    def logprobs(
         self, prompt_ids: Sequence[int], completion: Sequence[int], *, temperature: float = 1.0
     ) -> FloatArray:
-        """Of each token of a completion, as `TokenOutput.log_probs` defines them; shape [num_tokens]."""
+        """Of each token of a completion, as `TokenOutput.logprobs` defines them; shape [num_tokens]."""
         logits_TV = self._logits([*prompt_ids, *completion])[len(prompt_ids) - 1 : -1]
-        log_probs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
-        return log_probs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()
+        logprobs_TV = torch.log_softmax(logits_TV / (temperature or 1.0), dim=-1)
+        return logprobs_TV.gather(-1, torch.tensor(completion)[:, None])[:, 0].numpy()
 
     def greedy(self, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:
         """The likeliest continuation, end tokens treated as any other."""
@@ -53,10 +53,10 @@ class Reference:
     def disagreement(self, prompt_ids: Sequence[int], completion: Sequence[int]) -> str:
         """Why a completion is not greedy; empty if it is, near ties allowed."""
         logits_TV = self._logits([*prompt_ids, *completion])[len(prompt_ids) - 1 : -1]
-        log_probs_TV = torch.log_softmax(logits_TV, dim=-1)
+        logprobs_TV = torch.log_softmax(logits_TV, dim=-1)
         for place, token in enumerate(completion):
-            best = int(log_probs_TV[place].argmax())
-            gap = float(log_probs_TV[place, best] - log_probs_TV[place, token])
+            best = int(logprobs_TV[place].argmax())
+            gap = float(logprobs_TV[place, best] - logprobs_TV[place, token])
             if gap > NEAR_TIE:
                 return f"token {place} is {token}, but the reference prefers {best} by {gap:.4f} nats"
         return ""
@@ -99,9 +99,9 @@ def largest_difference(
     prompt_ids: Sequence[int],
     *,
     token_ids: Sequence[int],
-    log_probs: Sequence[float],
+    logprobs: Sequence[float],
     params: SamplingParams,
 ) -> float:
     """In nats, between a server's log-probs and the reference's."""
-    wanted = reference.log_probs(prompt_ids, token_ids, temperature=params.temperature)
-    return float(np.abs(wanted - np.asarray(log_probs)).max(initial=0.0))
+    wanted = reference.logprobs(prompt_ids, token_ids, temperature=params.temperature)
+    return float(np.abs(wanted - np.asarray(logprobs)).max(initial=0.0))

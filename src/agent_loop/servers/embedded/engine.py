@@ -224,7 +224,7 @@ class Engine:
             return
         self.stats.decoded_tokens += 1
         self.computation.append(request, row.token_id)
-        reason = request.append(row.token_id, row.log_prob, weight_version=self.weight_version)
+        reason = request.append(row.token_id, row.logprob, weight_version=self.weight_version)
         if reason is not None:
             self._finish(request, reason)
 

@@ -57,7 +57,7 @@ class GenerationRequest:
     """None until the engine gives it one of its own."""
     images: PromptImages | None = None
     token_ids: list[int] = field(default_factory=list[int])
-    log_probs: list[float] = field(default_factory=list[float])
+    logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
     num_preempted: int = 0
     num_cached_tokens: int = 0
@@ -80,12 +80,12 @@ class GenerationRequest:
             self._stream = uniform_stream(self.seed)
         return uniform_at(self._stream, self.params.num_sampled + len(self.token_ids))
 
-    def append(self, token_id: int, log_prob: float, *, weight_version: int) -> ServerStopReason | None:
+    def append(self, token_id: int, logprob: float, *, weight_version: int) -> ServerStopReason | None:
         """Adds a sampled token; returns why the completion ends with it, None if it goes on."""
         if self.prefill_s is None:
             self.prefill_s = time.monotonic() - self.asked_at
         self.token_ids.append(token_id)
-        self.log_probs.append(log_prob)
+        self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
         if token_id in self.stop_token_ids:
             return "stop"
@@ -123,7 +123,7 @@ class GenerationRequest:
             chunks.append(
                 TokenChunk(
                     self.token_ids[start:end],
-                    self.log_probs[start:end],
+                    self.logprobs[start:end],
                     weight_version=version,
                     prefill_s=None if start else self.prefill_s,
                 )

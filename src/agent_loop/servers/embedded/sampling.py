@@ -43,8 +43,8 @@ class SampledRow(NamedTuple):
     """One row's next token."""
 
     token_id: int
-    log_prob: float
-    """As `TokenOutput.log_probs` defines it."""
+    logprob: float
+    """As `TokenOutput.logprobs` defines it."""
     is_finite: bool
     """False if the row's logits hold NaN or infinity, and the rest means nothing."""
 
@@ -67,25 +67,25 @@ def sample_rows(
     logits = logits.float()
     if any(p.temperature not in (0.0, 1.0) for p in params):
         logits = logits / _column([p.temperature or 1.0 for p in params], like=logits)
-    all_log_probs = logits.log_softmax(dim=-1)
-    is_finite = all_log_probs.amax(dim=-1, keepdim=True).isfinite()  # a NaN anywhere is the largest
+    all_logprobs = logits.log_softmax(dim=-1)
+    is_finite = all_logprobs.amax(dim=-1, keepdim=True).isfinite()  # a NaN anywhere is the largest
     is_greedy = [p.temperature == 0 for p in params]
     if all(is_greedy):
         token_ids = logits.argmax(dim=-1, keepdim=True)
     else:
-        token_ids = _draw(all_log_probs, params=params, uniforms=uniforms)
+        token_ids = _draw(all_logprobs, params=params, uniforms=uniforms)
         if any(is_greedy):
             greedy = torch.tensor(is_greedy, device=logits.device).unsqueeze(1)
             token_ids = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), token_ids)
-    log_probs = all_log_probs.gather(1, token_ids)
+    logprobs = all_logprobs.gather(1, token_ids)
     # One transfer from the device for all three; a double holds any token id.
-    columns = torch.cat([column.double() for column in (token_ids, log_probs, is_finite)], dim=1)
+    columns = torch.cat([column.double() for column in (token_ids, logprobs, is_finite)], dim=1)
     rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
-    return [SampledRow(int(token), log_prob, bool(finite)) for token, log_prob, finite in rows]
+    return [SampledRow(int(token), logprob, bool(finite)) for token, logprob, finite in rows]
 
 
-def _draw(log_probs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
-    probs = log_probs.exp()
+def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+    probs = logprobs.exp()
     cut_rows = [row for row, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
     if cut_rows:
         index = torch.tensor(cut_rows, device=probs.device)

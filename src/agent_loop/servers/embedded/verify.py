@@ -190,14 +190,14 @@ def _expect(conversation: Conversation, runner: ModelRunner) -> float:
     """Compute a conversation's expected log-probs; return how much they depend on the tokens that follow."""
     whole = conversation.token_ids
     first = len(conversation.prompt) - 1
-    logprobs_TV = _log_probs(runner.plain_logits(whole, first=first))
+    logprobs_TV = _logprobs(runner.plain_logits(whole, first=first))
     differs_by = 0.0
     for turn in range(2):
         context = conversation.context(turn)
         start = len(context) - 1 - first
         expected_TV = logprobs_TV[start : start + TOKENS_PER_TURN]
         conversation.expected.append(expected_TV)
-        alone_TV = _log_probs(runner.plain_logits(context, first=len(context) - 1))
+        alone_TV = _logprobs(runner.plain_logits(context, first=len(context) - 1))
         differs_by = max(differs_by, largest_difference(alone_TV, expected_TV=expected_TV[:1]))
     return differs_by
 
@@ -205,7 +205,7 @@ def _expect(conversation: Conversation, runner: ModelRunner) -> float:
 def _changes(conversation: Conversation, runner: ModelRunner) -> float:
     """Compute log-probs of a conversation again; return how much they depend on the sequences computed since."""
     last = len(conversation.prompt) - 1
-    again_TV = _log_probs(runner.plain_logits(conversation.prompt, first=last))
+    again_TV = _logprobs(runner.plain_logits(conversation.prompt, first=last))
     return largest_difference(again_TV, expected_TV=conversation.expected[0][:1])
 
 
@@ -233,7 +233,7 @@ def _run_turn(
         output = computation.step()
         for request, logits in zip(output.requests, output.logits, strict=True):
             rows = got[request]
-            rows.append(_log_probs(logits))
+            rows.append(_logprobs(logits))
             if len(rows) == TOKENS_PER_TURN:
                 computation.release(request)
                 running -= 1
@@ -242,7 +242,7 @@ def _run_turn(
     return [torch.stack(rows) for rows in got.values()]
 
 
-def _log_probs(logits: Tensor) -> Tensor:
+def _logprobs(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(dim=-1)
 
 

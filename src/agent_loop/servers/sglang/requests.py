@@ -143,7 +143,7 @@ def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> Ge
     is_last = finish is not None
     chunk = TokenChunk(
         token_ids=token_ids,
-        log_probs=[log_prob for log_prob, _ in scored],
+        logprobs=[logprob for logprob, _ in scored],
         stop_reason=_stop_reason(finish, bad) if is_last else None,
         num_preempted=int(meta.get("num_retractions") or 0) if is_last else 0,
         num_cached_tokens=meta.get("cached_tokens") if is_last else None,

@@ -269,7 +269,7 @@ class SGLangBase(AsyncServerBase):
         return read_reply(answer, num_seen=num_seen, server=self.name, request_id=request_id)
 
     def _offered(self, chunk: TokenChunk) -> TokenChunk:
-        return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, log_probs=None)
+        return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, logprobs=None)
 
     @asynccontextmanager
     async def _paused(self, connection: Connection) -> AsyncGenerator[None]:

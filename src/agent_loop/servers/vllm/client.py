@@ -19,7 +19,7 @@ from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.loading import mixed_weights
-from agent_loop.servers.vllm.log_probs import LogProbs
+from agent_loop.servers.vllm.logprobs import LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
@@ -129,7 +129,7 @@ class VLLMClient(AsyncServerBase):
                 reply,
                 request_id=call.request_id,
                 weight_version=self._weight_version,
-                has_log_probs=self._are_exact(sampling_params),
+                has_logprobs=self._are_exact(sampling_params),
             )
 
     async def stream(
@@ -142,7 +142,7 @@ class VLLMClient(AsyncServerBase):
     ) -> AsyncGenerator[TokenChunk]:
         with self._call(request_id, prompt_ids, sampling_params, attachments) as (_, body):
             async with self._typed_errors(request_id):
-                parts = self._parts(body, request_id, has_log_probs=self._are_exact(sampling_params))
+                parts = self._parts(body, request_id, has_logprobs=self._are_exact(sampling_params))
                 async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -248,7 +248,7 @@ class VLLMClient(AsyncServerBase):
             )
 
     async def _parts(
-        self, body: dict[str, Any], request_id: str, *, has_log_probs: bool
+        self, body: dict[str, Any], request_id: str, *, has_logprobs: bool
     ) -> AsyncGenerator[UnstampedChunk]:
         events = self._http.stream_events(GENERATE, {**body, "stream": True}, request_id=request_id)
         async with aclosing(events):
@@ -257,11 +257,11 @@ class VLLMClient(AsyncServerBase):
                     event,
                     request_id=request_id,
                     weight_version=self._weight_version,
-                    has_log_probs=has_log_probs,
+                    has_logprobs=has_logprobs,
                 )
 
     def _are_exact(self, params: SamplingParams) -> bool:
-        return self._facts is not None and self._facts.log_probs.are_exact(params)
+        return self._facts is not None and self._facts.logprobs.are_exact(params)
 
     @asynccontextmanager
     async def _typed_errors(self, request_id: str) -> AsyncGenerator[None]:
@@ -306,7 +306,7 @@ class VLLMClient(AsyncServerBase):
 
 def _abilities(facts: RemoteFacts) -> frozenset[Ability]:
     found = {Ability.SEED, Ability.STREAMING}
-    if facts.log_probs in (LogProbs.SCALED, LogProbs.PROCESSED):
+    if facts.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
         found.add(Ability.LOG_PROBS)
     if facts.tells_cached_tokens:
         found.add(Ability.PREFIX_REUSE)

@@ -17,7 +17,7 @@ from agent_loop.servers.vllm.core import EngineCore
 from agent_loop.servers.vllm.launch import EngineLauncher
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.loading import mixed_weights
-from agent_loop.servers.vllm.log_probs import (
+from agent_loop.servers.vllm.logprobs import (
     NUM_TOKENS,
     PROBE_HOT_AND_CUT,
     PROBE_PLAIN,
@@ -221,7 +221,7 @@ class VLLMServer(AsyncServerBase):
         """Has the workers give exact log-probs, and proves that they do."""
         await core.call(core.llm.get_supported_tasks())  # asked for once; later it takes no time
         workers = await core.ask_workers("agent_loop_hello")
-        for answer in await core.ask_workers("agent_loop_scale_log_probs"):
+        for answer in await core.ask_workers("agent_loop_scale_logprobs"):
             if "error" in answer:
                 raise ConfigError(f"vLLM cannot be had to give exact log-probs: {answer['error']}")
         await core.call(core.llm.update_weight_version("0"))

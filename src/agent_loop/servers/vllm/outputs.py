@@ -28,10 +28,10 @@ def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> U
             server=server,
             request_id=call.request_id,
         )
-    token_ids, log_probs = list(output.token_ids), list(output.logprobs.logprobs)
-    if len(token_ids) != len(log_probs):
+    token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
+    if len(token_ids) != len(logprobs):
         raise BadServerReply(
-            f"vLLM gave {len(log_probs)} log-probs for {len(token_ids)} tokens",
+            f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens",
             server=server,
             request_id=call.request_id,
         )
@@ -39,7 +39,7 @@ def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> U
     new_ones, call.num_preempted = num_preempted - call.num_preempted, num_preempted
     chunk = TokenChunk(
         token_ids=token_ids,
-        log_probs=log_probs,
+        logprobs=logprobs,
         weight_version=weight_version,
         stop_reason=None if reason is None else STOP_REASONS[reason],
         num_preempted=new_ones,

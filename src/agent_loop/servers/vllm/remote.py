@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion
 from agent_loop.errors import BadServerReply, ConfigError
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.http import HttpClient, HttpStatusError
-from agent_loop.servers.vllm.log_probs import NUM_TOKENS, LogProbs, tell_apart
+from agent_loop.servers.vllm.logprobs import NUM_TOKENS, LogProbs, tell_apart
 from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
 from agent_loop.servers.vllm.replies import ReplyReader, as_version, cached_tokens
 
@@ -28,7 +28,7 @@ class RemoteFacts:
 
     model: str
     """What the server calls it."""
-    log_probs: LogProbs
+    logprobs: LogProbs
     tells_cached_tokens: bool
     takes_weights: bool
     """It has our worker extension, and vLLM's development mode to reach it by."""
@@ -50,7 +50,7 @@ async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
     version = 0
     if await _has_extension(http):
         workers = await _ask_workers(http, "agent_loop_hello")
-        await _ask_workers(http, "agent_loop_scale_log_probs")
+        await _ask_workers(http, "agent_loop_scale_logprobs")
         info = await http.get_json("/weight_info", timeout_s=PROBE_TIMEOUT_S)
         with http.reading("/weight_info"):
             version = as_version(info.get("weight_version"), default=0)
@@ -62,7 +62,7 @@ async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
     hot_and_cut = await _probe(http, model=model, url=http.url, temperature=2.0, top_k=1)
     return RemoteFacts(
         model=model,
-        log_probs=tell_apart(
+        logprobs=tell_apart(
             reader.top_tokens(plain, request_id="probe"), reader.top_tokens(hot_and_cut, request_id="probe")
         ),
         tells_cached_tokens=cached_tokens(plain) is not None,

@@ -18,12 +18,12 @@ class ReplyReader:
     def __init__(self, server: str) -> None:
         self._server = server
 
-    def chunk(self, reply: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> TokenChunk:
+    def chunk(self, reply: Any, *, request_id: str, weight_version: int, has_logprobs: bool) -> TokenChunk:
         """The tokens of one part of a stream, or of a whole completion.
 
         Args:
             weight_version: For a part whose version the reply does not tell.
-            has_log_probs: Whether the log-probs in the reply are what `TokenOutput.log_probs` is defined as.
+            has_logprobs: Whether the log-probs in the reply are what `TokenOutput.logprobs` is defined as.
 
         Raises:
             BadServerReply: It is no completion.
@@ -35,7 +35,7 @@ class ReplyReader:
             entries = cast(list[dict[str, Any]], found.get("content") or [])
             reason = cast("str | None", choice["finish_reason"])
             scored = [int(entry["token_id"]) for entry in entries]
-            log_probs = [float(entry["logprob"]) for entry in entries]
+            logprobs = [float(entry["logprob"]) for entry in entries]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._bad(f"an answer has no completion in it ({error!r})", reply, request_id) from error
         if scored != token_ids:
@@ -44,25 +44,23 @@ class ReplyReader:
             raise self._bad(f"the completion ended with {reason!r}", reply, request_id)
         return TokenChunk(
             token_ids=token_ids,
-            log_probs=log_probs if has_log_probs else None,
+            logprobs=logprobs if has_logprobs else None,
             weight_version=weight_version,
             stop_reason=None if reason is None else STOP_REASONS[reason],
             num_cached_tokens=cached_tokens(reply),
         )
 
-    def part(
-        self, event: Any, *, request_id: str, weight_version: int, has_log_probs: bool
-    ) -> UnstampedChunk:
+    def part(self, event: Any, *, request_id: str, weight_version: int, has_logprobs: bool) -> UnstampedChunk:
         """Return one part of a stream. See `chunk`."""
         chunk = self.chunk(
-            event, request_id=request_id, weight_version=weight_version, has_log_probs=has_log_probs
+            event, request_id=request_id, weight_version=weight_version, has_logprobs=has_logprobs
         )
         return UnstampedChunk(chunk, spans=self._spans(event, request_id, default=weight_version))
 
-    def output(self, reply: Any, *, request_id: str, weight_version: int, has_log_probs: bool) -> TokenOutput:
+    def output(self, reply: Any, *, request_id: str, weight_version: int, has_logprobs: bool) -> TokenOutput:
         """A whole completion, stamped by the engine itself. See `chunk`."""
         part = self.part(
-            reply, request_id=request_id, weight_version=weight_version, has_log_probs=has_log_probs
+            reply, request_id=request_id, weight_version=weight_version, has_logprobs=has_logprobs
         )
         # The server reports no preemptions. Each weight update preempts the requests in flight.
         preempted = TokenChunk([], [], num_preempted=max(0, len(part.spans) - 1))

@@ -34,7 +34,7 @@ class WeightWorker:
         device = str(self.model_runner.device.type)
         return {"rank": self.rank, "device": device, "num_parameters": self._agent_loop_size()}
 
-    def agent_loop_scale_log_probs(self) -> dict[str, Any]:
+    def agent_loop_scale_logprobs(self) -> dict[str, Any]:
         """Has the sampler give `log_softmax(logits / temperature)` before top-k and top-p."""
         sampler = getattr(self.model_runner, "sampler", None)
         if sampler is None:  # a stage of a pipeline that does not sample
@@ -112,9 +112,9 @@ class BeforeCut(nn.Module):
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the stage writes to the logits
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)  # first: the stage writes to the logits
         sampled, _ = self.inner(logits, generators, k, p)
-        return sampled, log_probs
+        return sampled, logprobs
 
 
 def keep_logits_before_cut(sample_random: Any) -> Any:

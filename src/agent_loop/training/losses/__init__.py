@@ -16,7 +16,7 @@ from agent_loop.training.losses.aggregation import (
 from agent_loop.training.losses.correction import Correction, correct
 from agent_loop.training.losses.kl import kl_penalty
 from agent_loop.training.losses.policy import PolicyLoss, policy_loss
-from agent_loop.training.losses.tokens import entropy, token_log_probs
+from agent_loop.training.losses.tokens import entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
 
 __all__ = [
@@ -34,6 +34,6 @@ __all__ = [
     "masked_mean",
     "policy_loss",
     "rollout_lengths",
-    "token_log_probs",
+    "token_logprobs",
     "value_loss",
 ]

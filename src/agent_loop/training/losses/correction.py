@@ -24,21 +24,21 @@ class Correction:
 
 
 def correct(
-    log_probs_BT: Tensor, *, rollout_log_probs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
+    logprobs_BT: Tensor, *, rollout_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
 ) -> Correction:
-    """Importance weights `ratio = exp(log_probs - rollout_log_probs)`, bounded, for `kind` `truncate` or `mask`.
+    """Importance weights `ratio = exp(logprobs - rollout_log_probs)`, bounded, for `kind` `truncate` or `mask`.
 
     Truncated: `min(ratio, max_ratio)` (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025). Masked: the ratio where it is between `min_ratio` and `max_ratio`, else 0 (Liu et al., "When speed
     kills stability", 2025). At level `sequence` the ratio is the product over the row's tokens.
 
     Args:
-        log_probs_BT: Of the trainer, under the weights that sampled.
-        rollout_log_probs_BT: What the servers gave.
+        logprobs_BT: Of the trainer, under the weights that sampled.
+        rollout_logprobs_BT: What the servers gave.
         mask_BT: 1 for tokens to train on.
         config: Kind, level and bounds.
     """
-    log_ratio_BT = masked_difference(log_probs_BT.detach(), rollout_log_probs_BT, mask_BT=mask_BT)
+    log_ratio_BT = masked_difference(logprobs_BT.detach(), rollout_logprobs_BT, mask_BT=mask_BT)
     if config.level == "sequence":
         sum_B1 = log_ratio_BT.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         log_ratio_BT = sum_B1.expand_as(log_ratio_BT)

@@ -9,7 +9,7 @@ from agent_loop.training.losses.aggregation import masked_difference
 
 
 def kl_penalty(
-    log_probs_BT: Tensor, *, reference_log_probs_BT: Tensor, mask_BT: Tensor, estimator: KLEstimator = "k3"
+    logprobs_BT: Tensor, *, reference_logprobs_BT: Tensor, mask_BT: Tensor, estimator: KLEstimator = "k3"
 ) -> Tensor:
     """Per token, an estimate of the KL divergence of the policy from the reference; [B, T], 0 at masked tokens.
 
@@ -17,7 +17,7 @@ def kl_penalty(
     sign; `k2 = (log r)^2 / 2`, never negative, a little biased, and its gradient is that of the divergence itself;
     `k3 = r - 1 - log r`, never negative, unbiased.
     """
-    log_ratio_BT = masked_difference(reference_log_probs_BT, log_probs_BT, mask_BT=mask_BT)
+    log_ratio_BT = masked_difference(reference_logprobs_BT, logprobs_BT, mask_BT=mask_BT)
     match estimator:
         case "k1":
             return -log_ratio_BT

@@ -26,9 +26,9 @@ class PolicyLoss:
 
 
 def policy_loss(
-    log_probs_BT: Tensor,
+    logprobs_BT: Tensor,
     *,
-    old_log_probs_BT: Tensor,
+    old_logprobs_BT: Tensor,
     advantages_BT: Tensor,
     mask_BT: Tensor,
     clip_ratio_low: float,
@@ -42,12 +42,12 @@ def policy_loss(
 ) -> PolicyLoss:
     """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with separate bounds (arXiv 2503.14476).
 
-    `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`, where `ratio = exp(log_probs - old_log_probs)`; where the
+    `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`, where `ratio = exp(logprobs - old_log_probs)`; where the
     advantage is negative, at most `-c * A` (arXiv 1912.09729).
 
     Args:
-        log_probs_BT: Of the policy that is trained, with gradient.
-        old_log_probs_BT: Of the policy that sampled.
+        logprobs_BT: Of the policy that is trained, with gradient.
+        old_logprobs_BT: Of the policy that sampled.
         advantages_BT: Or anything that broadcasts to it.
         mask_BT: 1 for tokens to train on.
         clip_ratio_low: How far the ratio may fall below 1.
@@ -59,7 +59,7 @@ def policy_loss(
         denominator: See `aggregate`.
         lengths_B: See `aggregate`.
     """
-    log_ratio_BT = masked_difference(log_probs_BT, old_log_probs_BT, mask_BT=mask_BT)
+    log_ratio_BT = masked_difference(logprobs_BT, old_logprobs_BT, mask_BT=mask_BT)
     used_BT = log_ratio_BT if level == "token" else sequence_log_ratio(log_ratio_BT, mask_BT=mask_BT)
     ratio_BT = used_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def token_log_probs(
+def token_logprobs(
     logits_NV: Tensor,
     *,
     token_ids_M: Tensor,
@@ -26,12 +26,12 @@ def token_log_probs(
         entropy_has_gradient: False computes it for the metrics alone.
     """
     precise_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    log_probs_NV = (precise_NV if temperature == 1 else precise_NV / temperature).log_softmax(dim=-1)
-    entropy_N = entropy(log_probs_NV if entropy_has_gradient else log_probs_NV.detach())
-    return log_probs_NV[place_M, token_ids_M], entropy_N[place_M]
+    logprobs_NV = (precise_NV if temperature == 1 else precise_NV / temperature).log_softmax(dim=-1)
+    entropy_N = entropy(logprobs_NV if entropy_has_gradient else logprobs_NV.detach())
+    return logprobs_NV[place_M, token_ids_M], entropy_N[place_M]
 
 
-def entropy(log_probs_NV: Tensor) -> Tensor:
+def entropy(logprobs_NV: Tensor) -> Tensor:
     """In nats, of each distribution; shape [N]."""
-    lowest = torch.finfo(log_probs_NV.dtype).min  # finite, so that a probability of 0 adds 0 and not NaN
-    return -(log_probs_NV.exp() * log_probs_NV.clamp(min=lowest)).sum(dim=-1)
+    lowest = torch.finfo(logprobs_NV.dtype).min  # finite, so that a probability of 0 adds 0 and not NaN
+    return -(logprobs_NV.exp() * logprobs_NV.clamp(min=lowest)).sum(dim=-1)

@@ -34,8 +34,8 @@ export class Trajectory {
     this.ids = array("ids");
     this.mask = array("mask");
     this.versions = array("versions");
-    this.logProbs = array("log_probs");
-    this.trainLogProbs = array("train_log_probs");
+    this.logProbs = array("logprobs");
+    this.trainLogProbs = array("train_logprobs");
     this.advantages = array("advantages");
     this.pieces = new Pieces(array("used_ids"), meta.pieces);
     this.promptLength = meta.prompt_length ?? 0;

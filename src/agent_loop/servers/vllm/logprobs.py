@@ -20,7 +20,7 @@ class LogProbs(StrEnum):
     """Of which distribution log-probs are."""
 
     SCALED = "scaled"
-    """`log_softmax(logits / temperature)` before top-k and top-p: what `TokenOutput.log_probs` is defined as."""
+    """`log_softmax(logits / temperature)` before top-k and top-p: what `TokenOutput.logprobs` is defined as."""
     RAW = "raw"
     """`log_softmax(logits)`: vLLM's `raw_logprobs`, its default."""
     PROCESSED = "processed"
@@ -29,7 +29,7 @@ class LogProbs(StrEnum):
     """None of these, or the model is so sure or unsure that they cannot be told apart."""
 
     def are_exact(self, params: SamplingParams) -> bool:
-        """Whether they are what `TokenOutput.log_probs` is defined as, for a completion sampled like this."""
+        """Whether they are what `TokenOutput.logprobs` is defined as, for a completion sampled like this."""
         match self:
             case LogProbs.SCALED:
                 return True
