@@ -151,7 +151,7 @@ class SimulatedServer(AsyncServerBase):
             num_waiting=self.engine.num_waiting,
             weight_version=self._weight_version,
             detail=self._end_reason or "",
-            kv_cache_share=self.engine.kv_running / self.engine.model.kv_tokens,
+            kv_cache_share=max(self.engine.kv_running, 0.0) / self.engine.model.kv_tokens,  # (rounding)
         )
 
     async def close(self) -> None:
