@@ -32,7 +32,7 @@ from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.distributed.server_actor import CONTROL_GROUP, ServerActor
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together, running_beside
-from agent_loop.servers.balancer import LoadBalancer, Request
+from agent_loop.servers.balancer import LoadBalancer, SlotRequest
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
@@ -104,7 +104,7 @@ class BalancerActor:
     def __init__(self, servers: list[str]) -> None:
         self._balancer = LoadBalancer(servers)
 
-    async def acquire(self, request: Request) -> str:
+    async def acquire(self, request: SlotRequest) -> str:
         lease = self._balancer.acquire(request)
         assert lease is not None
         return lease.server
@@ -158,7 +158,7 @@ class Client:
     async def _by_actor(
         self, scoped: AsyncLLMServerManager, name: str, context: Any, params: SamplingParams
     ) -> list[int]:
-        request = Request(f"{name}/{len(context)}", name, "", len(context))
+        request = SlotRequest(f"{name}/{len(context)}", name, "", len(context))
         server = self._servers[await self._balancer.acquire.remote(request)]
         output = await server.generate(context, params, name)
         self._balancer.release.remote(request.id, len(output.token_ids))

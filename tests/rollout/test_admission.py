@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 from typing import Literal
 
 import pytest
 
 from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.servers.use import ServerUse
+from agent_loop.servers.usage import ServerUsage
 from agent_loop.simulation.cluster import Cluster, simulate
 from agent_loop.simulation.engine import EngineModel
 from agent_loop.simulation.report import Outcome
@@ -20,17 +19,17 @@ from agent_loop.testing import run_virtual
 from agent_loop.types import TokenOutput
 
 
-def costly(num_turns: int) -> ServerUse:
-    return ServerUse(num_turns, num_sampled_tokens=100 * num_turns, num_recomputed_tokens=1000 * num_turns)
+def costly(num_turns: int) -> ServerUsage:
+    return ServerUsage(num_turns, num_sampled_tokens=100 * num_turns, num_recomputed_tokens=1000 * num_turns)
 
 
-def cheap(num_turns: int) -> ServerUse:
-    return ServerUse(num_turns, num_sampled_tokens=100 * num_turns)
+def cheap(num_turns: int) -> ServerUsage:
+    return ServerUsage(num_turns, num_sampled_tokens=100 * num_turns)
 
 
 def updated(
     control: AdmissionControl,
-    use: ServerUse | None = None,
+    use: ServerUsage | None = None,
     *,
     num_in_flight: int,
     num_running: int = 1000,
@@ -40,7 +39,7 @@ def updated(
 ) -> float:
     """The bound after a look at the servers, which did nothing, have no free place and tell nothing by default."""
     return control.update(
-        use or ServerUse(),
+        use or ServerUsage(),
         num_in_flight=num_in_flight,
         num_running=num_running,
         num_waiting=num_waiting,
@@ -98,12 +97,12 @@ def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> Non
     assert updated(control, costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
 
 
-def test_a_completion_tells_what_was_computed_again() -> None:
+def test_usage_counts_the_context_tokens_that_a_completion_computed_again() -> None:
     output = TokenOutput([1, 2, 3], None, "stop", num_preempted=1, num_cached_tokens=40)
-    use = ServerUse().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
-    assert use == ServerUse(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
-    silent = replace(output, num_preempted=0, num_cached_tokens=None)
-    use = ServerUse().with_completion(silent, num_prompt_tokens=120, num_known_tokens=100)
+    use = ServerUsage().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
+    assert use == ServerUsage(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)
+    silent = TokenOutput([1, 2, 3], None, "stop")
+    use = ServerUsage().with_completion(silent, num_prompt_tokens=120, num_known_tokens=100)
     assert use.num_recomputed_tokens == 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
+from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.ranking import Ranking
 
 ids = count()
@@ -30,11 +30,11 @@ def balancer_of(number: int, *, max_in_flight: int | None = None, **config: floa
     return balancer
 
 
-def ask(balancer: LoadBalancer, session: str, **request: object) -> Lease | None:
-    return balancer.acquire(Request(f"r{next(ids)}", session, **request))  # pyright: ignore[reportArgumentType]
+def ask(balancer: LoadBalancer, session: str, **request: object) -> SlotGrant | None:
+    return balancer.acquire(SlotRequest(f"r{next(ids)}", session, **request))  # pyright: ignore[reportArgumentType]
 
 
-def held(balancer: LoadBalancer, session: str, **request: object) -> Lease:
+def held(balancer: LoadBalancer, session: str, **request: object) -> SlotGrant:
     lease = ask(balancer, session, **request)
     assert lease is not None
     return lease
@@ -207,7 +207,7 @@ def test_an_ended_session_may_begin_elsewhere() -> None:
 def test_under_skewed_turn_counts_the_work_stays_balanced() -> None:
     """A few sessions go on for long, most end soon; every server has some sixty at a time."""
     random, balancer = Random(3), LoadBalancer(servers(4))
-    running: list[tuple[Lease, int]] = []
+    running: list[tuple[SlotGrant, int]] = []
     sessions, worst = count(), 0.0
     for step in range(12_000):
         while len(running) < 240:
@@ -260,7 +260,7 @@ def test_leases_of_a_server_that_left_are_released_without_harm() -> None:
 
 def test_without_any_server_a_request_waits_for_one_to_join() -> None:
     balancer = LoadBalancer()
-    assert balancer.acquire(Request("a/0", "a")) is None
+    assert balancer.acquire(SlotRequest("a/0", "a")) is None
     assert [lease.server for lease in balancer.add_server("s0")] == ["s0"]
 
 
@@ -274,7 +274,7 @@ def test_two_servers_of_one_name_are_refused() -> None:
 
 def test_asking_twice_with_one_id_is_asking_once() -> None:
     balancer = balancer_of(1, max_in_flight=1)
-    request, second = Request("r", "a"), Request("q", "b")
+    request, second = SlotRequest("r", "a"), SlotRequest("q", "b")
     assert balancer.acquire(request) is balancer.acquire(request)
     assert balancer.acquire(second) is None
     assert balancer.acquire(second) is None
@@ -287,9 +287,9 @@ def test_asking_twice_with_one_id_is_asking_once() -> None:
 def test_what_a_dead_owner_held_falls() -> None:
     balancer = balancer_of(1, max_in_flight=2)
     mine = [held(balancer, f"m{i}", owner="worker-1") for i in range(2)]
-    waits = Request("w", "other", owner="worker-2")
+    waits = SlotRequest("w", "other", owner="worker-2")
     assert balancer.acquire(waits) is None
-    assert balancer.acquire(Request("x", "m9", owner="worker-1")) is None
+    assert balancer.acquire(SlotRequest("x", "m9", owner="worker-1")) is None
     (granted,) = balancer.drop_owner("worker-1")
     assert granted.request is waits
     assert (balancer.num_leases, balancer.num_waiting) == (1, 0)
@@ -325,8 +325,8 @@ def test_a_session_waits_for_its_own_server_while_that_is_cheaper() -> None:
 def test_one_that_gives_up_leaves_the_line() -> None:
     balancer = balancer_of(1, max_in_flight=1)
     first = held(balancer, "a")
-    balancer.acquire(Request("gone", "b"))
-    balancer.acquire(Request("stays", "c"))
+    balancer.acquire(SlotRequest("gone", "b"))
+    balancer.acquire(SlotRequest("stays", "c"))
     balancer.release("gone")
     assert [lease.request.id for lease in balancer.release(first.request.id)] == ["stays"]
 
@@ -367,18 +367,18 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.balancer = LoadBalancer(config=BalancerConfig(escape_margin=1.0))
         self.balancer.add_server("s0", max_in_flight=2)
-        self.held: dict[str, Lease] = {}
+        self.held: dict[str, SlotGrant] = {}
         self.lined_up: set[str] = set()
         self.busy: set[str] = set()
 
-    def take(self, leases: list[Lease]) -> None:
+    def take(self, leases: list[SlotGrant]) -> None:
         for lease in leases:
             self.lined_up.remove(lease.request.id)
             self.held[lease.request.id] = lease
 
     @rule(session=st.integers(0, 9), length=st.integers(1, 5000), owner=st.sampled_from(["w0", "w1"]))
     def asks(self, session: int, length: int, owner: str) -> None:
-        request = Request(f"r{next(ids)}", f"{owner}-{session}", owner, length)
+        request = SlotRequest(f"r{next(ids)}", f"{owner}-{session}", owner, length)
         if not self.balancer.servers:
             return
         self.lined_up.add(request.id)

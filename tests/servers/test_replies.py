@@ -18,13 +18,13 @@ from agent_loop.chat.template import load_chat_template
 from agent_loop.errors import BadServerReply, JournalError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.runtime.own_task import ABANDON_GRACE_S, num_abandoned
+from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, ServerHealth
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import MAX_BAD_REPLIES
 from agent_loop.servers.reply_check import ReplyCheck
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from agent_loop.servers.setting_aside import SetsRequestsAside
 from agent_loop.testing import run_virtual
 from agent_loop.types import TokenChunk, TokenOutput
 from tests.helpers import small_tokenizer
@@ -578,7 +578,7 @@ def test_a_server_with_a_wrong_health_is_left_out_and_ends_no_watch(health: Any)
     "reply", [None, [None], [chunk(stop_reason=None)], [chunk(token_ids=[-1, 2])], [chunk(), chunk()]]
 )
 def test_bad_replies_behind_weight_updates_in_flight_are_named_too(reply: Any) -> None:
-    manager = AsyncLLMServerManager([SetsRequestsAside(Says(reply))])
+    manager = AsyncLLMServerManager([AbortAndResumeServer(Says(reply))])
 
     async def main() -> None:
         for streams in (False, True):

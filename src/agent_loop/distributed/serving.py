@@ -26,8 +26,8 @@ from agent_loop.distributed.wire import (
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
 from agent_loop.runtime.boundary import describe_error, run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase
+from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply
-from agent_loop.servers.work import Work
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, TokenChunk
 
@@ -144,11 +144,14 @@ class Serving:
         chunks: list[TokenChunk],
     ) -> Response:
         """A completion, or why there is none. Args: chunks: Gets its parts as they come."""
-        work = Work(ask.sampling_params, prompt_ids, ask.session, attachments, on_chunk=chunks.append)
-        take = work.take_parts if Ability.STREAMING in self.server.abilities else work.take_whole
+        request = InFlightRequest(
+            ask.sampling_params, prompt_ids, ask.session, attachments, on_chunk=chunks.append
+        )
+        streams = Ability.STREAMING in self.server.abilities
+        sample = request.stream_from if streams else request.generate_from
         name = f"server {self.server.name!r}"
         try:
-            output = await run_bounded(partial(take, self.server), timeout_s=None, name=name)
+            output = await run_bounded(partial(sample, self.server), timeout_s=None, name=name)
         except AgentLoopError as error:
             if isinstance(error, ServerDied):
                 error.chunks = chunks

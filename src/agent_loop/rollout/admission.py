@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from agent_loop.servers.use import ServerUse
+from agent_loop.servers.usage import ServerUsage
 
 MAX_RECOMPUTED = 0.5
 """Tokens computed again per token sampled, above which a round was costly. Computing a prompt token takes some tenth of
@@ -48,12 +48,12 @@ class AdmissionControl:
         """At least 1; whole, or infinite."""
         self.is_probing = True
         """The bound may double."""
-        self._round = ServerUse()
+        self._round = ServerUsage()
         self._lines: list[float] = []
 
     def update(
         self,
-        use: ServerUse,
+        use: ServerUsage,
         *,
         num_in_flight: int,
         num_running: float,
@@ -81,7 +81,7 @@ class AdmissionControl:
         self._lines.append(num_waiting)
         if self._round.num_turns >= max(num_in_flight, 1):
             self._end_round(num_in_flight, num_waiting=sum(self._lines) / len(self._lines), demand=demand)
-            self._round, self._lines = ServerUse(), []
+            self._round, self._lines = ServerUsage(), []
         return self.bound
 
     def _end_round(self, num_in_flight: int, *, num_waiting: float, demand: float | None) -> None:

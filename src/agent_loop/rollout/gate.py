@@ -12,7 +12,7 @@ from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.runtime.concurrency import running_beside
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.pool import ServerPool
-from agent_loop.servers.use import ServerUse
+from agent_loop.servers.usage import ServerUsage
 
 LOOK_EVERY_S = 1.0
 """How often the bound is adapted."""
@@ -79,7 +79,7 @@ class AdaptiveGate(AdmissionGate):
         super().__init__()
         self._pool = pool
         self._control: AdmissionControl | None = None
-        self._use = ServerUse()
+        self._use = ServerUsage()
         """What the servers had done at the last look."""
         self._look_at = 0.0
         """When the next look is due."""
@@ -103,7 +103,7 @@ class AdaptiveGate(AdmissionGate):
             self._look_at = clock() + LOOK_EVERY_S
             if control.is_probing and self.num_in_flight >= control.bound:
                 await self._pool.health()  # what the watch knows is too old for this
-            earlier, self._use = self._use, self._pool.use
+            earlier, self._use = self._use, self._pool.usage
             bound = control.update(
                 self._use.since(earlier),
                 num_in_flight=self.num_in_flight,

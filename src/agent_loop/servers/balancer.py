@@ -16,21 +16,21 @@ from agent_loop.servers.policy import (
     Line,
     Policy,
     Rank,
-    Request,
     ServerState,
     SessionState,
+    SlotRequest,
 )
 from agent_loop.servers.ranking import Ranking
 
-__all__ = ["BalancerConfig", "Lease", "LoadBalancer", "Request"]
+__all__ = ["BalancerConfig", "LoadBalancer", "SlotGrant", "SlotRequest"]
 
 NUM_STEAL_CANDIDATES = 8
 
 
-class Lease(Struct, frozen=True):
+class SlotGrant(Struct, frozen=True):
     """A place on a server, held until it is released."""
 
-    request: Request
+    request: SlotRequest
     server: str
     work: float
     moved_from: str | None = None
@@ -41,7 +41,7 @@ class Lease(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    request: Request
+    request: SlotRequest
     line: Line
     place: tuple[float, int]
 
@@ -72,7 +72,7 @@ class LoadBalancer:
         self._homeless: Line = Ranking()
         """Requests that any server may take."""
         self._sessions: dict[str, SessionState] = {}
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, SlotGrant] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._order = count()
         self._epoch = self.policy.epoch
@@ -124,7 +124,7 @@ class LoadBalancer:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def acquire(self, request: Request) -> Lease | None:
+    def acquire(self, request: SlotRequest) -> SlotGrant | None:
         """A place for a request; None if it has to wait, as it does while there is no server. One that waits comes
         out of a later `release`, `add_server` or `drop_owner`.
         """
@@ -145,7 +145,7 @@ class LoadBalancer:
 
     def release(
         self, request_id: str, *, num_new_tokens: int | None = None, seconds: float | None = None
-    ) -> list[Lease]:
+    ) -> list[SlotGrant]:
         """Gives a place back, or leaves the line; does nothing if that was done before.
 
         Args:
@@ -180,7 +180,7 @@ class LoadBalancer:
         Raises:
             ConfigError: It would have to wait.
         """
-        request = Request(f"{session}/{next(self._order)}", session)
+        request = SlotRequest(f"{session}/{next(self._order)}", session)
         lease = self.acquire(request)
         try:
             if lease is None:
@@ -198,11 +198,11 @@ class LoadBalancer:
         self._changed[known.server.name] = known.server
         return known.server.name
 
-    def drop_owner(self, owner: str) -> list[Lease]:
+    def drop_owner(self, owner: str) -> list[SlotGrant]:
         """Takes back everything that an owner holds or waits for; returns what others got by it."""
         for waiting in [w for w in self._waiting.values() if w.request.owner == owner]:
             self._leave_line(waiting.request.id)
-        granted: list[Lease] = []
+        granted: list[SlotGrant] = []
         for lease in [lease for lease in self._leases.values() if lease.request.owner == owner]:
             granted += self.release(lease.request.id)
             self.end_session(lease.request.session)
@@ -210,7 +210,9 @@ class LoadBalancer:
 
     # -- membership ------------------------------------------------------------------------------------------------
 
-    def add_server(self, name: str, *, max_in_flight: int | None = None, speed: float = 1.0) -> list[Lease]:
+    def add_server(
+        self, name: str, *, max_in_flight: int | None = None, speed: float = 1.0
+    ) -> list[SlotGrant]:
         """A server joins, idle. Sessions stay where they are.
 
         Args:
@@ -260,9 +262,9 @@ class LoadBalancer:
             server.num_outside = num_requests
             self._changed[name] = server
 
-    def fill(self) -> list[Lease]:
+    def fill(self) -> list[SlotGrant]:
         """Gives free places to requests that wait, as after `remove_server`."""
-        granted: list[Lease] = []
+        granted: list[SlotGrant] = []
         for server in list(self._servers.values()):
             granted += self._fill(server)
         return granted
@@ -278,14 +280,14 @@ class LoadBalancer:
         best = self._with_place.first()
         return None if best is None else self.policy.choose(session, best=self._servers[best])
 
-    def _fill(self, server: ServerState) -> list[Lease]:
+    def _fill(self, server: ServerState) -> list[SlotGrant]:
         """Gives a server's free places to requests that wait."""
-        granted: list[Lease] = []
+        granted: list[SlotGrant] = []
         while self._waiting and server.has_place and (request := self._next_for(server)) is not None:
             granted.append(self._grant(request, self._sessions[request.session], server))
         return granted
 
-    def _next_for(self, server: ServerState) -> Request | None:
+    def _next_for(self, server: ServerState) -> SlotRequest | None:
         """The first in line of those that live here and those that live nowhere; else one whose own server has so
         much to do that it is worth moving."""
         own, anyone = server.waiting.first_key(), self._homeless.first_key()
@@ -312,7 +314,7 @@ class LoadBalancer:
         if home is not None:
             self._changed[home.name] = home
 
-    def _leave_line(self, request_id: str) -> Request:
+    def _leave_line(self, request_id: str) -> SlotRequest:
         waiting = self._waiting.pop(request_id)
         waiting.line.discard(request_id)
         home = self._sessions[waiting.request.session].server
@@ -320,7 +322,7 @@ class LoadBalancer:
             self._with_line.discard(home.name)
         return waiting.request
 
-    def _grant(self, request: Request, session: SessionState, server: ServerState) -> Lease:
+    def _grant(self, request: SlotRequest, session: SessionState, server: ServerState) -> SlotGrant:
         moved_from = None
         if session.server is not server:
             if session.server is not None:
@@ -334,7 +336,9 @@ class LoadBalancer:
         server.num_in_flight += 1
         server.last_chosen = next(self._order)
         self._changed[server.name] = server
-        lease = self._leases[request.id] = Lease(request, server.name, work, moved_from, session.num_cached)
+        lease = self._leases[request.id] = SlotGrant(
+            request, server.name, work, moved_from, session.num_cached
+        )
         self.policy.begun(request, on=server)  # (last, so that a policy that raises leaves books that agree)
         return lease
 

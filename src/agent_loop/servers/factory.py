@@ -5,8 +5,8 @@ from __future__ import annotations
 from agent_loop.config import ModelConfig, RolloutConfig
 from agent_loop.errors import ConfigError
 from agent_loop.registries import load_class
+from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerSpec
-from agent_loop.servers.setting_aside import SetsRequestsAside
 
 ENGINES = {
     "embedded": "agent_loop.servers.embedded:EmbeddedServer",
@@ -47,7 +47,7 @@ def create_server(server_class: type[AsyncServerBase], spec: ServerSpec) -> Asyn
         Ability.WEIGHT_UPDATE in server.abilities and Ability.UPDATE_IN_FLIGHT not in server.abilities
     )
     if spec.on_weight_update == "abort" or (spec.on_weight_update == "auto" and cannot_keep):
-        return SetsRequestsAside(server)
+        return AbortAndResumeServer(server)
     return server
 
 

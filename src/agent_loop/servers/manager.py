@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from msgspec import structs
@@ -15,23 +14,19 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
-from agent_loop.errors import BadServerReply, ServerDied, ServerError
+from agent_loop.errors import ServerDied, ServerError
 from agent_loop.runtime.concurrency import running_beside
 from agent_loop.seeds import CompletionSeeds
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.pool import RequestAborted, ServerPool
 from agent_loop.servers.reply_check import ReplyCheck
-from agent_loop.servers.work import Work
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenIds, TokenOutput, as_token_ids
 
 if TYPE_CHECKING:
     import torch
-
-
-MAX_SERVERS_LOST = 5
-"""A request that loses so many servers fails with the death of the last: it may be what kills them."""
 
 
 class AsyncLLMServerManager:
@@ -92,8 +87,8 @@ class AsyncLLMServerManager:
             BadServerReply: The server's reply is not a completion of the prompt, or it raised something else than
                 `ServerError` or `SamplingParamsError`.
         """
-        work = self._work(request_id, prompt_ids, sampling_params, attachments)
-        return await self._complete(work)
+        request = self._new_request(request_id, prompt_ids, sampling_params, attachments)
+        return await self._complete(request)
 
     async def stream(
         self,
@@ -108,11 +103,13 @@ class AsyncLLMServerManager:
         Arguments and errors are those of `generate`. Leaving the iteration aborts the request.
         """
         chunks: asyncio.Queue[TokenChunk | None] = asyncio.Queue()
-        work = self._work(request_id, prompt_ids, sampling_params, attachments, on_chunk=chunks.put_nowait)
+        request = self._new_request(
+            request_id, prompt_ids, sampling_params, attachments, on_chunk=chunks.put_nowait
+        )
 
         async def complete() -> None:
             try:
-                await self._complete(work, in_parts=True)
+                await self._complete(request)
             finally:
                 chunks.put_nowait(None)
 
@@ -222,7 +219,7 @@ class AsyncLLMServerManager:
         """Ends all servers."""
         await self._pool.close()
 
-    def _work(
+    def _new_request(
         self,
         request_id: str,
         prompt_ids: TokenIds,
@@ -230,51 +227,38 @@ class AsyncLLMServerManager:
         attachments: Sequence[Attachment],
         *,
         on_chunk: Callable[[TokenChunk], None] | None = None,
-    ) -> Work:
+    ) -> InFlightRequest:
+        """Begin the session and return its next request, streamed if there is an `on_chunk`."""
         params, context = SamplingParams.parse(sampling_params), as_token_ids(prompt_ids)
         if params.seed is None and self._seeds is not None:
             params = structs.replace(params, seed=self.next_seed(context))
         self._sessions.begin(request_id)
-        return Work(params, context, request_id, attachments, check=self._check, on_chunk=on_chunk)
+        return InFlightRequest(
+            params,
+            context,
+            request_id,
+            attachments,
+            check=self._check,
+            is_streamed=on_chunk is not None,
+            on_chunk=on_chunk,
+        )
 
-    async def _complete(self, work: Work, *, in_parts: bool = False) -> TokenOutput:
-        """Have servers complete it: one, or several if servers die.
+    async def _complete(self, request: InFlightRequest) -> TokenOutput:
+        """Lease servers until the request is finished: one server, or several if servers die.
 
-        Args:
-            in_parts: Take tokens as they come. That is done anyway where another server could go on from them.
+        The pool queues the request, chooses the server by the balancer's policy, and applies the time limit. The server
+        is released whatever happens. A request that loses its server resumes on another one from the tokens known.
         """
-        in_parts_if_able = self._pool.num_servers > 1
-        while True:
-            place = self._pool.place(work, timeout_s=self._request_timeout_s)
+        while not request.is_finished:
             try:
-                try:
-                    await self._pool.occupy(place)
-                    able = in_parts_if_able and Ability.STREAMING in place.server.abilities
-                    take = work.take_parts if in_parts or able else work.take_whole
-                    place.fill(await place.run(partial(take, place.server)))
-                finally:
-                    self._pool.leave(place)
-                return work.output
+                async with self._pool.lease(request, timeout_s=self._request_timeout_s) as lease:
+                    await lease.sample()
             except RequestAborted:
-                version = self._pool.weight_version
-                work.add(TokenChunk([], [], weight_version=version, stop_reason="aborted"))
-                return TokenOutput.from_chunks(work.chunks)
-            except BadServerReply as error:
-                self._pool.note_bad_reply(place, error)
-                raise
+                request.abort(weight_version=self._pool.weight_version)
             except ServerDied as error:
-                if place.granted_at is not None:
-                    self._pool.lose(place.server.name, reason=str(error))
-                    work.add_left_behind(error.chunks, server=place.server.name)
-                work.set_aside()
-                if work.is_over:
-                    return TokenOutput.from_chunks(work.chunks)
-                may_return = bool(error.server) and self._pool.expects_restarts
-                if (
-                    not (self._pool.balancer.servers or may_return)
-                    or work.num_servers_lost == MAX_SERVERS_LOST
-                ):
+                if not request.is_finished and not self._pool.may_fail_over(request, error):
                     raise
+        return request.output
 
 
 class Sessions(set[str]):

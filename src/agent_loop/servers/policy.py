@@ -42,7 +42,7 @@ class BalancerConfig:
     """Of the requests that wait, first the one whose trajectory has the most left to do."""
 
 
-class Request(Struct, frozen=True):
+class SlotRequest(Struct, frozen=True):
     """One completion that wants a place on a server."""
 
     id: str
@@ -120,18 +120,18 @@ class Policy(ABC):
         """Whether a session whose request waits for its own server is to go to another one."""
         return False
 
-    def work_of(self, request: Request, *, num_cached: int) -> float:
+    def work_of(self, request: SlotRequest, *, num_cached: int) -> float:
         """Tokens to decode that a request is expected to be worth."""
         expected = (
             self.mean_tokens if request.max_tokens is None else min(self.mean_tokens, request.max_tokens)
         )
         return expected + self.config.prefill_cost * max(0, request.num_prompt_tokens - num_cached)
 
-    def begun(self, request: Request, *, on: ServerState) -> None:
+    def begun(self, request: SlotRequest, *, on: ServerState) -> None:
         """A request went to a server, whose counts include it."""
 
     def ended(
-        self, request: Request, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
+        self, request: SlotRequest, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
     ) -> None:
         """A request is done, or failed with no tokens; the server's counts still include it."""
         if num_new_tokens:
@@ -176,11 +176,11 @@ class LeastWork(Policy):
         margin = min(self.config.escape_margin, MAX_MARGIN * home.max_in_flight)
         return self.load(home) > self.load(to) + lost / self.speed(to) + margin
 
-    def begun(self, request: Request, *, on: ServerState) -> None:
+    def begun(self, request: SlotRequest, *, on: ServerState) -> None:
         self.speeds.begin(request.id, server=on.name, num_in_flight=on.num_in_flight + on.num_outside)
 
     def ended(
-        self, request: Request, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
+        self, request: SlotRequest, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
     ) -> None:
         super().ended(request, on=on, num_new_tokens=num_new_tokens, seconds=seconds)
         self.speeds.end(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,14 +16,14 @@ from agent_loop.runtime.boundary import DeadlineExpired, describe_error, run_bou
 from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.runtime.waits import WaitKind, waiting_for
-from agent_loop.servers.balancer import BalancerConfig, Lease, LoadBalancer, Request
+from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.forecast import Forecast, TurnsLeft
-from agent_loop.servers.place import Place
+from agent_loop.servers.in_flight import InFlightRequest
+from agent_loop.servers.lease import Lease
 from agent_loop.servers.policy import Policy
 from agent_loop.servers.reply_check import checked_health
-from agent_loop.servers.use import ServerUse
-from agent_loop.servers.work import Work
+from agent_loop.servers.usage import ServerUsage
 from agent_loop.weights.shared import SenderPool, SharedWeights
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ HEALTH_EVERY_S = 5.0
 RESTART_CHECK_EVERY_S = 0.5
 """How often lost servers are checked while a call to all servers waits for one of them."""
 ABORT_TIMEOUT_S = 10.0
+MAX_SERVERS_LOST = 5
+"""A request that has lost this many servers fails with the error of the last: the request may be what kills them."""
 MAX_BAD_REPLIES = 8
 """A server that sends so many in a row is left out, until its next health check."""
 
@@ -74,13 +77,14 @@ class ServerPool:
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
         """Why each server that is left out is."""
-        self.use = ServerUse()
-        """What the servers did since this pool was made."""
+        self.usage = ServerUsage()
+        """Totals over all completions since this pool was made."""
         self._healths: dict[str, ServerHealth] = {}
         """What each server last said."""
-        self._waiting: dict[str, asyncio.Future[Lease]] = {}
-        self._places: dict[str, Place] = {}
-        """By the ids of their requests."""
+        self._queued: dict[str, asyncio.Future[SlotGrant]] = {}
+        """Queued requests, by id."""
+        self._leases: dict[str, Lease] = {}
+        """Granted leases, by the id of the slot request."""
         self._num_bad_replies: Counter[str] = Counter()
         """By server: those since its last good one."""
         self._weight_senders: SenderPool = {}
@@ -146,66 +150,133 @@ class ServerPool:
         share, running = self.kv_cache_share, self.balancer.num_running_tokens
         return None if share is None or not running else share * self.balancer.num_session_tokens / running
 
-    def place(self, work: Work, *, timeout_s: float | None) -> Place:
-        """A place for what is left of a completion: to be taken with `occupy` and given back with `leave`."""
-        session = work.request_id
-        remaining = 0.0 if self._forecast is None else self._forecast.begin_turn(session)
-        request_id = f"{session}/{next(self._numbers)}"
-        num_prompt_tokens = len(work.prompt_ids) + work.num_tokens
-        request = Request(request_id, session, "", num_prompt_tokens, work.params.max_tokens, remaining)
-        return Place(request, timeout_s=timeout_s)
+    # -- one request -----------------------------------------------------------------------------------------------
 
-    async def occupy(self, place: Place) -> None:
-        """Gives a place a server; waits in line if all are full.
+    @asynccontextmanager
+    async def lease(self, request: InFlightRequest, *, timeout_s: float | None) -> AsyncGenerator[Lease]:
+        """Lease a server for the rest of a request, and release the lease in any case.
+
+        The balancer chooses the server; the request is queued while no server has a free slot. If the server dies,
+        it leaves the pool and the request keeps the tokens that are known: see `may_fail_over`.
+
+        Args:
+            timeout_s: Time limit of the lease, waiting in the queue included; None sets no limit.
 
         Raises:
-            ServerDied: No server is left, and none rejoined in time.
-            ServerTimeout: None became free in time.
-            RequestAborted: `abort` came before there was a place.
+            ServerDied: The server died, or no server is left and none rejoined in time.
+            ServerTimeout: The time limit passed while the request was queued.
+            RequestAborted: The request was aborted while it was queued.
         """
-        request = place.request
+        lease = Lease(request, self._slot_request(request), timeout_s=timeout_s)
+        try:
+            try:
+                await self._acquire(lease)
+                yield lease
+            finally:
+                self._release(lease)
+        except BadServerReply as error:
+            self._note_bad_reply(lease.server, error)
+            raise
+        except ServerDied as error:
+            if lease.granted_at is not None:
+                self.lose(lease.server.name, reason=str(error))
+                request.add_left_behind(error.chunks, server=lease.server.name)
+            request.note_interruption()
+            raise
+
+    def may_fail_over(self, request: InFlightRequest, error: ServerDied) -> bool:
+        """Return whether another lease may resume a request that lost its server.
+
+        It may while a server is left or may rejoin, and until the request has lost `MAX_SERVERS_LOST` servers.
+        """
+        may_rejoin = bool(error.server) and self.expects_restarts
+        is_server_left = bool(self.balancer.servers) or may_rejoin
+        return is_server_left and request.num_servers_lost != MAX_SERVERS_LOST
+
+    def _slot_request(self, request: InFlightRequest) -> SlotRequest:
+        session = request.session
+        return SlotRequest(
+            f"{session}/{next(self._numbers)}",
+            session,
+            num_prompt_tokens=len(request.prompt_ids) + request.num_tokens,
+            max_tokens=request.params.max_tokens,
+            expected_remaining=0.0 if self._forecast is None else self._forecast.begin_turn(session),
+        )
+
+    async def _acquire(self, lease: Lease) -> None:
+        """Grant the lease a server; queue the request while all servers are full."""
+        wanted = lease.slot_request
         if not self.balancer.servers:
             if not self.expects_restarts:
-                raise self._none_left(request.session)
+                raise self._none_left(wanted.session)
             self._start_restart_timer()
-        lease = self.balancer.acquire(request) or await self._wait_for_place(request, ends_at=place.ends_at)
-        if lease.server in self._lost:  # (since the lease was granted; it fell with the server)
-            raise ServerDied(self._lost[lease.server], server=lease.server, request_id=request.session)
-        place.give(self._servers[lease.server], num_known_tokens=lease.num_known_tokens)
-        self._places[request.id] = place
-        if lease.moved_from is not None:
-            self._forget(request.session, on=lease.moved_from)
+        grant = self.balancer.acquire(wanted) or await self._wait_in_queue(wanted, ends_at=lease.ends_at)
+        if grant.server in self._lost:  # the server was lost after it was granted
+            raise ServerDied(self._lost[grant.server], server=grant.server, request_id=wanted.session)
+        server = self._servers[grant.server]
+        lease.grant(server, num_known_tokens=grant.num_known_tokens, keeps_partial=len(self._servers) > 1)
+        self._leases[wanted.id] = lease
+        if grant.moved_from is not None:
+            self._forget(wanted.session, on=grant.moved_from)
 
-    def leave(self, place: Place) -> None:
-        """Takes a place back, or out of the line."""
-        request, output = place.request, place.output
-        self._places.pop(request.id, None)
-        seconds = None if place.granted_at is None else place.clock() - place.granted_at
+    def _release(self, lease: Lease) -> None:
+        """Free the slot, or remove the request from the queue. Grant free slots to queued requests."""
+        wanted, output = lease.slot_request, lease.output
+        self._leases.pop(wanted.id, None)
+        seconds = None if lease.granted_at is None else lease.clock() - lease.granted_at
         num_new_tokens = None if output is None else len(output.token_ids)
-        self._hand_out(self.balancer.release(request.id, num_new_tokens=num_new_tokens, seconds=seconds))
+        self._deliver(self.balancer.release(wanted.id, num_new_tokens=num_new_tokens, seconds=seconds))
         if output is not None:
-            self._num_bad_replies.pop(place.server.name, None)
-            self.use = self.use.with_completion(
+            self._num_bad_replies.pop(lease.server.name, None)
+            self.usage = self.usage.with_completion(
                 output,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_known_tokens=place.num_known_tokens,
+                num_prompt_tokens=wanted.num_prompt_tokens,
+                num_known_tokens=lease.num_known_tokens,
             )
 
-    def note_bad_reply(self, place: Place, error: BadServerReply) -> None:
-        """Leave a server out whose last `MAX_BAD_REPLIES` replies were all bad, if it is not the last one.
+    def _note_bad_reply(self, server: AsyncServerBase, error: BadServerReply) -> None:
+        """Lose a server whose last `MAX_BAD_REPLIES` replies were all bad, unless it is the last server.
 
-        Such a server fails its requests at once, so that it always has a place, and would be given nearly all of them.
+        Such a server fails its requests at once, so it always has a free slot and would get nearly all requests.
         """
-        name = place.server.name
+        name = server.name
         self._num_bad_replies[name] += 1
         if self._num_bad_replies[name] >= MAX_BAD_REPLIES and len(self.balancer.servers) > 1:
             self.lose(
                 name, reason=f"its last {MAX_BAD_REPLIES} replies could not be used; the last one: {error}"
             )
 
+    async def _wait_in_queue(self, wanted: SlotRequest, *, ends_at: float | None) -> SlotGrant:
+        future = self._queued[wanted.id] = asyncio.get_running_loop().create_future()
+        scope = TimeScope(ends_at)
+        try:
+            with waiting_for(WaitKind.QUEUE), scope:
+                return await future
+        except TimeoutError:
+            if not scope.has_expired:
+                raise
+            if not self.balancer.servers:
+                raise self._none_left(wanted.session) from None
+            raise ServerTimeout(
+                f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
+                "servers, or lower rollout.max_concurrent",
+                request_id=wanted.session,
+            ) from None
+        finally:
+            del self._queued[wanted.id]
+
+    def _deliver(self, grants: Sequence[SlotGrant]) -> None:
+        """Resolve the futures of queued requests that were granted a slot."""
+        for grant in grants:
+            future = self._queued.get(grant.request.id)
+            if future is None or future.done():  # the request left the queue in this step of the event loop
+                self._deliver(self.balancer.release(grant.request.id))
+            else:
+                future.set_result(grant)
+
     async def abort(self, session: str) -> None:
         """Ends the running completion of a session; one that waits for a place does not begin."""
-        for request_id, future in self._waiting.items():
+        for request_id, future in self._queued.items():
             if request_id.rpartition("/")[0] == session and not future.done():
                 future.set_exception(RequestAborted())
                 return
@@ -232,13 +303,13 @@ class ServerPool:
         self._num_bad_replies.pop(name, None)
         self._lost[name] = reason
         self.balancer.remove_server(name)
-        for request_id, place in list(self._places.items()):
-            if place.server.name == name:
-                del self._places[request_id]
+        for request_id, lease in list(self._leases.items()):
+            if lease.server.name == name:
+                del self._leases[request_id]
                 self.num_failovers += 1
-                place.lose(reason)
+                lease.lose_server(reason)
         if self.balancer.servers:
-            self._hand_out(self.balancer.fill())
+            self._deliver(self.balancer.fill())
         elif self.expects_restarts:
             self._start_restart_timer()
         else:
@@ -309,7 +380,7 @@ class ServerPool:
     def _join(self, server: AsyncServerBase) -> None:
         granted = self.balancer.add_server(server.name, max_in_flight=server.max_concurrent)
         self._servers[server.name] = server
-        self._hand_out(granted)
+        self._deliver(granted)
 
     def _rejoin(self, name: str) -> None:
         logger.warning("server %s is back", name)
@@ -330,7 +401,7 @@ class ServerPool:
     def _fail_queued_requests(self) -> None:
         """Fail every queued request with `ServerDied`: no server is left."""
         self._restart_timer = None
-        for request_id, future in self._waiting.items():
+        for request_id, future in self._queued.items():
             if not future.done():
                 future.set_exception(self._none_left(request_id.rpartition("/")[0]))
 
@@ -342,33 +413,6 @@ class ServerPool:
     def _home_of(self, session: str) -> AsyncServerBase | None:
         name = self.balancer.server_of(session)
         return None if name is None else self._servers[name]
-
-    async def _wait_for_place(self, request: Request, *, ends_at: float | None) -> Lease:
-        future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
-        scope = TimeScope(ends_at)
-        try:
-            with waiting_for(WaitKind.QUEUE), scope:
-                return await future
-        except TimeoutError:
-            if not scope.has_expired:
-                raise
-            if not self.balancer.servers:
-                raise self._none_left(request.session) from None
-            raise ServerTimeout(
-                f"all {len(self.balancer.servers)} servers were full for rollout.request_timeout_s; raise it, add "
-                "servers, or lower rollout.max_concurrent",
-                request_id=request.session,
-            ) from None
-        finally:
-            del self._waiting[request.id]
-
-    def _hand_out(self, leases: Sequence[Lease]) -> None:
-        for lease in leases:
-            future = self._waiting.get(lease.request.id)
-            if future is None or future.done():  # it gave up in this very moment
-                self._hand_out(self.balancer.release(lease.request.id))
-            else:
-                future.set_result(lease)
 
     def _forget(self, session: str, *, on: str) -> None:
         """Tells a server that a session has left it. What goes wrong there is no concern of the session's."""

@@ -1,4 +1,4 @@
-"""What the servers of a pool did, as far as their answers tell."""
+"""Counters of the completions that a pool's servers returned."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from msgspec import Struct
 from agent_loop.types import TokenOutput
 
 
-class ServerUse(Struct, frozen=True):
-    """What came of some completions."""
+class ServerUsage(Struct, frozen=True):
+    """Totals over a number of completions."""
 
     num_turns: int = 0
     """Completions that ended."""
     num_sampled_tokens: int = 0
     num_recomputed_tokens: int = 0
-    """Of contexts that a server had computed before, and had dropped: between two turns, or when it set a request
-    aside."""
+    """Context tokens that a server had computed before and computed again, because its cache had dropped them or it had
+    preempted the request."""
 
     def with_completion(
         self, output: TokenOutput, *, num_prompt_tokens: int, num_known_tokens: int
-    ) -> ServerUse:
-        """With one more.
+    ) -> ServerUsage:
+        """Return the totals with one more completion.
 
         Args:
-            output: As one server gave it.
-            num_known_tokens: Of the prompt, those that this server has computed or sampled before.
+            output: The completion of one server.
+            num_known_tokens: Number of prompt tokens that this server has computed or sampled before.
         """
         num_cached = output.num_cached_tokens
         num_dropped = 0 if num_cached is None else max(num_known_tokens - num_cached, 0)
-        return ServerUse(
+        return ServerUsage(
             self.num_turns + 1,
             self.num_sampled_tokens + len(output.token_ids),
             self.num_recomputed_tokens + num_dropped + output.num_preempted * num_prompt_tokens,
         )
 
-    def plus(self, other: ServerUse, *, sign: int = 1) -> ServerUse:
-        """Both together."""
-        return ServerUse(
+    def plus(self, other: ServerUsage, *, sign: int = 1) -> ServerUsage:
+        """Return the sum of both totals."""
+        return ServerUsage(
             num_turns=self.num_turns + sign * other.num_turns,
             num_sampled_tokens=self.num_sampled_tokens + sign * other.num_sampled_tokens,
             num_recomputed_tokens=self.num_recomputed_tokens + sign * other.num_recomputed_tokens,
         )
 
-    def since(self, earlier: ServerUse) -> ServerUse:
-        """What came after an earlier count."""
+    def since(self, earlier: ServerUsage) -> ServerUsage:
+        """Return the difference to an earlier total."""
         return self.plus(earlier, sign=-1)

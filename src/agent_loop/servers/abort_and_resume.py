@@ -1,4 +1,4 @@
-"""Weight updates under way for engines that cannot keep requests: they are aborted and go on from their tokens."""
+"""Weight updates for engines that cannot keep requests: requests are aborted and resumed from their tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from agent_loop.errors import ServerError
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
+from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply
-from agent_loop.servers.work import Work
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
@@ -20,27 +20,29 @@ if TYPE_CHECKING:
     import torch
 
 ABORT_AGAIN_S = 0.5
-"""An abort that came before the engine knew the request is sent again after so long."""
+"""Seconds after which an abort is sent again, in case the engine did not know the request yet."""
 
 
 @dataclass(slots=True)
-class _Request:
-    is_set_aside: bool = False
-    """By a weight update; it is to go on."""
+class _RequestState:
+    is_interrupted: bool = False
+    """Whether a weight update aborted the request, which is to be resumed."""
     is_aborted: bool = False
-    """By whoever asked for it."""
+    """Whether the client aborted the request."""
 
 
-class SetsRequestsAside(AsyncServerBase):
-    """A server in front of another one. Requests that run when new weights come are aborted there, and go on under the
-    new weights from the tokens they have; those that come meanwhile wait."""
+class AbortAndResumeServer(AsyncServerBase):
+    """Wrapper around a server that aborts running requests for a weight update and resumes them under the new weights.
+
+    A request is resumed from the tokens it has. Requests that arrive during the update wait for its end.
+    """
 
     def __init__(self, server: AsyncServerBase) -> None:
         self.name = server.name
         self.abilities = server.abilities | {Ability.UPDATE_IN_FLIGHT}
         self.max_concurrent = server.max_concurrent
         self._server = server
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._num_at_engine = 0
         self._is_idle = asyncio.Event()
         self._is_open = asyncio.Event()
@@ -76,36 +78,36 @@ class SetsRequestsAside(AsyncServerBase):
             raise ServerError(
                 "a request of this session is already running", server=self.name, request_id=request_id
             )
-        work, request = Work(sampling_params, prompt_ids, request_id, attachments), _Request()
-        self._requests[request_id] = request
+        request = InFlightRequest(sampling_params, prompt_ids, request_id, attachments)
+        state = self._requests[request_id] = _RequestState()
         try:
-            while not work.is_over:
+            while not request.is_finished:
                 await self._is_open.wait()
-                if request.is_aborted:
-                    work.add(replace(_last(work), stop_reason="aborted"))
-                    yield work.chunks[-1]
+                if state.is_aborted:
+                    request.abort(weight_version=_last_version(request))
+                    yield request.chunks[-1]
                     return
-                request.is_set_aside = False
-                async with self._at_engine(), aclosing(work.stream_on(self._server)) as chunks:
+                state.is_interrupted = False
+                async with self._at_engine(), aclosing(request.stream_rest(self._server)) as chunks:
                     async for chunk in chunks:
-                        if request.is_set_aside and chunk.stop_reason == "aborted":
+                        if state.is_interrupted and chunk.stop_reason == "aborted":
                             chunk = replace(chunk, stop_reason=None)
-                        work.add(chunk)
+                        request.add(chunk)
                         yield chunk
-                if not work.is_over and not request.is_set_aside:
+                if not request.is_finished and not state.is_interrupted:
                     raise bad_reply(
                         "its stream ended without a stop reason", server=self.name, request_id=request_id
                     )
-                if not work.is_over:
-                    work.set_aside()
-                    yield work.chunks[-1]
+                if not request.is_finished:
+                    request.note_interruption()
+                    yield request.chunks[-1]
         finally:
             del self._requests[request_id]
 
     async def abort(self, request_id: str) -> None:
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.is_aborted, request.is_set_aside = True, False
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.is_aborted, state.is_interrupted = True, False
             await self._server.abort(request_id)
 
     def end_session(self, request_id: str) -> None:
@@ -123,7 +125,7 @@ class SetsRequestsAside(AsyncServerBase):
         async with self._updating:
             self._is_open.clear()
             try:
-                await self._set_all_aside()
+                await self._abort_all()
                 await self._server.update_weights(weights, weight_version=weight_version)
             finally:
                 self._is_open.set()
@@ -144,19 +146,17 @@ class SetsRequestsAside(AsyncServerBase):
             if not self._num_at_engine:
                 self._is_idle.set()
 
-    async def _set_all_aside(self) -> None:
-        """Returns when the engine has no request any more."""
+    async def _abort_all(self) -> None:
+        """Abort all requests, and return when the engine has none left."""
         while self._num_at_engine:
             self._is_idle.clear()
-            for request in self._requests.values():
-                request.is_set_aside = not request.is_aborted
+            for state in self._requests.values():
+                state.is_interrupted = not state.is_aborted
             await run_together(self._server.abort(request_id) for request_id in list(self._requests))
             with suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_AGAIN_S):
                     await self._is_idle.wait()
 
 
-def _last(work: Work) -> TokenChunk:
-    """Without its tokens."""
-    version = work.chunks[-1].weight_version if work.chunks else 0
-    return TokenChunk([], [], weight_version=version)
+def _last_version(request: InFlightRequest) -> int:
+    return request.chunks[-1].weight_version if request.chunks else 0

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from agent_loop.config import ModelConfig, RolloutConfig
+from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability
 from agent_loop.servers.check import Reference, check_server
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
-from agent_loop.servers.setting_aside import SetsRequestsAside
 from agent_loop.testing import run_virtual
 from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
@@ -48,7 +48,7 @@ class BreaksOff(ScriptedServer):
 def test_requests_go_on_under_the_new_weights_from_the_tokens_they_have(streams: bool) -> None:
     async def scenario() -> tuple[TokenOutput, TokenOutput]:
         engine = BreaksOff(counts, streams=streams)
-        server = SetsRequestsAside(engine)
+        server = AbortAndResumeServer(engine)
         assert Ability.UPDATE_IN_FLIGHT in server.abilities
         async with asyncio.TaskGroup() as group:
             calls = [
@@ -80,7 +80,7 @@ def test_what_its_caller_aborts_stays_aborted() -> None:
                 await asyncio.sleep(10.0)
                 await super().update_weights(weights, weight_version=weight_version)
 
-        server = SetsRequestsAside(SlowUpdates(counts, streams=True))
+        server = AbortAndResumeServer(SlowUpdates(counts, streams=True))
         async with asyncio.TaskGroup() as group:
             before = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted before"))
             meanwhile = group.create_task(server.generate(PROMPT, SamplingParams(), "aborted meanwhile"))
@@ -102,7 +102,7 @@ def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
             async def update_weights(self, weights: object, *, weight_version: int) -> None:
                 raise ValueError("wrong shape")
 
-        server = SetsRequestsAside(Refuses(counts))
+        server = AbortAndResumeServer(Refuses(counts))
         async with asyncio.TaskGroup() as group:
             call = group.create_task(server.generate(PROMPT, SamplingParams(), "one"))
             await asyncio.sleep(5.5)
@@ -118,7 +118,7 @@ def test_a_failed_update_leaves_the_requests_as_they_were() -> None:
 @pytest.mark.slow
 def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
     model = tiny_model(initializer_range=0.06)
-    server = SetsRequestsAside(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)))
+    server = AbortAndResumeServer(EmbeddedServer(model, config=EmbeddedConfig(max_model_len=160)))
 
     report = asyncio.run(
         check_server(server, max_model_len=160, reference=Reference(tiny_model(initializer_range=0.06)))
@@ -129,7 +129,7 @@ def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "on_weight_update", "is_set_aside"),
+    ("engine", "on_weight_update", "is_wrapped"),
     [
         ("scripted", "auto", False),
         ("scripted", "keep", False),
@@ -138,7 +138,7 @@ def test_a_real_engine_behind_it_keeps_the_contract_of_servers() -> None:
         (f"{__name__}:BreaksOff", "keep", False),
     ],
 )
-def test_engine_and_configuration_decide(engine: str, on_weight_update: str, is_set_aside: bool) -> None:
+def test_engine_and_configuration_decide(engine: str, on_weight_update: str, is_wrapped: bool) -> None:
     rollout = RolloutConfig.model_validate(
         {
             "engine": engine,
@@ -147,4 +147,4 @@ def test_engine_and_configuration_decide(engine: str, on_weight_update: str, is_
         }
     )
     (server,) = create_servers(ModelConfig(), rollout=rollout)
-    assert isinstance(server, SetsRequestsAside) is is_set_aside
+    assert isinstance(server, AbortAndResumeServer) is is_wrapped
