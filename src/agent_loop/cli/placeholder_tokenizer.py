@@ -1,4 +1,4 @@
-"""A tokenizer for a chat template that comes as a file alone."""
+"""Placeholder tokenizer for a chat template that comes without a model."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, cast
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-BOS, EOS = "<|makeshift_begin|>", "<|makeshift_end|>"
+BOS, EOS = "<|placeholder_begin|>", "<|placeholder_end|>"
 VOCAB_SIZE = 800
 
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How the Qwen2 tokenizers and those after it split text: newlines stay with the punctuation before them."""
+"""Split pattern of Qwen2 and later tokenizers: newlines stay with the punctuation before them."""
 MERGED = tuple(f"{end}{run}" for run in ("\n", "\n\n", "\n\n\n") for end in ("", " ", *".,:;!?)]}>\"'`*"))
-"""Each of these is one token, as in most large vocabularies."""
+"""Texts that are one token each, as in most large vocabularies."""
 NUM_REPEATS = 100
-"""More often than anything stands in a template, so that these are merged first."""
+"""Repetitions of `MERGED` in the training text: enough for them to be merged first."""
 
 _MARKERS = (
     r"<\|[^\s<>|{}]+\|?>",  # <|im_end|> and <|turn>
@@ -31,12 +31,11 @@ _MARKERS = (
 )
 
 
-def makeshift_tokenizer(chat_template: str) -> Any:
+def placeholder_tokenizer(chat_template: str) -> Any:
     """Return a small byte-level BPE tokenizer whose control tokens are the markers in the template's text.
 
-    It merges newlines with each other and with punctuation, as the vocabularies of most models do. Otherwise it splits
-    text in its own way, so numbers of tokens differ from those of the model; what a template writes, and in which
-    order, does not.
+    Newlines are merged with each other and with punctuation, as in the vocabularies of most models. Other text is split
+    differently, so token counts differ from those of the model. The text that the template renders is the same.
     """
     from transformers import PreTrainedTokenizerFast  # late: importing transformers takes seconds
 
@@ -61,6 +60,6 @@ def makeshift_tokenizer(chat_template: str) -> Any:
 
 
 def control_markers(chat_template: str) -> list[str]:
-    """What looks like a control token in a template's text, each once, in order."""
+    """Return the distinct texts in a template that look like control tokens, in order of appearance."""
     without_comments = re.sub(r"\{#.*?#\}", "", chat_template, flags=re.DOTALL)
     return list(dict.fromkeys(re.findall("|".join(f"(?:{marker})" for marker in _MARKERS), without_comments)))
