@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, ContractError
+from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.check import check_interaction
-from agent_loop.interactions.gsm8k import Gsm8kInteraction
 from agent_loop.interactions.gymnasium import GymnasiumInteraction
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.simulated_user import SimulatedUser
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.types import Message
 from tests.interactions.endpoint import endpoint

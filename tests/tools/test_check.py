@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from agent_loop.cli import app
 from agent_loop.errors import ConfigError, ContractError, ToolError
+from agent_loop.integrations.verl.gsm8k import Gsm8kTool
 from agent_loop.testing.checks import CheckReport, run_check
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.calculator import CalculatorTool
@@ -28,7 +29,6 @@ from agent_loop.tools.check.contract import CHECKS
 from agent_loop.tools.check.edges import edge_arguments
 from agent_loop.tools.check.subject import Subject
 from agent_loop.tools.function import function_tool
-from agent_loop.tools.gsm8k import Gsm8kTool
 from agent_loop.tools.search.tool import SearchTool
 
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}

@@ -4,9 +4,8 @@ from decimal import Decimal
 
 import pytest
 
-from agent_loop.answers import read_answer, with_mark
 from agent_loop.errors import ConfigError
-from agent_loop.interactions.gsm8k import Gsm8kInteraction
+from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction, read_answer, with_mark
 from agent_loop.types import StopReason
 from tests.helpers import roles
 from tests.interactions.conversations import converse
@@ -28,7 +27,7 @@ def test_the_model_may_try_again_until_it_is_right() -> None:
     assert trajectory.reward == 1.0
 
 
-def test_each_score_is_placed_at_the_end_of_its_turn() -> None:
+def test_each_score_is_recorded_at_the_end_of_its_turn() -> None:
     output = converse(tutor(), ["#### 41", "#### 42"], ground_truth="42").output
     ends = [feedback.place for feedback in output.feedback]
     starts_of_replies = [
@@ -37,13 +36,13 @@ def test_each_score_is_placed_at_the_end_of_its_turn() -> None:
     assert ends == [starts_of_replies[0] - 1, len(output.response_mask) - 1]
 
 
-def test_after_the_last_attempt_it_is_over_and_the_last_answer_counts() -> None:
+def test_the_interaction_ends_after_the_last_attempt_and_scores_the_last_answer() -> None:
     trajectory = converse(tutor(max_attempts=2), ["#### 1", "I do not know."], ground_truth="42")
     assert trajectory.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert trajectory.reward == 0.0
 
 
-def test_a_tutor_that_does_not_judge_leaves_the_reward_to_others() -> None:
+def test_an_interaction_with_judges_off_gives_no_reward() -> None:
     trajectory = converse(tutor(judges=False), ["#### 42"], ground_truth="42")
     assert trajectory.output.turn_scores == (1.0,)
     assert trajectory.reward is None

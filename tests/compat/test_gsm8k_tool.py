@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
+from agent_loop.integrations.verl.gsm8k import NO_PROGRESS_PENALTY, read_answer, with_mark
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.tools.gsm8k import NO_PROGRESS_PENALTY, read_answer, with_mark
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import calls, says, user
 from tests.rollout.harness import Stage
 
-SEED_FORM = """
+VERL_REGISTRY = """
 tools:
   - class_name: "verl.tools.gsm8k_tool.Gsm8kTool"
     config:
@@ -35,7 +35,7 @@ tools:
 
 
 def answers(*given: str, ground_truth: Any, tmp_path: Path) -> Trajectory:
-    (tmp_path / "tools.yaml").write_text(SEED_FORM)
+    (tmp_path / "tools.yaml").write_text(VERL_REGISTRY)
     tools = load_tools([], config_path=tmp_path / "tools.yaml")
     script = [*(calls("calc_gsm8k_reward", answer=answer) for answer in given), says("so it is")]
     create = {"create_kwargs": {"ground_truth": ground_truth}}
@@ -45,7 +45,7 @@ def answers(*given: str, ground_truth: Any, tmp_path: Path) -> Trajectory:
     return stage.run_one(tools_kwargs={"calc_gsm8k_reward": create})
 
 
-def test_the_seeds_registry_form_scores_a_trajectory(tmp_path: Path) -> None:
+def test_a_registry_file_of_verl_scores_a_trajectory(tmp_path: Path) -> None:
     trajectory = answers("41", "#### 42", ground_truth="42", tmp_path=tmp_path)
     assert trajectory.output.tool_rewards == (NO_PROGRESS_PENALTY, 0.0)
     assert trajectory.reward == 1.0
@@ -70,10 +70,10 @@ def test_a_row_without_a_number_fails_with_the_reason(tmp_path: Path) -> None:
     assert "ground_truth is None; give the right number" in trajectory.output.failure.error
 
 
-def test_without_a_ground_truth_the_tool_judges_nothing_and_the_reward_function_is_asked(
+def test_without_a_ground_truth_the_tool_scores_nothing_and_the_reward_function_is_called(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "tools.yaml").write_text(SEED_FORM)
+    (tmp_path / "tools.yaml").write_text(VERL_REGISTRY)
     tools = list(load_tools([], config_path=tmp_path / "tools.yaml").values())
     script = [calls("calc_gsm8k_reward", answer="42"), says("so it is")]
     stage = Stage(script, tools=tools, reward=RewardFunction(lambda output, row: 0.25, timeout_s=1))
@@ -104,5 +104,5 @@ def test_without_a_ground_truth_the_tool_judges_nothing_and_the_reward_function_
         ("1.2.3", None),
     ],
 )
-def test_only_a_number_behind_the_mark_is_read(text: str, number: str | None) -> None:
+def test_only_a_number_after_the_mark_is_read(text: str, number: str | None) -> None:
     assert read_answer(with_mark(text)) == (None if number is None else Decimal(number))
