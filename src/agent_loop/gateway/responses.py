@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.sampling import Tally
-from agent_loop.completions.writing import ChatWriter, Step
+from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
+from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
+from agent_loop.completions.sampling import UsageCounter
 from agent_loop.errors import ServerError
-from agent_loop.gateway.answer import Answer
+from agent_loop.gateway.shared_completion import SharedCompletion
 
 
-async def whole_reply(request: ChatCompletionRequest, answer: Answer) -> ChatCompletion:
+async def build_completion(request: ChatCompletionRequest, answer: SharedCompletion) -> ChatCompletion:
     """In one piece.
 
     Raises:
@@ -26,15 +26,15 @@ async def whole_reply(request: ChatCompletionRequest, answer: Answer) -> ChatCom
     return writer.completion([writer.choice(0, steps)], tally=_tally(writer, steps))
 
 
-async def streamed_reply(
-    request: ChatCompletionRequest, answer: Answer
+async def stream_chunks(
+    request: ChatCompletionRequest, answer: SharedCompletion
 ) -> AsyncGenerator[ChatCompletionChunk]:
     """In parts, while the model speaks.
 
     Raises:
         AgentLoopError: The completion failed.
     """
-    steps: list[Step] = []
+    steps: list[ParsedChunk] = []
     is_first = True
     async with aclosing(answer.follow()) as coming:
         async for step in coming:
@@ -49,14 +49,14 @@ async def streamed_reply(
         yield last
 
 
-def _tally(writer: ChatWriter, steps: Sequence[Step]) -> Tally:
+def _tally(writer: ResponseBuilder, steps: Sequence[ParsedChunk]) -> UsageCounter:
     tally = writer.tally()
     for step in steps:
         tally.add(step.part)
     return tally
 
 
-def _writer(request: ChatCompletionRequest, answer: Answer) -> ChatWriter:
+def _writer(request: ChatCompletionRequest, answer: SharedCompletion) -> ResponseBuilder:
     """For whoever listens: the answer is one, its shape is the request's."""
     if answer.writer is None:
         raise ServerError("the completion ended before it began; send the request again")

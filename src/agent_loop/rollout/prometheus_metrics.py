@@ -1,4 +1,4 @@
-"""What a rollout does, for Prometheus: servers, balancer, trajectories, tools, traces."""
+"""Prometheus metrics of a rollout: servers, balancer, trajectories, tools and traces."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.waits import WaitKind
+from agent_loop.runtime.activity import WaitKind
+from agent_loop.servers.metric_names import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
 from agent_loop.servers.pool import ServerPool
-from agent_loop.serving.metrics import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
 from agent_loop.trajectory import Trajectory
 
 SNAPSHOT_TIMEOUT_S = 2.0
-"""A scrape that waits longer for the event loop gets what the one before it got."""
+"""A scrape that waits longer than this for the event loop returns the previous snapshot."""
 
 
-class Gate(Protocol):
-    """Where trajectories wait before they begin."""
+class AdmissionQueue(Protocol):
+    """Queue of trajectories that have not started yet."""
 
     @property
     def num_waiting(self) -> int: ...
 
 
 class RolloutMetrics(Collector):
-    """Counts what ended, and looks at servers and trajectories when Prometheus asks.
+    """Counts finished trajectories, and reads the state of servers and trajectories on each scrape.
 
     Args:
         pool: The servers.
-        gates: Of the workers of this process.
-        has_balancer: Whether requests go through the balancer of this pool, and not through those of other processes.
-        num_dropped: Traces that were not written, by writer.
+        gates: Admission queues of the workers in this process.
+        has_balancer: Whether requests go through the balancer of `pool`, and not through balancers of other processes.
+        num_dropped: Returns the number of traces that were not written, by writer.
     """
 
     def __init__(
         self,
         pool: ServerPool,
         *,
-        gates: Collection[Gate],
+        gates: Collection[AdmissionQueue],
         has_balancer: bool,
         num_dropped: Callable[[], Mapping[str, int]],
     ) -> None:
         self.port = 0
-        """Where it is served."""
+        """Port of the endpoint; 0 before `start`."""
         self._pool = pool
         self._gates = gates
         self._has_balancer = has_balancer
@@ -64,20 +64,22 @@ class RolloutMetrics(Collector):
         self._ended = Counter(
             "agent_loop_trajectories_ended", "Trajectories that ended, by reason.", ["stop_reason"], **own
         )
-        self._incidents = Counter("agent_loop_incidents", "Named losses of trajectories.", ["kind"], **own)
-        self._tool_calls = Counter("agent_loop_tool_calls", "Calls of tools.", ["tool"], **own)
-        self._spans = Counter("agent_loop_spans", "What trajectories waited for.", ["kind"], **own)
+        self._incidents = Counter(
+            "agent_loop_incidents", "Incidents of trajectories, by kind.", ["kind"], **own
+        )
+        self._tool_calls = Counter("agent_loop_tool_calls", "Tool calls.", ["tool"], **own)
+        self._spans = Counter("agent_loop_spans", "Waits of trajectories, by kind.", ["kind"], **own)
         self._span_seconds = Counter(
-            "agent_loop_span_seconds", "Seconds that trajectories waited for it.", ["kind"], **own
+            "agent_loop_span_seconds", "Seconds that trajectories waited, by kind.", ["kind"], **own
         )
         self._prompt_tokens = Counter(*PROMPT_TOKENS, **own)
         self._cached_tokens = Counter(
-            "agent_loop_cached_prompt_tokens", "Tokens of prompts that servers did not compute.", **own
+            "agent_loop_cached_prompt_tokens", "Prompt tokens found in the servers' prefix caches.", **own
         )
         self._completion_tokens = Counter(*COMPLETION_TOKENS, **own)
 
     def start(self, *, host: str, port: int) -> None:
-        """Serves `/metrics` from a thread. Called on the event loop of the rollout.
+        """Serve `/metrics` from a thread. Call this on the rollout's event loop.
 
         Raises:
             ConfigError: The port is taken.
@@ -87,12 +89,12 @@ class RolloutMetrics(Collector):
             self._server = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
             raise ConfigError(
-                f"rollout.metrics_port is {port} at {host}: {error}; give another one, or 0 for any free one"
+                f"rollout.metrics_port is {port} at {host}: {error}; give another port, or 0 for any free port"
             ) from error
         self.port = self._server[0].server_port
 
     def close(self) -> None:
-        """Does nothing if it was not started."""
+        """Stop the endpoint. Do nothing if it was not started."""
         if self._server is not None:
             server, thread = self._server
             server.shutdown()
@@ -102,7 +104,7 @@ class RolloutMetrics(Collector):
 
     @contextmanager
     def running(self, num_trajectories: int) -> Generator[Callable[[], None]]:
-        """Counts trajectories as unfinished; call what it yields for each that ends."""
+        """Count trajectories as unfinished. Call the yielded function once for each trajectory that ends."""
         left = num_trajectories
         self._num_unfinished += num_trajectories
 
@@ -117,7 +119,7 @@ class RolloutMetrics(Collector):
             self._num_unfinished -= left
 
     def count(self, trajectory: Trajectory) -> None:
-        """A trajectory ended. What its branches share is counted once."""
+        """Count a finished trajectory. Spans that branches share are counted once."""
         self._ended.labels(str(trajectory.output.stop_reason)).inc()
         for incident in trajectory.output.incidents:
             self._incidents.labels(str(incident.kind)).inc()
@@ -134,77 +136,86 @@ class RolloutMetrics(Collector):
                 self._completion_tokens.inc(span.details.get("num_tokens") or 0)
 
     def describe(self) -> Iterable[Metric]:
-        """Of `Collector`: what there may be."""
-        return self._look()
+        """Return the metric families. Called by the registry at registration."""
+        return self._snapshot_metrics()
 
     def collect(self) -> Iterable[Metric]:
-        """Of `Collector`: how things are. Called in a thread of the endpoint's."""
+        """Return the current metrics. Called by Prometheus' client in a thread of the endpoint."""
         if self._loop is None or self._loop.is_closed():
-            return self._look()
-        look = asyncio.run_coroutine_threadsafe(self._look_on_loop(), self._loop)
+            return self._snapshot_metrics()
+        snapshot = asyncio.run_coroutine_threadsafe(self._snapshot_on_loop(), self._loop)
         try:
-            self._snapshot = look.result(SNAPSHOT_TIMEOUT_S)
+            self._snapshot = snapshot.result(SNAPSHOT_TIMEOUT_S)
         except TimeoutError:
-            look.cancel()
+            snapshot.cancel()
         return self._snapshot
 
-    async def _look_on_loop(self) -> list[Metric]:
-        return self._look()
+    async def _snapshot_on_loop(self) -> list[Metric]:
+        return self._snapshot_metrics()
 
-    def _look(self) -> list[Metric]:
-        balancer = [*self._of_balancer()] if self._has_balancer else []
-        return [*self._of_servers(), *balancer, *self._of_trajectories(), self._of_traces()]
+    def _snapshot_metrics(self) -> list[Metric]:
+        balancer = [*self._balancer_metrics()] if self._has_balancer else []
+        return [
+            *self._server_metrics(),
+            *balancer,
+            *self._trajectory_metrics(),
+            self._trace_metrics(),
+        ]
 
-    def _of_servers(self) -> Iterable[Metric]:
+    def _server_metrics(self) -> Iterable[Metric]:
         pool = self._pool
         names = [server.name for server in pool.servers]
-        told = {name: pool.healths[name] for name in names if name in pool.healths}
+        healths = {name: pool.healths[name] for name in names if name in pool.healths}
         yield _gauge(*ALIVE, {name: int(name not in pool.lost) for name in names})
-        yield _gauge(*RUNNING, {name: health.num_running for name, health in told.items()})
-        yield _gauge(*WAITING, {name: health.num_waiting for name, health in told.items()})
+        yield _gauge(*RUNNING, {name: health.num_running for name, health in healths.items()})
+        yield _gauge(*WAITING, {name: health.num_waiting for name, health in healths.items()})
         yield _gauge(
             "agent_loop_kv_cache_share",
-            "Of the KV cache, what running requests hold; servers that say it.",
-            {name: h.kv_cache_share for name, h in told.items() if h.kv_cache_share is not None},
+            "Share of the KV cache that running requests use, for servers that report it.",
+            {name: h.kv_cache_share for name, h in healths.items() if h.kv_cache_share is not None},
         )
         yield _gauge(
             "agent_loop_weight_version",
-            "Of the weights that a server samples from.",
-            {name: health.weight_version for name, health in told.items()},
+            "Version of the weights that the server samples from.",
+            {name: health.weight_version for name, health in healths.items()},
         )
-        yield GaugeMetricFamily("agent_loop_servers_lost", "Servers that are left out.", value=len(pool.lost))
+        yield GaugeMetricFamily(
+            "agent_loop_servers_lost",
+            "Servers that receive no requests because they failed.",
+            value=len(pool.lost),
+        )
 
-    def _of_balancer(self) -> Iterable[Metric]:
+    def _balancer_metrics(self) -> Iterable[Metric]:
         balancer = self._pool.balancer
-        yield _gauge("agent_loop_in_flight", "Requests that hold a place at a server.", balancer.in_flight)
+        yield _gauge("agent_loop_in_flight", "Requests that hold a lease on a server.", balancer.in_flight)
         yield GaugeMetricFamily(
             "agent_loop_waiting_for_place",
-            "Requests for which no server has a place.",
+            "Requests that wait for a lease on any server.",
             value=balancer.num_waiting,
         )
         yield GaugeMetricFamily(
-            "agent_loop_sessions", "Conversations that servers know.", value=balancer.num_sessions
+            "agent_loop_sessions", "Sessions that are assigned to a server.", value=balancer.num_sessions
         )
         yield CounterMetricFamily(
             "agent_loop_failovers",
-            "Requests that lost their server while they ran.",
+            "Requests whose server failed while they ran.",
             value=self._pool.num_failovers,
         )
 
-    def _of_trajectories(self) -> Iterable[Metric]:
+    def _trajectory_metrics(self) -> Iterable[Metric]:
         num_held_back = sum(gate.num_waiting for gate in self._gates)
         states = {"in_flight": self._num_unfinished - num_held_back, "held_back": num_held_back}
         yield _gauge(
             "agent_loop_trajectories",
-            "Trajectories that run, and those that rollout.max_concurrent does not let begin.",
+            "Trajectories in flight, and trajectories held back by rollout.max_concurrent.",
             states,
             label="state",
         )
 
-    def _of_traces(self) -> Metric:
+    def _trace_metrics(self) -> Metric:
         family = CounterMetricFamily(
             "agent_loop_traces_dropped",
-            "Trajectories that a writer of traces did not write.",
+            "Trajectories whose trace was not written, by writer.",
             labels=["writer"],
         )
         for writer, count in self._num_dropped().items():

@@ -57,7 +57,7 @@ class StrictRoute(APIRoute):
         return handle_strictly
 
 
-class BoundBodies:
+class BodyLimiter:
     """Middleware: refuses bodies over a number of bytes, and bodies that take too long to arrive."""
 
     def __init__(
@@ -110,7 +110,7 @@ def _announced_length(scope: Scope) -> int:
     return int(length) if length.isdigit() and len(length) < 20 else 0
 
 
-class CountRequests:
+class RequestCounter:
     """Middleware: counts requests and how long they took, by route."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:

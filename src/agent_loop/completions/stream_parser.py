@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.chat.parsers import ToolParser
-from agent_loop.chat.parsers.walking import Thought, find_first
-from agent_loop.completions.decoding import longest_beginning
-from agent_loop.completions.marks import Marks, marks_of
+from agent_loop.chat.parsers.completion_walker import ReasoningMarks, find_first
+from agent_loop.completions.detokenizer import longest_partial_match
+from agent_loop.completions.stream_markers import StreamMarkers, stream_markers
 from agent_loop.types import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsedDelta:
     """What a part of a completion adds."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def __add__(self, other: Reading) -> Reading:
-        return Reading.joined([self, other])
+    def __add__(self, other: ParsedDelta) -> ParsedDelta:
+        return ParsedDelta.joined([self, other])
 
     @classmethod
-    def joined(cls, parts: Sequence[Reading]) -> Reading:
+    def joined(cls, parts: Sequence[ParsedDelta]) -> ParsedDelta:
         """What several parts add together."""
         return cls(
             "".join(part.content for part in parts),
@@ -38,7 +38,7 @@ class Reading:
         )
 
 
-class CompletionReader:
+class StreamParser:
     """Reads one completion.
 
     Without tools nothing is a call: such text is content, as it was written. A call that cannot be read stays in the
@@ -61,10 +61,10 @@ class CompletionReader:
     ) -> None:
         self._parser = parser
         self._tools = tools
-        self._marks = marks_of(parser)
-        marks = self._marks or Marks((), ())
+        self._marks = stream_markers(parser)
+        marks = self._marks or StreamMarkers((), ())
         self._openings = marks.openings if tools else ()
-        self._markers = (*self._openings, *marks.thought_openings, *marks.thought_closings)
+        self._markers = (*self._openings, *marks.reasoning_openings, *marks.reasoning_closings)
         self._thought = _opened_by(prompt_end, marks)
         """The reasoning that is open."""
         self._is_label_due = False
@@ -78,11 +78,11 @@ class CompletionReader:
         self._content = _Trimmed(None, is_at_start=not continues)
         self._reasoning = _Trimmed("\n")
 
-    def feed(self, text: str) -> Reading:
+    def feed(self, text: str) -> ParsedDelta:
         """Reads the next part."""
         if self._held or self._marks is None:
             self._held.append(text)
-            return Reading()
+            return ParsedDelta()
         self._pending += text
         content: list[str] = []
         reasoning: list[str] = []
@@ -93,49 +93,49 @@ class CompletionReader:
                 goes_on = self._read_thought(self._thought, reasoning)
             if not goes_on:
                 break
-        return Reading("".join(content), "".join(reasoning))
+        return ParsedDelta("".join(content), "".join(reasoning))
 
-    def finish(self) -> Reading:
+    def finish(self) -> ParsedDelta:
         """Reads what was held back."""
         if self._marks is None:
             return self._read_whole("".join(self._held))
         if self._thought is not None:
-            return Reading(reasoning=self._think(self._thought, self._pending))
+            return ParsedDelta(reasoning=self._think(self._thought, self._pending))
         if not self._held:
-            return Reading(content=self._say(self._pending))
+            return ParsedDelta(content=self._say(self._pending))
         held = "".join(self._held)
         parsed = self._parser.parse("".join(self._said) + held, tools=self._tools)
         if parsed.calls and not parsed.tool_calls:
-            return Reading(self._content.add(held))
+            return ParsedDelta(self._content.add(held))
         self._reasoning.begin_block()
         reasoning = self._reasoning.add(parsed.reasoning or "")
         given = self._content.given
         rest = parsed.content[len(given) :] if parsed.content.startswith(given) else ""
         rest += "".join(f"\n{call.text}" for call in parsed.malformed_calls)
-        return Reading(rest if given else rest.lstrip(), reasoning, tuple(parsed.tool_calls))
+        return ParsedDelta(rest if given else rest.lstrip(), reasoning, tuple(parsed.tool_calls))
 
-    def _read_said(self, marks: Marks, content: list[str]) -> bool:
+    def _read_said(self, marks: StreamMarkers, content: list[str]) -> bool:
         """Reads up to the next marker; tells whether there was one."""
         start, marker = find_first(self._pending, 0, self._markers)
         if not marker:
-            start -= longest_beginning(self._pending, self._markers)
+            start -= longest_partial_match(self._pending, self._markers)
         content.append(self._say(self._pending[:start]))
         if marker in self._openings:
             self._held.append(self._pending[start:])
             self._pending = ""
             return False
         self._pending = self._pending[start + len(marker) :]
-        if marker in marks.thought_openings:
-            self._thought = marks.thought_openings[marker]
+        if marker in marks.reasoning_openings:
+            self._thought = marks.reasoning_openings[marker]
             self._is_label_due = True
             self._reasoning.begin_block()
         return bool(marker)
 
-    def _read_thought(self, thought: Thought, reasoning: list[str]) -> bool:
+    def _read_thought(self, thought: ReasoningMarks, reasoning: list[str]) -> bool:
         """Reads reasoning up to its closing; tells whether it is closed."""
         end, closing = find_first(self._pending, 0, (thought.closing,))
         if not closing:
-            end -= longest_beginning(self._pending, (thought.closing,))
+            end -= longest_partial_match(self._pending, (thought.closing,))
             if self._is_label_due and end < len(thought.label):
                 return False
         reasoning.append(self._think(thought, self._pending[:end]))
@@ -144,7 +144,7 @@ class CompletionReader:
             self._thought = None
         return bool(closing)
 
-    def _think(self, thought: Thought, text: str) -> str:
+    def _think(self, thought: ReasoningMarks, text: str) -> str:
         if self._is_label_due:
             text = text.removeprefix(thought.label)
             self._is_label_due = False
@@ -154,15 +154,15 @@ class CompletionReader:
         self._said.append(text)
         return self._content.add(text)
 
-    def _read_whole(self, text: str) -> Reading:
+    def _read_whole(self, text: str) -> ParsedDelta:
         parsed = self._parser.parse(text, tools=self._tools)
         calls = parsed.tool_calls if self._tools else []
         if parsed.calls and not calls:
-            return Reading(text.strip())
+            return ParsedDelta(text.strip())
         content = "\n".join(
             [*filter(None, [parsed.content]), *(call.text for call in parsed.malformed_calls)]
         )
-        return Reading(content, parsed.reasoning or "", tuple(calls))
+        return ParsedDelta(content, parsed.reasoning or "", tuple(calls))
 
 
 class _Trimmed:
@@ -205,7 +205,7 @@ class _Trimmed:
         return before + kept
 
 
-def _opened_by(prompt_end: str, marks: Marks) -> Thought | None:
+def _opened_by(prompt_end: str, marks: StreamMarkers) -> ReasoningMarks | None:
     """The reasoning that the prompt itself opens."""
     end = prompt_end.rstrip()
-    return next((t for t in marks.thoughts if end.endswith((t.opening, t.opening + t.label))), None)
+    return next((t for t in marks.reasoning_marks if end.endswith((t.opening, t.opening + t.label))), None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from agent_loop.completions.writing import ChatWriter, Step
+from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
 from agent_loop.errors import AgentLoopError
 
 
-class Answer:
+class SharedCompletion:
     """What the model says to one request. A request that is sent again while it is under way listens too.
 
     When the last listener goes before the end, the completion is aborted.
@@ -18,11 +18,11 @@ class Answer:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         """Brings the completion about."""
-        self.writer: ChatWriter | None = None
+        self.writer: ResponseBuilder | None = None
         """Set when the model begins to speak."""
         self.error: AgentLoopError | None = None
         self.is_over = False
-        self._steps: list[Step] = []
+        self._steps: list[ParsedChunk] = []
         self._num_listeners = 0
         self._news = asyncio.Event()
 
@@ -31,7 +31,7 @@ class Answer:
         """It is under way, or ended in good order: who asks the same once more may have it."""
         return self.error is None and not (self.task is not None and self.task.cancelling())
 
-    def add(self, step: Step) -> None:
+    def add(self, step: ParsedChunk) -> None:
         """Takes what a step of sampling adds."""
         self._steps.append(step)
         self._tell()
@@ -42,7 +42,7 @@ class Answer:
             self.error, self.is_over = error, True
             self._tell()
 
-    async def follow(self) -> AsyncGenerator[Step]:
+    async def follow(self) -> AsyncGenerator[ParsedChunk]:
         """Every step, from the first.
 
         Raises:

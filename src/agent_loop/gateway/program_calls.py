@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from agent_loop.errors import ConfigError, DataError, EpisodeError
 from agent_loop.gateway.clients import http_client
-from agent_loop.gateway.command import Finished, run_command
 from agent_loop.gateway.listener import Endpoint
-from agent_loop.runtime.boundary import call_function, describe_value, one_line
+from agent_loop.gateway.program_process import CommandResult, run_command
+from agent_loop.runtime.describe import describe_value, one_line
+from agent_loop.runtime.user_code import call_function
 from agent_loop.trajectory import Failure
 from agent_loop.types import Row
 
@@ -21,7 +22,7 @@ from agent_loop.types import Row
 class CommandFailed(EpisodeError):
     """A command ended with an error."""
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(self, finished: CommandResult) -> None:
         code = finished.exit_code
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
         last = finished.stderr.strip().splitlines()[-1:]

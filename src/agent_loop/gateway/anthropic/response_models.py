@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from agent_loop.completions.replies import Reply
+from agent_loop.completions.response_models import ResponseModel
 
 StopReasonName: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class ContentBlock(Reply):
+class ContentBlock(ResponseModel):
     """A part of what the model said; the fields are those of its type."""
 
     type: Literal["text", "thinking", "tool_use"]
@@ -21,7 +21,7 @@ class ContentBlock(Reply):
     input: dict[str, Any] | None = None
 
 
-class MessageUsage(Reply):
+class MessageUsage(ResponseModel):
     """Token counts."""
 
     input_tokens: int
@@ -31,7 +31,7 @@ class MessageUsage(Reply):
     cache_creation_input_tokens: int | None = None
 
 
-class MessageReply(Reply):
+class MessageResponse(ResponseModel):
     """The answer of `/v1/messages`."""
 
     id: str

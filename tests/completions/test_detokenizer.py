@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from agent_loop.completions.decoding import StopTexts, TextStream
+from agent_loop.completions.detokenizer import StopTextMatcher, StreamDetokenizer
 from tests.helpers import small_tokenizer
 
 BYTE_TOKENS = small_tokenizer().backend_tokenizer
@@ -26,7 +26,7 @@ def in_parts(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def streamed(ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
-    stream = TextStream(decode)
+    stream = StreamDetokenizer(decode)
     return [*(stream.feed(part) for part in in_parts(ids, sizes)), stream.finish()]
 
 
@@ -60,7 +60,7 @@ def test_the_first_word_alone_loses_the_space_that_sentencepiece_puts_before_it(
     tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocab], unk_id=3))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    stream = TextStream(tokenizer.decode)
+    stream = StreamDetokenizer(tokenizer.decode)
     assert [stream.feed([token]) for token in (0, 1, 1, 2)] == ["Hello", " there", " there", "!"]
 
 
@@ -68,7 +68,7 @@ def test_the_first_word_alone_loses_the_space_that_sentencepiece_puts_before_it(
 def test_a_text_ends_where_the_first_stop_text_begins(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    stream = StopTexts(stops)
+    stream = StopTextMatcher(stops)
     given = ""
     for char in text:
         given += stream.feed(char)
@@ -86,7 +86,7 @@ def test_a_text_ends_where_the_first_stop_text_begins(
 
 
 def test_what_may_be_the_beginning_of_a_stop_text_waits() -> None:
-    stream = StopTexts(["END"])
+    stream = StopTextMatcher(["END"])
     assert [stream.feed(text) for text in ("one E", "N", "T E", "ND two")] == ["one ", "", "ENT ", ""]
     assert stream.is_hit
     assert stream.feed("more") == stream.finish() == ""

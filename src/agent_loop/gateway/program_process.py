@@ -22,7 +22,7 @@ STDIN, STDOUT, STDERR = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CommandResult:
     """What a process left."""
 
     exit_code: int
@@ -32,7 +32,7 @@ class Finished:
     stderr: str
 
 
-async def run_command(command: Sequence[str], *, env: Mapping[str, str], stdin: bytes) -> Finished:
+async def run_command(command: Sequence[str], *, env: Mapping[str, str], stdin: bytes) -> CommandResult:
     """Runs a program to its end. It leads a process group; whatever is left of that is killed in the end, and all of it
     when the caller is cancelled.
 
@@ -46,7 +46,7 @@ async def run_command(command: Sequence[str], *, env: Mapping[str, str], stdin: 
     """
     try:
         process, watch = await asyncio.get_running_loop().subprocess_exec(
-            _Watch, *command, env={**os.environ, **env}, start_new_session=True
+            _OutputCollector, *command, env={**os.environ, **env}, start_new_session=True
         )
     except OSError as error:
         raise ConfigError(f"command {list(command)!r} cannot be started: {error}") from error
@@ -59,7 +59,7 @@ async def run_command(command: Sequence[str], *, env: Mapping[str, str], stdin: 
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
                 await watch.drained.wait()
-    return Finished(process.get_returncode() or 0, watch.text(STDOUT), watch.text(STDERR))
+    return CommandResult(process.get_returncode() or 0, watch.text(STDOUT), watch.text(STDERR))
 
 
 def _feed(process: asyncio.SubprocessTransport, data: bytes) -> None:
@@ -70,7 +70,7 @@ def _feed(process: asyncio.SubprocessTransport, data: bytes) -> None:
     pipe.write_eof()
 
 
-async def _end(process: asyncio.SubprocessTransport, watch: _Watch) -> None:
+async def _end(process: asyncio.SubprocessTransport, watch: _OutputCollector) -> None:
     if not watch.exited.is_set():
         _signal_group(process, signal.SIGTERM)
         with suppress(TimeoutError):
@@ -85,7 +85,7 @@ def _signal_group(process: asyncio.SubprocessTransport, number: signal.Signals) 
         os.killpg(process.get_pid(), number)
 
 
-class _Watch(asyncio.SubprocessProtocol):
+class _OutputCollector(asyncio.SubprocessProtocol):
     """Keeps the end of each output, however long it is. A process has exited when it has, whoever holds its outputs
     open."""
 

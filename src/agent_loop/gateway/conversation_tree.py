@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_loop.episode import EpisodeMark
-from agent_loop.gateway.history import Link, chained, digest, tools_key
-from agent_loop.gateway.lanes import Lane
+from agent_loop.gateway.branches import Branch
+from agent_loop.gateway.message_keys import MessageKey, chained, digest, tools_key
 from agent_loop.types import Message, ToolCall
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class TurnNode:
     """One request and what the model said to it. Written by the session alone."""
 
-    lane: Lane
-    place: Place
+    lane: Branch
+    place: TreePosition
     before: EpisodeMark | None = None
     """Where its lane stood when the model began to speak; None as long as it does not stand there."""
     after: EpisodeMark | None = None
     """And where it stood then; None if it did not end in good order."""
-    said: Link | None = None
+    said: MessageKey | None = None
     calls: Mapping[str, ToolCall] = field(default_factory=dict[str, ToolCall])
     """The calls by the ids that the client was told."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Place:
+class TreePosition:
     """Where a request belongs."""
 
-    parent: Turn | None
+    parent: TurnNode | None
     """The turn that it goes on from; None where the conversation is not one that was seen."""
     added: Sequence[Message]
     """The messages behind that turn, or all of them."""
@@ -43,16 +43,16 @@ class Place:
     """The same, to the letter."""
 
 
-class TurnTree:
+class ConversationTree:
     """Finds for each request the longest conversation that it goes on from."""
 
     def __init__(self) -> None:
-        self._said: dict[str, list[Turn]] = {}
-        self._asked: dict[str, list[Turn]] = {}
+        self._said: dict[str, list[TurnNode]] = {}
+        self._asked: dict[str, list[TurnNode]] = {}
 
-    def place_of(
-        self, messages: Sequence[Message], forms: Sequence[Link], *, tools: Sequence[Mapping[str, Any]]
-    ) -> Place:
+    def locate(
+        self, messages: Sequence[Message], forms: Sequence[MessageKey], *, tools: Sequence[Mapping[str, Any]]
+    ) -> TreePosition:
         """Where a request belongs.
 
         It goes on from a turn if its last assistant message is what was said there, everything before is what had been
@@ -75,24 +75,24 @@ class TurnTree:
             parent, start = None, 0
         new = [link.exact_key for link in forms[start:]]
         origin = tools_key(tools) if parent is None else id(parent)
-        return Place(parent, messages[start:], digest(origin, new), history, exact)
+        return TreePosition(parent, messages[start:], digest(origin, new), history, exact)
 
-    def turns_that_asked(self, place: Place) -> Sequence[Turn]:
+    def turns_at(self, place: TreePosition) -> Sequence[TurnNode]:
         """The turns of requests that asked the same."""
         return self._asked.get(place.asked, ())
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: TurnNode) -> None:
         """Takes a turn that begins."""
         self._asked.setdefault(turn.place.asked, []).append(turn)
 
-    def complete(self, turn: Turn, said: Link) -> None:
+    def complete(self, turn: TurnNode, said: MessageKey) -> None:
         """Takes what was said in a turn."""
         turn.said = said
         self._said.setdefault(chained(turn.place.history, said.key), []).append(turn)
 
-    def _turn_that_said(self, history: str, link: Link, *, exact: str) -> Turn | None:
+    def _turn_that_said(self, history: str, link: MessageKey, *, exact: str) -> TurnNode | None:
         """Of turns that said the same after the same, the one that is most alike, to the letter; of those the last."""
-        found: Turn | None = None
+        found: TurnNode | None = None
         most_alike = (False, False)
         for turn in self._said.get(history, ()):
             assert turn.said is not None

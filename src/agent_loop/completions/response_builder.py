@@ -9,48 +9,48 @@ from dataclasses import dataclass, field
 from uuid import uuid4
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.reading import Reading
-from agent_loop.completions.replies import (
+from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChoiceLogProbs,
     ChunkChoice,
-    Delta,
+    DeltaMessage,
     FinishReason,
-    FunctionCall,
+    ResponseToolCall,
     TokenLogProb,
     ToolCallDelta,
-    ToolCallReply,
+    ToolCallFunction,
 )
-from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.sampling import Part, Tally
+from agent_loop.completions.sampling import DecodedChunk, UsageCounter
+from agent_loop.completions.stream_parser import ParsedDelta
 from agent_loop.types import IntArray, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ParsedChunk:
     """What one step of sampling adds to one of the completions."""
 
     index: int
-    part: Part
-    reading: Reading
+    part: DecodedChunk
+    reading: ParsedDelta
 
 
-def any_call_id(_: int) -> str:
+def random_call_id(_: int) -> str:
     """An id that no other call has."""
     return f"call_{uuid4().hex[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
-class ChatWriter:
+class ResponseBuilder:
     """Writes the answers to one request."""
 
     request: ChatCompletionRequest
     template: ChatTemplate
     prompt_ids: IntArray
-    new_call_id: Callable[[int], str] = any_call_id
+    new_call_id: Callable[[int], str] = random_call_id
     """The id of the n-th call of a completion, where the model's format has none."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -60,10 +60,10 @@ class ChatWriter:
         """Those that were asked for."""
         return self.prompt_ids.tolist() if self.request.return_token_ids else None
 
-    def tally(self) -> Tally:
-        return Tally(prompt_tokens=len(self.prompt_ids))
+    def tally(self) -> UsageCounter:
+        return UsageCounter(prompt_tokens=len(self.prompt_ids))
 
-    def completion(self, choices: list[ChatChoice], *, tally: Tally) -> ChatCompletion:
+    def completion(self, choices: list[ChatChoice], *, tally: UsageCounter) -> ChatCompletion:
         """All choices, whole."""
         return ChatCompletion(
             id=self.id,
@@ -74,12 +74,12 @@ class ChatWriter:
             prompt_token_ids=self.shown_prompt_ids,
         )
 
-    def choice(self, index: int, steps: Sequence[Step]) -> ChatChoice:
+    def choice(self, index: int, steps: Sequence[ParsedChunk]) -> ChatChoice:
         """One of the completions in one piece."""
-        reading = Reading.joined([step.reading for step in steps])
+        reading = ParsedDelta.joined([step.reading for step in steps])
         token_ids = [token for step in steps for token in step.part.token_ids]
         logprobs = [p for step in steps for p in step.part.logprobs or ()]
-        calls = [ToolCallReply(id=i, function=f) for i, f in self._written(reading.tool_calls)]
+        calls = [ResponseToolCall(id=i, function=f) for i, f in self._written(reading.tool_calls)]
         last = steps[-1].part
         return ChatChoice(
             index=index,
@@ -94,7 +94,7 @@ class ChatWriter:
             stop_reason=last.stop_text,
         )
 
-    def chunk_choice(self, step: Step, *, is_first: bool) -> ChunkChoice | None:
+    def chunk_choice(self, step: ParsedChunk, *, is_first: bool) -> ChunkChoice | None:
         """The share of one step in the stream; None if it adds nothing that is seen."""
         part, reading = step.part, step.reading
         calls = [
@@ -108,7 +108,7 @@ class ChatWriter:
             return None
         return ChunkChoice(
             index=step.index,
-            delta=Delta(
+            delta=DeltaMessage(
                 role="assistant" if is_first else None,
                 content=reading.content or ("" if is_first else None),
                 reasoning_content=reading.reasoning or None,
@@ -132,7 +132,7 @@ class ChatWriter:
             prompt_token_ids=prompt_token_ids,
         )
 
-    def usage_chunk(self, tally: Tally) -> ChatCompletionChunk | None:
+    def usage_chunk(self, tally: UsageCounter) -> ChatCompletionChunk | None:
         """The last part of the stream, if it was asked for."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
@@ -145,17 +145,17 @@ class ChatWriter:
         both = zip(token_ids, logprobs, strict=True)
         return ChoiceLogProbs(content=[_token_logprob(self.template, *pair) for pair in both])
 
-    def _written(self, calls: Sequence[ToolCall]) -> list[tuple[str, FunctionCall]]:
+    def _written(self, calls: Sequence[ToolCall]) -> list[tuple[str, ToolCallFunction]]:
         """Each call with an id that is its own: the model's, where its format has ids."""
-        written: dict[str, FunctionCall] = {}
+        written: dict[str, ToolCallFunction] = {}
         for position, call in enumerate(calls):
             call_id = call.id if call.id and call.id not in written else self.new_call_id(position)
             arguments = json.dumps(call.arguments, ensure_ascii=False)
-            written[call_id] = FunctionCall(name=call.name, arguments=arguments)
+            written[call_id] = ToolCallFunction(name=call.name, arguments=arguments)
         return list(written.items())
 
 
-def _finish_reason(part: Part, *, has_calls: bool) -> FinishReason | None:
+def _finish_reason(part: DecodedChunk, *, has_calls: bool) -> FinishReason | None:
     if part.finish_reason is None:
         return None
     if part.finish_reason == "length":

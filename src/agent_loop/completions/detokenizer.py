@@ -11,7 +11,7 @@ MAX_HELD_TOKENS = 64
 """Longer runs of tokens without the end of a character hold no text that could still come."""
 
 
-class TextStream:
+class StreamDetokenizer:
     """Decodes a completion in parts, each with the context of the part before: some decoders treat a first word
     otherwise. The work per part depends on it and the one before alone.
 
@@ -49,7 +49,7 @@ class TextStream:
         return added
 
 
-class StopTexts:
+class StopTextMatcher:
     """Ends a text where the first of some texts begins.
 
     Args:
@@ -75,7 +75,7 @@ class StopTexts:
         if starts:
             self.hit, self._held = starts[min(starts)], ""
             return text[: min(starts)]
-        held = longest_beginning(text, self._stops)
+        held = longest_partial_match(text, self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
@@ -85,7 +85,7 @@ class StopTexts:
         return text
 
 
-def longest_beginning(text: str, words: Sequence[str]) -> int:
+def longest_partial_match(text: str, words: Sequence[str]) -> int:
     """How many characters at the end of the text could be the beginning of one of the words."""
     longest = min(len(text), max((len(word) for word in words), default=1) - 1)
     for length in range(longest, 0, -1):

@@ -13,7 +13,7 @@ from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 
-class Gate:
+class MeteredSampler:
     """A `Sampler` that refuses prompts which are too long, and counts what passes."""
 
     def __init__(self, sampler: Sampler, *, metrics: Metrics, max_model_len: int | None) -> None:

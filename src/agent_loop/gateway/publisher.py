@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.chat import completion_reader
+from agent_loop.completions.chat import create_stream_parser
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.sampling import PartReader, no_logprobs
-from agent_loop.completions.writing import ChatWriter, Step
+from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
+from agent_loop.completions.sampling import ChunkDecoder, missing_logprobs
 from agent_loop.episode import Completion
-from agent_loop.gateway.answer import Answer
+from agent_loop.gateway.shared_completion import SharedCompletion
 from agent_loop.types import IntArray, Message, TokenChunk, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SentMessage:
     """One completion, as the client is told it."""
 
     message: Message
@@ -25,7 +25,7 @@ class Said:
     """The calls in it by the ids that the client is told."""
 
 
-class Voice:
+class CompletionPublisher:
     """Reads one completion and hands what it reads to an answer.
 
     Args:
@@ -39,7 +39,7 @@ class Voice:
     def __init__(
         self,
         request: ChatCompletionRequest,
-        answer: Answer,
+        answer: SharedCompletion,
         *,
         template: ChatTemplate,
         prompt_ids: IntArray,
@@ -47,13 +47,15 @@ class Voice:
     ) -> None:
         self._needs_logprobs = bool(request.logprobs)
         self._answer = answer
-        self._writer = ChatWriter(request, template, prompt_ids, new_call_id=partial(_call_id, turn_name))
+        self._writer = ResponseBuilder(
+            request, template, prompt_ids, new_call_id=partial(_call_id, turn_name)
+        )
         answer.writer = self._writer
-        self._parts = PartReader(
+        self._parts = ChunkDecoder(
             template, stops=request.stops, keeps_end_tokens=template.tool_parser.reads_end_tokens
         )
-        self._reader = completion_reader(request, template=template, prompt_ids=prompt_ids)
-        self._steps: list[Step] = []
+        self._reader = create_stream_parser(request, template=template, prompt_ids=prompt_ids)
+        self._steps: list[ParsedChunk] = []
 
     def hear(self, chunk: TokenChunk) -> bool:
         """Reads what a chunk adds; tells whether the model may go on.
@@ -64,19 +66,19 @@ class Voice:
         if chunk.stop_reason == "aborted":
             return True
         if self._needs_logprobs and chunk.logprobs is None:
-            raise no_logprobs()
+            raise missing_logprobs()
         for part in self._parts.feed(chunk):
             reading = self._reader.feed(part.text)
             if part.finish_reason is not None:
                 reading += self._reader.finish()
-            step = Step(0, part, reading)
+            step = ParsedChunk(0, part, reading)
             self._steps.append(step)
             self._answer.add(step)
             if part.finish_reason is not None:
                 return chunk.stop_reason is not None
         return True
 
-    def finish(self, completion: Completion) -> Said:
+    def finish(self, completion: Completion) -> SentMessage:
         """Reads what came in one piece; returns what was said, as the client is told it.
 
         Raises:
@@ -94,7 +96,7 @@ class Voice:
             "reasoning_content": told.reasoning_content or "",
             "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls.items()],
         }
-        return Said(message, calls)
+        return SentMessage(message, calls)
 
 
 def _call_id(turn_name: str, position: int) -> str:

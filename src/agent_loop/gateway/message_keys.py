@@ -23,7 +23,7 @@ EXACT_FLOAT = 2**53
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MessageKey:
     """One message, in the forms by which it is compared."""
 
     role: str
@@ -42,13 +42,13 @@ def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
     return digest("tools", written)
 
 
-def links(messages: Sequence[Message]) -> list[Link]:
+def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
     """The forms of a conversation's messages.
 
     Args:
         messages: As `conversation_of` gives them.
     """
-    found: list[Link] = []
+    found: list[MessageKey] = []
     positions: dict[str, int] = {}
     for message in messages:
         if message["role"] == "assistant":
@@ -74,14 +74,14 @@ def _short(text: str) -> str:
     return blake2b(text.encode(), digest_size=20).hexdigest()
 
 
-def _assistant_link(message: Message) -> Link:
+def _assistant_link(message: Message) -> MessageKey:
     calls: list[dict[str, Any]] = message.get("tool_calls") or []
     said = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
     content = message.get("content") or ""
     key = digest("assistant", content.strip() if isinstance(content, str) else content, said)
     reasoning = str(message.get("reasoning_content") or "").strip()
     is_bare = not reasoning and message.get("name") is None
-    return Link(
+    return MessageKey(
         role="assistant",
         key=key,
         exact_key=key if is_bare else digest(key, reasoning, message.get("name")),
@@ -90,7 +90,7 @@ def _assistant_link(message: Message) -> Link:
     )
 
 
-def _other_link(message: Message, positions: Mapping[str, int]) -> Link:
+def _other_link(message: Message, positions: Mapping[str, int]) -> MessageKey:
     """A tool's message is known by the place of the call that it answers, whatever the id."""
     role, content = str(message["role"]), message.get("content") or ""
     text = content.rstrip() if isinstance(content, str) else content
@@ -101,7 +101,7 @@ def _other_link(message: Message, positions: Mapping[str, int]) -> Link:
         answered = positions.get(str(call_id), call_id)
         name = None if isinstance(answered, int) else name
     key = digest(role, name, answered, text)
-    return Link(role=role, key=key, exact_key=key if text == content else digest(key, content))
+    return MessageKey(role=role, key=key, exact_key=key if text == content else digest(key, content))
 
 
 def _plain(value: Any) -> Any:

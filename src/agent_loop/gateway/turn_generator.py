@@ -11,11 +11,11 @@ from msgspec import structs
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.episode import Completion, Episode, EpisodeStopped
 from agent_loop.errors import ChatTemplateError, ServerError
-from agent_loop.gateway.answer import Answer
-from agent_loop.gateway.history import links
-from agent_loop.gateway.lanes import Lanes
-from agent_loop.gateway.tree import Turn, TurnTree
-from agent_loop.gateway.voice import Said, Voice
+from agent_loop.gateway.branches import Branches
+from agent_loop.gateway.conversation_tree import ConversationTree, TurnNode
+from agent_loop.gateway.message_keys import message_keys
+from agent_loop.gateway.publisher import CompletionPublisher, SentMessage
+from agent_loop.gateway.shared_completion import SharedCompletion
 from agent_loop.loops.base import LoopContext
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import Message, SamplingParams, StopReason, TokenChunk
@@ -23,7 +23,7 @@ from agent_loop.types import Message, SamplingParams, StopReason, TokenChunk
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 
 
-class Speaker:
+class TurnGenerator:
     """Brings a turn's lane to where the model is to speak, and the model to speak.
 
     Args:
@@ -34,7 +34,12 @@ class Speaker:
     """
 
     def __init__(
-        self, context: LoopContext, *, lanes: Lanes, tree: TurnTree, sampling_params: Mapping[str, Any]
+        self,
+        context: LoopContext,
+        *,
+        lanes: Branches,
+        tree: ConversationTree,
+        sampling_params: Mapping[str, Any],
     ) -> None:
         self._template = context.template
         self._generate_timeout_s = context.limits.generate_timeout_s
@@ -43,7 +48,12 @@ class Speaker:
         self._sampling_params = dict(sampling_params)
 
     async def answer(
-        self, request: ChatCompletionRequest, messages: Sequence[Message], *, turn: Turn, answer: Answer
+        self,
+        request: ChatCompletionRequest,
+        messages: Sequence[Message],
+        *,
+        turn: TurnNode,
+        answer: SharedCompletion,
     ) -> None:
         """Hands what the model says to the answer while it says it.
 
@@ -54,10 +64,12 @@ class Speaker:
         await self._reach(turn, messages, request)
         said = await self._speak(turn, request, answer)
         turn.after, turn.calls = turn.lane.episode.mark(), said.calls
-        [link] = links([said.message])
+        [link] = message_keys([said.message])
         self._tree.complete(turn, link)
 
-    async def _reach(self, turn: Turn, messages: Sequence[Message], request: ChatCompletionRequest) -> None:
+    async def _reach(
+        self, turn: TurnNode, messages: Sequence[Message], request: ChatCompletionRequest
+    ) -> None:
         await self._lanes.open(turn.lane)
         if turn.before is None and turn.place.parent is not None:
             try:
@@ -71,10 +83,12 @@ class Speaker:
                 await self._lanes.open(lane)
         turn.before = turn.lane.episode.mark()
 
-    async def _speak(self, turn: Turn, request: ChatCompletionRequest, answer: Answer) -> Said:
+    async def _speak(
+        self, turn: TurnNode, request: ChatCompletionRequest, answer: SharedCompletion
+    ) -> SentMessage:
         lane, episode = turn.lane, turn.lane.episode
         num_before = len(episode.context)
-        voice = Voice(
+        voice = CompletionPublisher(
             request,
             answer,
             template=self._template,
@@ -85,7 +99,7 @@ class Speaker:
         try:
             completion = await self._completion(episode, self._params(request), hear=hear)
         finally:
-            lane.has_spoken = lane.has_spoken or len(episode.context) > num_before
+            lane.has_sampled_tokens = lane.has_sampled_tokens or len(episode.context) > num_before
         if completion.sampled.stop_reason == "aborted":
             raise ServerError("the completion was aborted on the server; send it again")
         said = voice.finish(completion)
@@ -121,7 +135,7 @@ class Speaker:
         return structs.replace(params, **ours)
 
 
-def _for_episode(added: Sequence[Message], parent: Turn) -> list[Message]:
+def _for_episode(added: Sequence[Message], parent: TurnNode) -> list[Message]:
     """Messages behind a turn; tool messages name the call as the model wrote it."""
     written: list[Message] = []
     for message in added:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
-class Reply(BaseModel):
+class ResponseModel(BaseModel):
     """Part of an answer. On the wire an optional field without a value is left out, a required one is null."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
@@ -24,14 +24,14 @@ class Reply(BaseModel):
         }
 
 
-class PromptTokensDetails(Reply):
+class PromptTokensDetails(ResponseModel):
     """Of `Usage.prompt_tokens`."""
 
     cached_tokens: int
     """Found in the engine's cache."""
 
 
-class Usage(Reply):
+class Usage(ResponseModel):
     """Token counts: the prompt once, the completions together."""
 
     prompt_tokens: int
@@ -40,7 +40,7 @@ class Usage(Reply):
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
-class FunctionCall(Reply):
+class ToolCallFunction(ResponseModel):
     """What is called."""
 
     name: str
@@ -48,21 +48,21 @@ class FunctionCall(Reply):
     """A JSON object."""
 
 
-class ToolCallReply(Reply):
+class ResponseToolCall(ResponseModel):
     """A call that the model wrote."""
 
     id: str
     type: Literal["function"] = "function"
-    function: FunctionCall
+    function: ToolCallFunction
 
 
-class ToolCallDelta(ToolCallReply):
+class ToolCallDelta(ResponseToolCall):
     """A call in a stream; it comes whole."""
 
     index: int
 
 
-class TopLogProb(Reply):
+class TopLogProb(ResponseModel):
     """Another candidate; none are given."""
 
     token: str
@@ -70,7 +70,7 @@ class TopLogProb(Reply):
     bytes: list[int] | None
 
 
-class TokenLogProb(Reply):
+class TokenLogProb(ResponseModel):
     """A sampled token."""
 
     token: str
@@ -81,23 +81,23 @@ class TokenLogProb(Reply):
     top_logprobs: list[TopLogProb] = []
 
 
-class ChoiceLogProbs(Reply):
+class ChoiceLogProbs(ResponseModel):
     """Of a chat completion's tokens."""
 
     content: list[TokenLogProb] | None
     refusal: None = None
 
 
-class AssistantMessage(Reply):
+class AssistantMessage(ResponseModel):
     """What the model said."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCallReply] | None = None
+    tool_calls: list[ResponseToolCall] | None = None
 
 
-class ChatChoice(Reply):
+class ChatChoice(ResponseModel):
     """One of the `n` completions."""
 
     index: int
@@ -110,7 +110,7 @@ class ChatChoice(Reply):
     """The text of `stop` before which it ended."""
 
 
-class ChatCompletion(Reply):
+class ChatCompletion(ResponseModel):
     """The answer of `/v1/chat/completions`."""
 
     id: str
@@ -122,7 +122,7 @@ class ChatCompletion(Reply):
     prompt_token_ids: list[int] | None = None
 
 
-class Delta(Reply):
+class DeltaMessage(ResponseModel):
     """What a part of a stream adds."""
 
     role: Literal["assistant"] | None = None
@@ -131,18 +131,18 @@ class Delta(Reply):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChunkChoice(Reply):
+class ChunkChoice(ResponseModel):
     """One completion's share of a chunk."""
 
     index: int
-    delta: Delta
+    delta: DeltaMessage
     finish_reason: FinishReason | None
     logprobs: ChoiceLogProbs | None = None
     token_ids: list[int] | None = None
     stop_reason: str | None = None
 
 
-class ChatCompletionChunk(Reply):
+class ChatCompletionChunk(ResponseModel):
     """A part of a streamed chat completion."""
 
     id: str
@@ -156,7 +156,7 @@ class ChatCompletionChunk(Reply):
     """In the first chunk, if they were asked for."""
 
 
-class CompletionLogProbs(Reply):
+class TextCompletionLogProbs(ResponseModel):
     """Of a text completion's tokens, as parallel lists."""
 
     tokens: list[str]
@@ -166,30 +166,30 @@ class CompletionLogProbs(Reply):
     """Where each token begins in the text, in characters."""
 
 
-class CompletionChoice(Reply):
+class TextCompletionChoice(ResponseModel):
     """One completion, or what a part of a stream adds to it."""
 
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None
-    logprobs: CompletionLogProbs | None
+    logprobs: TextCompletionLogProbs | None
     token_ids: list[int] | None = None
     """As sampled, the end token included."""
     prompt_token_ids: list[int] | None = None
 
 
-class Completion(Reply):
+class TextCompletion(ResponseModel):
     """The answer of `/v1/completions`, and each part of a stream of it."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: list[TextCompletionChoice]
     usage: Usage | None = None
 
 
-class ErrorDetail(Reply):
+class ErrorDetail(ResponseModel):
     """What is wrong."""
 
     message: str
@@ -198,13 +198,13 @@ class ErrorDetail(Reply):
     code: str | None
 
 
-class ErrorReply(Reply):
+class ErrorResponse(ResponseModel):
     """The answer to a request that failed."""
 
     error: ErrorDetail
 
 
-class Model(Reply):
+class ModelCard(ResponseModel):
     """What is served."""
 
     id: str
@@ -214,11 +214,11 @@ class Model(Reply):
     max_model_len: int | None = None
 
 
-class ModelList(Reply):
+class ModelList(ResponseModel):
     """The answer of `/v1/models`."""
 
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 def usage_of(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Usage:

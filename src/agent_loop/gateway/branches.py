@@ -14,7 +14,7 @@ from agent_loop.trajectory import IncidentKind
 from agent_loop.types import Message, StopReason
 
 
-class Lane:
+class Branch:
     """One episode, and whether a request is at work on it."""
 
     def __init__(self, episode: Episode, *, number: int) -> None:
@@ -23,10 +23,10 @@ class Lane:
         self.is_busy = True
         """A request has it; another one that belongs to the same place gets a branch."""
         self.is_open = False
-        self.has_spoken = False
+        self.has_sampled_tokens = False
         """The model sampled tokens in it."""
 
-    def stands_at(self, mark: EpisodeMark | None) -> bool:
+    def is_free_at(self, mark: EpisodeMark | None) -> bool:
         """Whether the next request may go on with it from this place."""
         return (
             mark is not None
@@ -36,7 +36,7 @@ class Lane:
         )
 
 
-class Lanes:
+class Branches:
     """Opens the episodes of a session and ends them with it.
 
     An episode's time limits are bound to the task that opens it, and each request has a task of its own: the time of
@@ -44,18 +44,18 @@ class Lanes:
 
     Args:
         context: Of the session.
-        max_lanes: No more are opened.
+        max_branches: No more are opened.
     """
 
-    def __init__(self, context: LoopContext, *, max_lanes: int) -> None:
+    def __init__(self, context: LoopContext, *, max_branches: int) -> None:
         self._context = context
         self._limits = replace(context.limits, deadline_s=None, turn_timeout_s=None, generate_timeout_s=None)
-        self._max_lanes = max_lanes
+        self._max_lanes = max_branches
         self._stack = AsyncExitStack()
-        self._lanes: list[Lane] = []
+        self._lanes: list[Branch] = []
         self._num_begun = 0
 
-    def new(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Lane:
+    def new(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Branch:
         """A lane that begins with these messages.
 
         Raises:
@@ -73,7 +73,7 @@ class Lanes:
         )
         return self._added(episode)
 
-    def branch(self, lane: Lane, *, at: EpisodeMark) -> Lane:
+    def branch(self, lane: Branch, *, at: EpisodeMark) -> Branch:
         """A lane that goes on from where another one stood.
 
         Raises:
@@ -82,7 +82,7 @@ class Lanes:
         self._refuse_if_full()
         return self._added(lane.episode.branch(at=at))
 
-    async def open(self, lane: Lane) -> None:
+    async def open(self, lane: Branch) -> None:
         """Renders the lane's prompt, once.
 
         Raises:
@@ -103,26 +103,26 @@ class Lanes:
             lane.episode.stop(reason)
         await self._stack.aclose()
 
-    def note_failure(self, error: Exception, *, lane: Lane | None = None) -> None:
+    def note_failure(self, error: Exception, *, lane: Branch | None = None) -> None:
         """Names a failed request on its lane, or where the model did not speak there, on the first that is of
         record."""
-        if lane is None or not lane.has_spoken:
-            lane = next(iter(self.of_record), lane)
+        if lane is None or not lane.has_sampled_tokens:
+            lane = next(iter(self.recorded), lane)
         if lane is not None:
             lane.episode.note(IncidentKind.FAILED_REQUEST, str(error))
 
     @property
-    def of_record(self) -> Sequence[Lane]:
+    def recorded(self) -> Sequence[Branch]:
         """Those in which the model spoke; if it did in none, the first one that is open."""
-        spoken = [lane for lane in self._lanes if lane.has_spoken]
+        spoken = [lane for lane in self._lanes if lane.has_sampled_tokens]
         return spoken or [lane for lane in self._lanes if lane.is_open][:1]
 
     def _refuse_if_full(self) -> None:
         if len(self._lanes) >= self._max_lanes:
             raise too_many_branches(self._max_lanes)
 
-    def _added(self, episode: Episode) -> Lane:
-        lane = Lane(episode, number=self._num_begun)
+    def _added(self, episode: Episode) -> Branch:
+        lane = Branch(episode, number=self._num_begun)
         self._num_begun += 1
         self._lanes.append(lane)
         return lane
