@@ -18,8 +18,9 @@ from agent_loop.trajectory import Segment, Trajectory
 def to_record(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as plain JSON values: who, what happened, what it was worth, and every token.
 
-    `segments` holds, in order, `origin`, `token_ids`, for the model's `logprobs` and `weight_version`, and for those
-    with images `attachments`: of each `kind`, `start`, `num_tokens` and the shapes of its features, not the pixels.
+    `segments` holds, in order, `origin`, `token_ids`, for the model's `logprobs`, `weight_version` and, if the server
+    gave some, `extras` (nested lists by name, one entry per token), and for those with images `attachments`: of each
+    `kind`, `start`, `num_tokens` and the shapes of its features, not the pixels.
     """
     output = trajectory.output
     return {
@@ -83,6 +84,8 @@ def _segment(segment: Segment) -> dict[str, Any]:
     if segment.weight_version is not None:
         record["weight_version"] = segment.weight_version
         record["logprobs"] = None if segment.logprobs is None else segment.logprobs.tolist()
+    if segment.extras:
+        record["extras"] = {name: array.tolist() for name, array in segment.extras.items()}
     if segment.attachments:
         record["attachments"] = [
             {
