@@ -15,7 +15,7 @@ from agent_loop.chat.bridge import Bridge
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ToolError
-from agent_loop.rollout.records import write_records
+from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.types import MalformedCall, ToolCall
 from tests.chat.families import (
     ARGUMENTS_ARE_TEXT,

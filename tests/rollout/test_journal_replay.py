@@ -24,7 +24,7 @@ from agent_loop.recording.forms import read_completion
 from agent_loop.recording.record import Kind
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.frames import FRAME_BYTES, scan
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.trajectory.codec import from_plain

@@ -189,7 +189,7 @@ def _messages_from(trajectory: Trajectory, *, turn: int) -> list[dict[str, objec
 
 
 def _write(out: Path, trajectory: Trajectory, *, step: int, split: str) -> None:
-    from agent_loop.rollout.records import write_records
+    from agent_loop.rollout.trajectory_jsonl import write_records
     from agent_loop.storage.writer import write_trajectories
 
     if out.suffix == ".parquet":

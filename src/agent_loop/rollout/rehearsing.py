@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agent_loop.config import Config
 from agent_loop.recording.rehearsal import Rehearsal
 from agent_loop.recording.spoken import Spoken
-from agent_loop.rollout.parts import (
+from agent_loop.rollout.components import (
     load_context,
     load_loops,
     load_reward_function,
@@ -16,7 +16,7 @@ from agent_loop.rollout.parts import (
     make_server_manager,
     make_worker,
 )
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scripted import ScriptedServer

@@ -1,4 +1,4 @@
-"""What is told of a rollout beside its result: traces, and metrics for Prometheus."""
+"""Traces of a rollout, and its metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agent_loop.tracing.tracer import Told, Tracer
 from agent_loop.trajectory import Trajectory
 
 if TYPE_CHECKING:
-    from agent_loop.serving.rollout_metrics import RolloutMetrics
+    from agent_loop.rollout.prometheus_metrics import RolloutMetrics
 
 
-class Reports:
-    """The reports of one manager.
+class Telemetry:
+    """Tracer and metrics server of one manager.
 
     Raises:
         ConfigError: A package that the configuration asks for is not installed.
@@ -31,44 +31,55 @@ class Reports:
     ) -> None:
         self.tracing = Tracer(config, template=template)
         self._config = config
-        is_here = isinstance(workers, LocalWorkers)
-        self.metrics = (
-            None if config.metrics_port is None else self._make_metrics(pool, workers if is_here else None)
-        )
+        local_workers = workers if isinstance(workers, LocalWorkers) else None
+        self.metrics = None if config.metrics_port is None else self._make_metrics(pool, local_workers)
 
     def start(self) -> None:
-        """Raises: ConfigError: `rollout.metrics_port` is taken."""
+        """Start the metrics server, if `rollout.metrics_port` is set.
+
+        Raises:
+            ConfigError: The port is taken.
+        """
         if self.metrics is not None:
             self.metrics.start(host=self._config.metrics_host, port=self._config.metrics_port or 0)
 
     @contextmanager
     def counting(self, num_trajectories: int, *, then: Told | None) -> Generator[Told | None]:
-        """What to tell of each trajectory that ends, so that it is counted, and whoever is to be told is."""
+        """Yield a callback for trajectories that end, which counts each and passes it to `then`.
+
+        Args:
+            num_trajectories: Number of trajectories in flight when the context is entered.
+            then: The next callback, if any.
+        """
         if self.metrics is None:
             yield then
             return
         metrics = self.metrics
         with metrics.running(num_trajectories) as end_one:
 
-            def tell(trajectory: Trajectory) -> None:
+            def count_and_pass_on(trajectory: Trajectory) -> None:
                 metrics.count(trajectory)
                 if not trajectory.branch:
                     end_one()
                 if then is not None:
                     then(trajectory)
 
-            yield tell
+            yield count_and_pass_on
 
     async def close(self) -> None:
-        """Waits for the writers of traces, for a bounded time."""
+        """Wait for the writers of traces, for a bounded time."""
         await run_in_thread(self.tracing.close)
         if self.metrics is not None:
             await run_in_thread(self.metrics.close)
 
     def _make_metrics(self, pool: ServerPool, workers: LocalWorkers | None) -> RolloutMetrics:
-        """Args: workers: Those of this process; None where they are elsewhere, with balancers of their own."""
+        """Return the metrics.
+
+        Args:
+            workers: The workers, if they run in this process. Workers elsewhere have balancers of their own.
+        """
         import_extra("prometheus_client", extra="prometheus", by="rollout.metrics_port")
-        from agent_loop.serving.rollout_metrics import RolloutMetrics  # late: optional
+        from agent_loop.rollout.prometheus_metrics import RolloutMetrics  # late: optional
 
         return RolloutMetrics(
             pool,

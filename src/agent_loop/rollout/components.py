@@ -15,7 +15,7 @@ from agent_loop.loops.environments import load_environments
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, load_batch_reward, load_reward
 from agent_loop.rollout.gate import AdaptiveGate, AdmissionGate
-from agent_loop.rollout.oversight import Oversight
+from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -64,7 +64,7 @@ def load_loops(config: RolloutConfig) -> LoopRegistry:
         ConfigError: A file is missing or wrong, or there is no default loop of that name.
     """
     loops = LoopRegistry(loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path)
-    loops.get(config.agent.default_agent_loop)
+    loops.load_default(config.agent.default_agent_loop)
     return loops
 
 
@@ -134,7 +134,7 @@ def make_worker(
         default_agent_loop=config.agent.default_agent_loop,
         reward=reward if isinstance(reward, RewardFunction) else None,
         gate=gate,
-        oversight=Oversight(gate=gate, pool=pool, silence_s=config.watchdog_s),
+        oversight=TrajectoryMonitor(gate=gate, pool=pool, silence_s=config.watchdog_s),
     )
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
-from agent_loop.rollout.earlier import divide
+from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.worker import Job
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.rollout.resumed import split_resumed
 from agent_loop.runtime.concurrency import run_until
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
@@ -116,7 +116,7 @@ def test_a_resumed_row_that_is_killed_goes_on_from_its_output_and_its_journal(tm
     async def resumed(earlier: list[Trajectory], *, killed_after_s: float | None) -> list[Trajectory]:
         part, is_time = stage(), asyncio.Event()
         async with open_journal(path, key=key_of(rows), rows=rows, resume=killed_after_s is None) as journal:
-            _, jobs = divide(journal.divide([Job(rows[0], 0, 0, {})])[1], earlier)
+            _, jobs = split_resumed(journal.divide([Job(rows[0], 0, 0, {})])[1], earlier)
             if killed_after_s is None:
                 return await part.worker.run(jobs)
             asyncio.get_running_loop().call_later(killed_after_s, is_time.set)

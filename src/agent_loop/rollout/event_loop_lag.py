@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from agent_loop.runtime.waits import Board
+from agent_loop.runtime.activity import Board
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import timing_metrics
+from agent_loop.rollout.event_loop_lag import LagMonitor, LoopLag
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.rollout.loop_lag import LagMonitor, LoopLag
-from agent_loop.rollout.oversight import Oversight
-from agent_loop.runtime.waits import Board, WaitKind, waiting_for
+from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
+from agent_loop.runtime.activity import Board, WaitKind, waiting_for
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
@@ -148,7 +148,7 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_i
     assert metrics["timing/event_loop_lag_max_s"] == pytest.approx(3.0, abs=0.06)
     assert 0 < metrics["timing/event_loop_lag_mean_s"] < 1
     assert metrics["timing/event_loop_late_share"] == pytest.approx(3 / 4, abs=0.03)
-    [warning] = [r.getMessage() for r in caplog.records if r.name == "agent_loop.rollout.loop_lag"]
+    [warning] = [r.getMessage() for r in caplog.records if r.name == "agent_loop.rollout.event_loop_lag"]
     assert warning.startswith("the event loop was held up for 3.0 s")
     assert "group=0/rollout=0" in warning
     assert "blocking code in an async tool, reward or loop" in warning
@@ -206,7 +206,7 @@ def test_outside_of_a_watched_rollout_nothing_is_shown() -> None:
 def test_waits_that_are_cut_leave_nothing_on_the_board() -> None:
     pool = ServerPool([])
     gate = AdmissionGate()
-    oversight = Oversight(gate=gate, pool=pool, silence_s=None)
+    oversight = TrajectoryMonitor(gate=gate, pool=pool, silence_s=None)
 
     async def main() -> None:
         with pytest.raises(TimeoutError):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from agent_loop.rollout.event_loop_lag import LagMonitor
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.rollout.loop_lag import LagMonitor
 from agent_loop.rollout.watchdog import Watchdog
+from agent_loop.runtime.activity import Board
 from agent_loop.runtime.concurrency import running_beside
-from agent_loop.runtime.waits import Board
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Trace, Trajectory
 
 
-class Oversight:
+class TrajectoryMonitor:
     """The watchdog and the measure of the event loop's lag."""
 
     def __init__(self, *, gate: AdmissionGate, pool: ServerPool, silence_s: float | None) -> None:
