@@ -12,7 +12,7 @@ from msgspec import Struct
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
 
-class Thought(NamedTuple):
+class ReasoningMarks(NamedTuple):
     """How a format marks reasoning."""
 
     opening: str
@@ -26,10 +26,10 @@ MAX_ERROR_LENGTH = 400
 MAX_NAME_LENGTH = 60
 """Characters of a name in it."""
 
-THINK = Thought("<think>", "</think>")
+THINK = ReasoningMarks("<think>", "</think>")
 
 
-class Block(Struct, frozen=True):
+class CallBlock(Struct, frozen=True):
     """What a reader found behind an opening text."""
 
     calls: tuple[ToolCall | MalformedCall, ...]
@@ -39,11 +39,11 @@ class Block(Struct, frozen=True):
     """What of it was no call after all, for the content."""
 
 
-Reader: TypeAlias = Callable[[str, int], Block]
+BlockReader: TypeAlias = Callable[[str, int], CallBlock]
 """Reads what an opening text opened: given the completion and the position right behind that text."""
 
 
-class Walker:
+class CompletionWalker:
     """Reads completions of one format from left to right.
 
     The first closing of reasoning that nothing opened, and that is not inside a call, ends reasoning that the
@@ -52,23 +52,23 @@ class Walker:
 
     Args:
         readers: By the text that opens a call.
-        thoughts: What marks reasoning.
+        reasoning_marks: What marks reasoning.
         ignored: Texts of the format that say nothing by themselves and are left out of the content.
         ends: Texts that end a turn; one at the end is left out.
     """
 
     def __init__(
         self,
-        readers: Mapping[str, Reader],
+        readers: Mapping[str, BlockReader],
         *,
-        thoughts: tuple[Thought, ...] = (THINK,),
+        reasoning_marks: tuple[ReasoningMarks, ...] = (THINK,),
         ignored: tuple[str, ...] = (),
         ends: tuple[str, ...] = (),
     ) -> None:
         self._readers = readers
-        self._thoughts = {thought.opening: thought for thought in thoughts}
-        self._closings = {thought.closing for thought in thoughts}
-        self._marker = _pattern((*readers, *self._thoughts, *self._closings, *ignored))
+        self._reasoning_marks = {thought.opening: thought for thought in reasoning_marks}
+        self._closings = {thought.closing for thought in reasoning_marks}
+        self._marker = _pattern((*readers, *self._reasoning_marks, *self._closings, *ignored))
         self._ends = ends
 
     def read(self, text: str) -> ParsedCompletion:
@@ -87,8 +87,8 @@ class Walker:
                 calls += block.calls
                 content.append(block.text)
                 position = block.end
-            elif marker in self._thoughts:
-                _, closing, label = self._thoughts[marker]
+            elif marker in self._reasoning_marks:
+                _, closing, label = self._reasoning_marks[marker]
                 end, closed = find_first(text, position, (closing,))
                 reasoning.append(text[position:end].removeprefix(label).strip("\n"))
                 position = end + len(closed)

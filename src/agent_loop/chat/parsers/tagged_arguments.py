@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from agent_loop.chat.parsers.values import parameter_schemas, read_value
-from agent_loop.chat.parsers.walking import find_first, quoted
+from agent_loop.chat.parsers.completion_walker import find_first, quoted
+from agent_loop.chat.parsers.untyped_values import parameter_schemas, read_value
 from agent_loop.types import ToolCall
 
 
