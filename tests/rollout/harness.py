@@ -133,7 +133,7 @@ class Stage:
             default_agent_loop=agent,
             reward=reward,
             gate=gate,
-            oversight=None
+            monitor=None
             if silence_s is None
             else TrajectoryMonitor(gate=gate, pool=self.server_manager.pool, silence_s=silence_s),
         )

@@ -13,8 +13,9 @@ from msgspec import structs
 from agent_loop.config import Config, load_config
 from agent_loop.errors import DataError
 from agent_loop.recording.spoken import spoken_in
+from agent_loop.recording.token_difference import first_difference
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.rehearsing import first_difference, rehearse
+from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import Incident, IncidentKind, Trajectory
 from agent_loop.types import StopReason
@@ -113,7 +114,7 @@ def run(config: Config, replies: list[ScriptedReply], **row: object) -> Trajecto
 
 def again(config: Config, trajectory: Trajectory) -> Trajectory:
     spoken = spoken_in(trajectory)
-    return asyncio.run(rehearse(config, trajectory, spoken=spoken, goes_on=False))[0]
+    return asyncio.run(replay_trajectory(config, trajectory, recorded=spoken, continue_live=False))[0]
 
 
 def assert_identical(old: Trajectory, new: Trajectory) -> None:
@@ -193,11 +194,11 @@ def test_going_on_after_a_tool_that_cannot_be_replayed_ends_at_its_next_call(con
     old = run(config, [calls("count"), says("done")])
     spoken = spoken_in(old).before(2)
     config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:farewell"])
-    (new,) = asyncio.run(rehearse(config, old, spoken=spoken, goes_on=True))
+    (new,) = asyncio.run(replay_trajectory(config, old, recorded=spoken, continue_live=True))
     assert new.output.failure is None
     assert new.output.messages[-1]["content"] == "farewell"
     config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:count_again"])
-    (new,) = asyncio.run(rehearse(config, old, spoken=spoken, goes_on=True))
+    (new,) = asyncio.run(replay_trajectory(config, old, recorded=spoken, continue_live=True))
     assert new.output.failure is not None
     assert "tool 'count' is called after tool 'count' had been used, whose state" in new.output.failure.error
 
@@ -226,4 +227,4 @@ def test_what_has_no_difference_is_said_to_have_none(config: Config) -> None:
     longer = run(config, [says("done and more")])
     difference = first_difference(old.output, longer.output)
     assert difference is not None
-    assert difference.place == len(old.output.prompt_ids) + len(encoded("done"))
+    assert difference.index == len(old.output.prompt_ids) + len(encoded("done"))
