@@ -229,6 +229,19 @@ class RolloutConfig(Section):
             )
         return value
 
+    def sampling_params(self, *, validate: bool = False) -> dict[str, Any]:
+        """Return the sampling parameters of requests by name, in evaluations those of `val`."""
+        source = self.val if validate else self
+        params: dict[str, Any] = {
+            "temperature": source.temperature,
+            "top_p": source.top_p,
+            "top_k": source.top_k,
+            "repetition_penalty": 1.0,  # (none; code written for verl reads the key)
+        }
+        if validate and self.val.max_turn_tokens is not None:
+            params["max_tokens"] = self.val.max_turn_tokens
+        return params
+
 
 def _custom_server(info: ValidationInfo) -> CustomServerConfig | None:
     agent: AgentConfig | None = info.data.get("agent")

@@ -71,7 +71,9 @@ def assemble(
         `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), and one column for each name
         that any trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that is taken
         already gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has some: for
-        each row a tuple of them, counted from its first token.
+        each row a tuple of them, counted from its first token. One tensor [B, R, ...] for each array that every
+        sampled token has in `Segment.extras`, under its name and of its type, 0 where the mask is 0; `extras.{name}` if
+        the name is taken.
 
     Raises:
         DataError: A prompt or a response is longer than the width given.

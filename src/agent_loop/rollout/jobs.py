@@ -82,7 +82,7 @@ class JobFactory:
             self._num_runs[kind] += 1
         seed = derived_seed(config.seed, label, validate, self._num_runs[kind])
         n = n or (config.val.n if validate else config.n)
-        params = sampling_params(config, validate=validate)
+        params = config.sampling_params(validate=validate)
         if greedy:
             params["temperature"] = 0.0
         return [
@@ -90,16 +90,3 @@ class JobFactory:
             for group, row in enumerate(rows)
             for rollout in range(n)
         ]
-
-
-def sampling_params(config: RolloutConfig, *, validate: bool) -> dict[str, Any]:
-    """Return the sampling parameters that loops get, in training or in validation."""
-    source = config.val if validate else config
-    params: dict[str, Any] = {
-        "temperature": source.temperature,
-        "top_p": source.top_p,
-        "top_k": source.top_k,
-        "repetition_penalty": 1.0,  # (none; code written for verl reads the key)
-    }
-    max_tokens = config.val.max_turn_tokens if validate else None
-    return params if max_tokens is None else params | {"max_tokens": max_tokens}

@@ -33,11 +33,11 @@ from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.runtime.concurrency import run_shielded, running_beside
 from agent_loop.runtime.garbage_collection import infrequent_collections
-from agent_loop.servers.base import AsyncServerBase
+from agent_loop.servers.base import AsyncServerBase, refuse_sampling_params
 from agent_loop.servers.factory import create_servers
 from agent_loop.tracing.tracer import with_trace_names
 from agent_loop.trajectory import Trajectory
-from agent_loop.types import Row
+from agent_loop.types import Row, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -267,9 +267,13 @@ class AgentLoopManager:
 
         Raises:
             ServerError: A server did not come up.
+            ConfigError: A server does not offer a sampling parameter of the rollout.
         """
         await self.server_manager.start()
         try:
+            params = SamplingParams.parse(self.config.sampling_params())
+            for server in self.server_manager.servers:
+                refuse_sampling_params(server, params)
             await self._workers.start()
             self.telemetry.start()
         except BaseException:

@@ -72,6 +72,8 @@ class ServerSpec:
     """How new weights reach the engine's own processes."""
     on_weight_update: OnWeightUpdate = "auto"
     """What becomes of requests that run then."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters of the rollout. An engine that cannot offer them refuses to start."""
 
 
 def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> None:
@@ -80,6 +82,26 @@ def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> Non
     for key in given:
         if key not in known:
             raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
+
+
+ABILITY_FOR: Mapping[str, Ability] = {"seed": Ability.SEED}
+"""Sampling parameters that need an ability if they differ from their default."""
+
+
+def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> None:
+    """Refuse a started server that lacks an ability for the sampling parameters of the rollout.
+
+    Raises:
+        ConfigError: An ability is missing.
+    """
+    usual = SamplingParams()
+    for name, ability in ABILITY_FOR.items():
+        value = getattr(params, name)
+        if value != getattr(usual, name) and ability not in server.abilities:
+            raise ConfigError(
+                f"rollout.{name} is {value}, which server {server.name!r} ({type(server).__name__}) does not offer; "
+                f"set rollout.{name}={getattr(usual, name)}, or choose another rollout.engine"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.loading import mixed_weights
-from agent_loop.servers.vllm.logprobs import LogProbs
+from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
@@ -130,6 +130,7 @@ class VLLMClient(AsyncServerBase):
                 request_id=call.request_id,
                 weight_version=self._weight_version,
                 has_logprobs=self._are_exact(sampling_params),
+                params=sampling_params,
             )
 
     async def stream(
@@ -142,7 +143,7 @@ class VLLMClient(AsyncServerBase):
     ) -> AsyncGenerator[TokenChunk]:
         with self._call(request_id, prompt_ids, sampling_params, attachments) as (_, body):
             async with self._typed_errors(request_id):
-                parts = self._parts(body, request_id, has_logprobs=self._are_exact(sampling_params))
+                parts = self._parts(body, request_id, params=sampling_params)
                 async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -243,12 +244,12 @@ class VLLMClient(AsyncServerBase):
                     "request_id": call.engine_request_id,
                     "model": self._facts.model,
                     "token_ids": prompt_ids.tolist(),
-                    "sampling_params": {"logprobs": 0, "detokenize": False, **wanted},
+                    "sampling_params": {"detokenize": False, **wanted},
                 },
             )
 
     async def _parts(
-        self, body: dict[str, Any], request_id: str, *, has_logprobs: bool
+        self, body: dict[str, Any], request_id: str, *, params: SamplingParams
     ) -> AsyncGenerator[UnstampedChunk]:
         events = self._http.stream_events(GENERATE, {**body, "stream": True}, request_id=request_id)
         async with aclosing(events):
@@ -257,7 +258,8 @@ class VLLMClient(AsyncServerBase):
                     event,
                     request_id=request_id,
                     weight_version=self._weight_version,
-                    has_logprobs=has_logprobs,
+                    has_logprobs=self._are_exact(params),
+                    params=params,
                 )
 
     def _are_exact(self, params: SamplingParams) -> bool:
@@ -307,7 +309,7 @@ class VLLMClient(AsyncServerBase):
 def _abilities(facts: RemoteFacts) -> frozenset[Ability]:
     found = {Ability.SEED, Ability.STREAMING}
     if facts.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
-        found.add(Ability.LOG_PROBS)
+        found |= SAMPLING_ABILITIES
     if facts.tells_cached_tokens:
         found.add(Ability.PREFIX_REUSE)
     if facts.takes_weights:
