@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
 from typing import Any, Generic, TypeVar
 
-from agent_loop.runtime.row_notes import RowNotes, note_on_row
+from agent_loop.runtime.incidents import IncidentCollector, record_incident
 from agent_loop.runtime.time_scope import TimeScope
 from agent_loop.trajectory.incidents import IncidentKind
 
@@ -27,7 +27,7 @@ class Abandoned(DeadlineExpired):
     """The time limit of a call passed, and the call went on although it was cancelled. Its task was abandoned."""
 
 
-class OwnTask(Generic[ResultT]):
+class IsolatedTask(Generic[ResultT]):
     """A call to foreign code in a task of its own.
 
     Whatever the code raises becomes the outcome of the call and nothing else: `SystemExit` and `KeyboardInterrupt`
@@ -156,13 +156,13 @@ def abandon(task: asyncio.Task[Any], what: str) -> None:
     Args:
         what: What the task did, for the log and the trajectory, such as "tool 'search' went on for 5 s".
     """
-    notes = RowNotes.current()
+    notes = IncidentCollector.current()
     logger.warning(
         "%s%s and was abandoned: its task runs on until it ends by itself; let CancelledError pass",
         "" if notes is None else f"{notes.owner}: ",
         what,
     )
-    note_on_row(IncidentKind.ABANDONED, f"{what} and was abandoned")
+    record_incident(IncidentKind.ABANDONED, f"{what} and was abandoned")
     num_abandoned()
     _ABANDONED.add(task)
     task.add_done_callback(_ABANDONED.discard)

@@ -9,7 +9,6 @@ import enum
 import fractions
 import math
 import pathlib
-import reprlib
 import sys
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.runtime.row_notes import note_on_row
+from agent_loop.runtime.describe import safe_repr, type_name
+from agent_loop.runtime.incidents import record_incident
 from agent_loop.trajectory.incidents import IncidentKind
 
 MAX_DEPTH = 32
@@ -79,34 +79,6 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def safe_repr(value: Any, *, max_length: int = 200) -> str:
-    """Return the repr of a value, or what can be said of it where its repr fails or is too long."""
-    kind = cast(Any, type(value))
-    try:
-        if kind in (str, bytes):
-            return repr(value if len(value) <= max_length else value[:max_length])
-        text: Any = _SHORT.repr(value)
-        return str.__str__(text)[:max_length]
-    except BaseException:  # noqa: BLE001  (repr is foreign code; KeyboardInterrupt is not how Ctrl-C arrives)
-        return f"<{type_name(kind)} object whose repr fails>"
-
-
-def safe_str(value: Any, *, max_length: int = 2000) -> str:
-    """Return `str(value)`, cut; empty where it fails."""
-    try:
-        return str.__str__(str(value))[:max_length]
-    except BaseException:  # noqa: BLE001  (as in safe_repr)
-        return ""
-
-
-def type_name(kind: Any) -> str:
-    """Return the name of a class, whatever its metaclass makes of attributes."""
-    try:
-        return str.__str__(type.__dict__["__name__"].__get__(kind))
-    except BaseException:  # noqa: BLE001  (as in safe_repr)
-        return "object"
-
-
 class _Reader:
     """Reads one value and collects what it could not keep."""
 
@@ -119,10 +91,10 @@ class _Reader:
     def note(self, where: str) -> None:
         """Note on the running trajectory what was not kept."""
         for detail in self.lost[:MAX_NOTES]:
-            note_on_row(IncidentKind.UNSTORABLE_VALUE, f"{where}: {detail}")
+            record_incident(IncidentKind.UNSTORABLE_VALUE, f"{where}: {detail}")
         if len(self.lost) > MAX_NOTES:
             rest = f"{where}: {len(self.lost) - MAX_NOTES} more values"
-            note_on_row(IncidentKind.UNSTORABLE_VALUE, rest)
+            record_incident(IncidentKind.UNSTORABLE_VALUE, rest)
 
     def read(self, value: Any, *, path: str, depth: int) -> Any:
         kind = cast(Any, type(value))
@@ -249,14 +221,5 @@ def _is_trusted(kind: Any) -> bool:
     return pillow is not None and issubclass(kind, pillow.Image)
 
 
-def _make_short() -> reprlib.Repr:
-    short = reprlib.Repr()
-    short.maxlevel = 4
-    short.maxdict = short.maxlist = short.maxtuple = short.maxset = short.maxfrozenset = 20
-    short.maxstring = short.maxother = short.maxlong = 200
-    return short
-
-
-_SHORT = _make_short()
 _DICT: Any = dict
 _SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset)

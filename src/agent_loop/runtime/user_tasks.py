@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from agent_loop.runtime.own_task import refusal_of
-from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.isolated_task import refusal_of
 
 
 @contextmanager
@@ -43,7 +43,7 @@ class _TaskFactory:
         self.num_users = 0
 
     def __call__(self, loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        if RowNotes.current() is not None:
+        if IncidentCollector.current() is not None:
             coro = _Contained(coro)
         if self.previous is not None:
             return self.previous(loop, coro, **kwargs)

@@ -16,7 +16,7 @@ _before = gc.get_threshold()
 
 
 @contextmanager
-def rare_collections() -> Generator[None]:
+def infrequent_collections() -> Generator[None]:
     """Has the collector look less often meanwhile, which takes a twentieth of a rollout's time otherwise, and as much
     again for each full collection. May be open more than once at a time, in any thread; a collector that somebody
     slowed down more is left as it is."""

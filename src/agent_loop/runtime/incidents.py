@@ -8,7 +8,7 @@ from typing import Self
 from agent_loop.trajectory.incidents import Incident, IncidentKind
 
 
-class RowNotes:
+class IncidentCollector:
     """Incidents of one trajectory that are noted while the body of a `with` block runs, tasks and threads included.
 
     Args:
@@ -18,10 +18,10 @@ class RowNotes:
     def __init__(self, owner: str) -> None:
         self.owner = owner
         self.incidents: list[Incident] = []
-        self._token: Token[RowNotes | None] | None = None
+        self._token: Token[IncidentCollector | None] | None = None
 
     @staticmethod
-    def current() -> RowNotes | None:
+    def current() -> IncidentCollector | None:
         """Return those of the trajectory that the running code belongs to."""
         return _CURRENT.get()
 
@@ -34,11 +34,11 @@ class RowNotes:
             _CURRENT.reset(self._token)
 
 
-def note_on_row(kind: IncidentKind, detail: str) -> None:
+def record_incident(kind: IncidentKind, detail: str) -> None:
     """Note an incident on the trajectory that the running code belongs to, if it belongs to one."""
     notes = _CURRENT.get()
     if notes is not None:
         notes.incidents.append(Incident(kind, detail))
 
 
-_CURRENT: ContextVar[RowNotes | None] = ContextVar("agent_loop_row_notes", default=None)
+_CURRENT: ContextVar[IncidentCollector | None] = ContextVar("agent_loop_row_notes", default=None)
