@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agent_loop.distributed.wire import PackedCompletion
-from agent_loop.runtime.waits import Board, WaitKind
+from agent_loop.runtime.activity import Board, WaitKind
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer

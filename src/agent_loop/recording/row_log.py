@@ -16,8 +16,9 @@ from agent_loop.recording.forms import completion_form, read_completion
 from agent_loop.recording.record import Entry, Kind, Place, RowRecord
 from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, digest, pack
-from agent_loop.runtime.boundary import OnReplay, describe_error
 from agent_loop.runtime.concurrency import Cut
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory

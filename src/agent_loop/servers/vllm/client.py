@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
 from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher

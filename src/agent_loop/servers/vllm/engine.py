@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.errors import AgentLoopError, ConfigError, ServerError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.packages import import_engine, require_version

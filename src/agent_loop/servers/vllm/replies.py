@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply
-from agent_loop.runtime.boundary import one_line
+from agent_loop.runtime.describe import one_line
 from agent_loop.servers.vllm.logprobs import read_content
 from agent_loop.servers.vllm.outputs import STOP_REASONS
 from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamp
