@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
-from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
 from agent_loop.errors import ConfigError, ServerError, WeightsError, did_you_mean
 from agent_loop.trajectory.attachments import Attachment
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ability(StrEnum):
-    """What a server can do beyond generating tokens. `agent_loop.servers.check` proves what a server claims."""
+    """What a server can do beyond generating tokens. `agent-loop check server` tests what a server claims."""
 
     LOG_PROBS = "logprobs"
     """Gives log-probs as `TokenOutput.logprobs` defines them."""
@@ -134,7 +134,7 @@ class AsyncServerBase(ABC):
     template: ChatTemplate | None = None
     """Of the model, for `chat_completion`; `AgentLoopManager` sets it."""
     abilities: frozenset[Ability] = frozenset()
-    """What it promises; `agent_loop.servers.check.check_server` holds it to that."""
+    """Abilities that the server claims. `agent_loop.checks.check_server` tests them."""
     max_concurrent: int | None = None
     """Requests that it computes at once. The pool keeps the rest in line and gives them to whichever server has a place
     first; None gives the server all of them."""
