@@ -93,7 +93,7 @@ class Contestant:
             answered = joint.stand_in.answered([reply])
             filled = joint.stand_in.filled([reply], answered)
             text = template.renderer.text(
-                [*joint.stand_in.turns(answered), *filled], tools=joint.stand_in.tools
+                filled, after=joint.stand_in.turns(answered), tools=joint.stand_in.tools
             )
             ids.append(template.encoder.encode(joint.after(text)))
         return ids

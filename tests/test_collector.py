@@ -7,7 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent_loop.runtime.collector import OBJECTS_PER_COLLECTION, frozen_objects, rare_collections
+from agent_loop.runtime.garbage_collection import (
+    OBJECTS_PER_COLLECTION,
+    frozen_objects,
+    infrequent_collections,
+)
 from agent_loop.testing import run_virtual
 from tests.helpers import says, user
 from tests.rollout.harness import Stage
@@ -22,7 +26,7 @@ def usual_threshold() -> Iterator[None]:
 
 
 def test_collections_are_rare_until_the_last_body_ends() -> None:
-    first, second = rare_collections(), rare_collections()
+    first, second = infrequent_collections(), infrequent_collections()
     with first:
         second.__enter__()
     assert gc.get_threshold() == (OBJECTS_PER_COLLECTION, 10, 10)
@@ -33,7 +37,7 @@ def test_collections_are_rare_until_the_last_body_ends() -> None:
 @pytest.mark.parametrize("threshold", [0, 1_000_000])
 def test_a_collector_that_is_off_or_slower_is_left_as_it_is(threshold: int) -> None:
     gc.set_threshold(threshold, 5, 5)
-    with rare_collections():
+    with infrequent_collections():
         assert gc.get_threshold() == (threshold, 5, 5)
     assert gc.get_threshold() == (threshold, 5, 5)
 

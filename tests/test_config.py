@@ -100,7 +100,7 @@ def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
         ("actor_rollout_ref.rollout.mode=sync", "only 'async' exists"),
         ("rollout.n=0", r"rollout\.n is 0: .* greater than or equal to 1"),
         ("rollout.n=many", r"rollout\.n is 'many'"),
-        ("algorithm.adv_estimator=gea", r"algorithm\.adv_estimator is 'gea'"),
+        ("algorithm.kl_reward_type=k4", r"algorithm\.kl_reward_type is 'k4'"),
         ("rollout.n", "not of the form key=value"),
         ("=4", "not of the form key=value"),
         ("rollout={a: [", "cannot be read"),

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from agent_loop.runtime.event_loop import run_to_end
-from agent_loop.runtime.own_task import num_abandoned
+from agent_loop.runtime.isolated_task import num_abandoned
 
 GRACE_S = 0.05
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.runtime.boundary import run_bounded
 from agent_loop.runtime.concurrency import SHIELD_GRACE_S, run_shielded
-from agent_loop.runtime.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, num_abandoned
-from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, num_abandoned
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 
@@ -45,7 +45,7 @@ def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_gr
 ) -> None:
     async def scenario() -> float:
         deaf = Deaf()
-        with RowNotes("group=0/rollout=0") as notes:
+        with IncidentCollector("group=0/rollout=0") as notes:
             with pytest.raises(Abandoned, match=r"longer than 3 s, went on for 5 s after it was cancelled"):
                 await run_bounded(deaf, timeout_s=LIMIT_S, name="tool 'x'")
             took_s = asyncio.get_running_loop().time()

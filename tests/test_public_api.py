@@ -27,7 +27,9 @@ PUBLIC_NAMES = {
     "ToolAgentLoop",
     "ToolParser",
     "ToolResponse",
+    "advantage_estimator",
     "function_tool",
+    "policy_loss",
     "register",
 }
 
@@ -70,11 +72,12 @@ def test_importing_the_package_takes_less_than_a_third_of_a_second() -> None:
     assert min(float(run_python(code)) for _ in range(3)) < 0.3
 
 
-def test_writing_loops_and_tools_needs_no_heavy_library() -> None:
+def test_importing_what_loops_tools_and_estimators_need_loads_no_heavy_library() -> None:
     loaded = run_python(
         """
         import sys
         from agent_loop import AgentLoopBase, AgentLoopWorker, BaseTool, ScriptedServer, function_tool, register
+        from agent_loop import advantage_estimator, policy_loss
         print(sorted({"torch", "ray", "transformers", "tensordict"} & set(sys.modules)))
         """
     )

@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agent_loop.answers import MARK, read_answer
 from agent_loop.errors import AgentLoopError, DataError
+from agent_loop.integrations.verl.gsm8k import MARK, read_answer
 
 SYSTEM = (
     "You solve math problems. Work the answer out step by step, check it with the tool `calc_gsm8k_reward`, and try "

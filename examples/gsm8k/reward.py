@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from agent_loop.answers import read_answer, with_mark
+from agent_loop.integrations.verl.gsm8k import read_answer, with_mark
 from agent_loop.trajectory import AgentLoopOutput
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agent_loop.errors import ToolError
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Message, ToolCall

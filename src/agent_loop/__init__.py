@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from agent_loop.servers.scripted import ScriptedServer
     from agent_loop.tools.base import BaseTool, ToolResponse
     from agent_loop.tools.function import function_tool
+    from agent_loop.training.registry import advantage_estimator, policy_loss
     from agent_loop.trajectory import AgentLoopOutput, Segment
     from agent_loop.types import AgentState, StopReason, TokenOutput
 
@@ -52,7 +53,9 @@ __all__ = [
     "ToolAgentLoop",
     "ToolParser",
     "ToolResponse",
+    "advantage_estimator",
     "function_tool",
+    "policy_loss",
     "register",
 ]
 
@@ -77,7 +80,9 @@ _MODULE_OF = {
     "ToolAgentLoop": "loops.tool_agent",
     "ToolParser": "chat.parsers",
     "ToolResponse": "tools.base",
+    "advantage_estimator": "training.registry",
     "function_tool": "tools.function",
+    "policy_loss": "training.registry",
     "register": "loops.registry",
 }
 

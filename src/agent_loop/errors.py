@@ -129,6 +129,10 @@ class TrainingError(AgentLoopError):
     """The rollout of a step holds nothing to learn from."""
 
 
+class AlgorithmError(AgentLoopError):
+    """An advantage estimator or a policy loss raised, or returned values that cannot be trained on."""
+
+
 class WeightsError(AgentLoopError):
     """Published weights do not fit the server's model."""
 

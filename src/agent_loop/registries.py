@@ -1,9 +1,11 @@
-"""Names that users give to classes of their own: by decorators, and in YAML lists."""
+"""Registries of user code: functions and classes named by decorators, by `file.py:name`, or in YAML lists."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -11,38 +13,121 @@ from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.files.plain_values import read_yaml, shown
 from agent_loop.loading import load_object
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 
 EntryT = TypeVar("EntryT", bound=Section)
 BaseT = TypeVar("BaseT")
 
 
-def warn_if_replaced(known: type | str | None, by: type, *, what: str) -> None:
-    """Warn that a registered class is replaced. Called by the decorators `register`, for the caller of the decorator.
+@dataclass(frozen=True, slots=True)
+class RegisteredFunction:
+    """Function that a setting selects."""
+
+    name: str
+    """Value of the setting, for errors."""
+    function: Callable[..., Any]
+    """The function, or an instance of the class."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRegistry:
+    """Functions by name, for a setting that takes a registered name, `file.py:name` or `module:name`.
+
+    A class takes the place of a function: it is constructed without arguments, and its instance is called.
+    """
+
+    kind: str
+    """What the functions are, for messages: `advantage estimator`."""
+    key: str
+    """The setting: `algorithm.adv_estimator`."""
+    _functions: dict[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
+    _options: dict[int, tuple[Callable[..., Any], Any]] = field(
+        default_factory=dict[int, tuple[Callable[..., Any], Any]]
+    )
+    """By `id`, as objects without a hash are callable too; the function is kept so that its id is not used again."""
+
+    def add(self, name: str, function: Callable[..., Any], *, options: Any = None) -> None:
+        """Register a function under a name, with options that `options_of` returns.
+
+        A name that is taken goes to the new function, with a warning. A user's function keeps its name if the built-in
+        functions are imported after it.
+        """
+        known, what = self._functions.get(name), f"{self.kind} {name!r}"
+        is_built_in = getattr(function, "__module__", "").startswith("agent_loop.")
+        if known is not None and is_built_in:
+            warn_if_replaced(function, known, what=what, stacklevel=4)
+        else:
+            warn_if_replaced(known, function, what=what, stacklevel=4)
+            self._functions[name] = function
+        self._options[id(function)] = function, options
+
+    def options_of(self, reference: str) -> Any:
+        """Return the options of a function's decorator; None if the function has none.
+
+        Raises:
+            ConfigError: The function does not exist.
+        """
+        return self._options.get(id(self._find(reference)), (None, None))[1]
+
+    def load(self, reference: str, *, example: str) -> RegisteredFunction:
+        """Return the function that a setting names.
+
+        Args:
+            reference: A registered name, `file.py:name` or `module:name`.
+            example: Parameters that the function is called with, as in `rewards, *, config`.
+
+        Raises:
+            ConfigError: The function does not exist, cannot be constructed, or does not take these parameters.
+        """
+        function = self._find(reference)
+        where = f"{self.key} is {reference!r}"
+        if isinstance(function, type):
+            function = construct(cast(Callable[[], Callable[..., Any]], function), where=self.key)
+        if not callable(function):
+            raise ConfigError(f"{where}, an object of type {type(function).__name__}; name a function")
+        _check_signature(function, example=example, where=f"{where}, which")
+        return RegisteredFunction(reference, function)
+
+    def _find(self, reference: str) -> Callable[..., Any]:
+        if reference in self._functions:
+            return self._functions[reference]
+        if ":" in reference:
+            return load_object(reference, key=self.key)
+        raise ConfigError(
+            f"{self.key} is {reference!r}: unknown {self.kind}{did_you_mean(reference, self._functions)}; "
+            "a function of your own is file.py:name"
+        )
+
+
+def warn_if_replaced(
+    known: Callable[..., Any] | str | None, by: Callable[..., Any], *, what: str, stacklevel: int = 3
+) -> None:
+    """Warn that a registered class or function is replaced.
 
     A class that is defined again, as when its module is loaded twice, replaces itself without a warning.
 
     Args:
-        known: The class that has the name already, or its full name; None if the name is free.
-        by: The class that gets the name.
+        known: The class or function that has the name already, or its full name; None if the name is free.
+        by: The class or function that gets the name.
         what: The name, for the message: `agent loop 'tool_agent'`.
+        stacklevel: Frames up to the caller of the decorator, which the warning points to.
     """
-    before = _full_name(known) if isinstance(known, type) else known
+    before = known if isinstance(known, str) or known is None else _full_name(known)
     if before is not None and before != _full_name(by):
-        warnings.warn(f"{what} was {before}; {_full_name(by)} replaces it", stacklevel=3)
+        warnings.warn(f"{what} was {before}; {_full_name(by)} replaces it", stacklevel=stacklevel)
 
 
 def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, key: str) -> list[EntryT]:
-    """The entries of the list that the file holds under `list_key`. `${...}` interpolation is OmegaConf's.
+    """Return the entries of the list that a YAML file holds under `list_key`, with OmegaConf's `${...}` resolved.
 
     Args:
-        path: A YAML file, relative to where the command runs.
-        entry_type: What each entry must be.
+        path: A YAML file, relative to the working directory.
+        entry_type: Section that each entry is parsed as.
         list_key: The only key that the file may hold.
-        key: The configuration key the path comes from, for the error.
+        key: The setting that names the file, for the error.
 
     Raises:
-        ConfigError: The file is missing, is not YAML, or holds something else.
+        ConfigError: The file is missing, is not YAML, or does not hold such a list.
     """
     content = read_yaml(path, what=f"{key}: file", resolve=True)
     entries: Any = cast(dict[str, Any], content).get(list_key) if isinstance(content, dict) else None
@@ -58,10 +143,10 @@ def read_entries(path: str | Path, *, entry_type: type[EntryT], list_key: str, k
 
 
 def load_class(reference: str, *, base: type[BaseT], key: str) -> type[BaseT]:
-    """The class that a reference names.
+    """Return the class that a reference names.
 
     Raises:
-        ConfigError: There is no such class, or it is not a subclass of `base`.
+        ConfigError: The class does not exist, or is not a subclass of `base`.
     """
     loaded = load_object(reference, key=key)
     if not isinstance(loaded, type):
@@ -71,28 +156,44 @@ def load_class(reference: str, *, base: type[BaseT], key: str) -> type[BaseT]:
         )
     if not issubclass(loaded, base):
         raise ConfigError(
-            f"{key} is {reference!r}, which is no subclass of {base.__name__}; derive it from that"
+            f"{key} is {reference!r}, which is not a subclass of {base.__name__}; derive it from {base.__name__}"
         )
     return loaded
 
 
 def construct(make: Callable[..., BaseT], *args: Any, where: str) -> BaseT:
-    """Makes an object of a user's class.
+    """Construct an object of a user's class.
 
     Raises:
-        ConfigError: Making it raised.
+        ConfigError: The constructor raised.
     """
     try:
         return make(*args)
     except Exception as error:
         name = getattr(make, "__name__", repr(make))
         if isinstance(error, ConfigError):
-            raise ConfigError(f"{where}: making a {name} raised ConfigError: {error}") from error
-        raise ConfigError(f"{where}: making a {name} raised {describe_error(error)}") from error
+            raise ConfigError(f"{where}: constructing {name} raised ConfigError: {error}") from error
+        raise ConfigError(f"{where}: constructing {name} raised {describe_error(error)}") from error
 
 
-def _full_name(named: type) -> str:
-    return f"{named.__module__}.{named.__qualname__}"
+def _check_signature(function: Callable[..., Any], *, example: str, where: str) -> None:
+    """Raise a ConfigError if a function cannot be called with the parameters of the example."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a built-in function has no signature
+        return
+    positional, _, keywords = example.partition(", *, ")
+    try:
+        signature.bind(*positional.split(", "), **dict.fromkeys(keywords.split(", ")))
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"{where} has the signature {name}{signature}: {error}; define it as {name}({example})"
+        ) from None
+
+
+def _full_name(named: Callable[..., Any]) -> str:
+    return f"{named.__module__}.{getattr(named, '__qualname__', repr(named))}"
 
 
 def _parse_entry(entry: Any, *, entry_type: type[EntryT], where: str) -> EntryT:

@@ -355,6 +355,11 @@ def joined_arrays(each: Sequence[TokenArrays]) -> TokenArrays:
     }
 
 
+def stacked_arrays(each: Sequence[TokenArrays]) -> TokenArrays:
+    """Return the arrays of tokens, of which each has the same names and shapes, with the token as their first axis."""
+    return {name: np.stack([arrays[name] for arrays in each]) for name in each[0]} if each else {}
+
+
 def same_arrays(one: TokenArrays, other: TokenArrays) -> bool:
     """Return whether both have equal arrays under equal names."""
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

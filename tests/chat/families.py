@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_loop.chat.makeshift import makeshift_tokenizer
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 
 NEXT_ROLE_ENDS_THE_TURN = """\
 {%- for m in messages -%}
@@ -128,7 +128,7 @@ PRINTS_VALUES = """\
 
 
 def family(chat_template: str) -> ChatTemplate:
-    return ChatTemplate(makeshift_tokenizer(chat_template))
+    return ChatTemplate(placeholder_tokenizer(chat_template))
 
 
 def token(template: ChatTemplate, text: str) -> int:

@@ -16,10 +16,10 @@ from agent_loop.chat import prompt_forms
 from agent_loop.chat.encoded_form import EncodedForm
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
 from agent_loop.chat.forms import FormProof
-from agent_loop.chat.makeshift import makeshift_tokenizer
 from agent_loop.chat.probes import PROBE_TOOLS
 from agent_loop.chat.rendering import Renderer
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, ToolCall
 from tests.chat.families import (
@@ -72,7 +72,7 @@ texts = st.text(max_size=30) | st.lists(
 @cache
 def template_of(name: str, choice: EncoderChoice = "auto") -> ChatTemplate:
     source = SMALL.get(name) or TEMPLATES[name]
-    return ChatTemplate(makeshift_tokenizer(source), encoder=choice)
+    return ChatTemplate(placeholder_tokenizer(source), encoder=choice)
 
 
 def rendered_bridge(
@@ -295,7 +295,7 @@ def test_a_prompt_shows_the_time_at_which_it_is_written(monkeypatch: pytest.Monk
 
 
 def template_of_source(source: str) -> ChatTemplate:
-    return ChatTemplate(makeshift_tokenizer(source))
+    return ChatTemplate(placeholder_tokenizer(source))
 
 
 def test_only_so_many_system_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ QUIRKS = {"rstrip": {"rstrip": True}, "lstrip": {"lstrip": True}, "both": {"lstr
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from("a \n<>")))
 def test_tokens_that_swallow_spaces_swallow_those_of_a_blank(quirk: str, text: str) -> None:
-    tokenizer = makeshift_tokenizer("x").backend_tokenizer
+    tokenizer = placeholder_tokenizer("x").backend_tokenizer
     tokenizer.add_tokens([AddedToken("<a>", **QUIRKS[quirk]), AddedToken("<b>", **QUIRKS[quirk])])
     encoder = ControlledEncoder(tokenizer)
     parts = ["x <a>", "<b> x"]
@@ -345,7 +345,7 @@ def test_tokens_that_swallow_spaces_swallow_those_of_a_blank(quirk: str, text: s
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.sampled_from("a<>bxy=")))
 def test_a_text_is_not_cut_at_a_token_that_another_may_take_a_part_of(tokens: list[str], text: str) -> None:
-    tokenizer = makeshift_tokenizer("x").backend_tokenizer
+    tokenizer = placeholder_tokenizer("x").backend_tokenizer
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     for choice in CHOICES:
         encoder = ControlledEncoder(tokenizer, choice=choice)

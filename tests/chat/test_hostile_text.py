@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken
 
 from agent_loop.chat.bridge import Bridge
-from agent_loop.chat.makeshift import makeshift_tokenizer
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ToolError
-from agent_loop.rollout.records import write_records
+from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.types import MalformedCall, ToolCall
 from tests.chat.families import (
     ARGUMENTS_ARE_TEXT,
@@ -234,7 +234,7 @@ OPENS_REASONING = hermes_template().tokenizer.chat_template.replace(
 
 @pytest.fixture
 def thinker() -> ChatTemplate:
-    template = ChatTemplate(makeshift_tokenizer(OPENS_REASONING))
+    template = ChatTemplate(placeholder_tokenizer(OPENS_REASONING))
     assert template.decode(template.open(user("hi"))).endswith("<think>\n")
     return template
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from agent_loop.chat.makeshift import makeshift_tokenizer
 from agent_loop.chat.probes import PROBE_TOOLS, Probe, plain_probes, tool_probes
 from agent_loop.chat.report import Cause, Kind, ProbeResult, TemplateReport, Verdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import verify_template
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ TEMPLATES: dict[str, str] = dict(GENERATOR.shipped_templates())
 
 @cache
 def template_of(name: str) -> ChatTemplate:
-    return ChatTemplate(makeshift_tokenizer(TEMPLATES[name]))
+    return ChatTemplate(placeholder_tokenizer(TEMPLATES[name]))
 
 
 @cache

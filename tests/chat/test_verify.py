@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
-from agent_loop.chat.makeshift import makeshift_tokenizer
 from agent_loop.chat.report import Cause, Kind, Verdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template, verify_template
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
 from tests.chat.families import (
     ARGUMENTS_ARE_TEXT,
@@ -217,8 +217,8 @@ def test_a_date_in_the_prompt_is_noted() -> None:
     assert not verify_template(hermes_template(), tools=False).has_date
 
 
-def test_a_makeshift_tokenizer_holds_the_control_tokens_of_its_template() -> None:
-    template = ChatTemplate(makeshift_tokenizer(HERMES_TEMPLATE))
+def test_a_placeholder_tokenizer_holds_the_control_tokens_of_its_template() -> None:
+    template = ChatTemplate(placeholder_tokenizer(HERMES_TEMPLATE))
     for text in ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_response>"):
         assert len(template.encoder.encode(text)) == 1
     assert verify_template(template, tools=True).verdict is Verdict.EXACT

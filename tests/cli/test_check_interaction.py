@@ -1,4 +1,4 @@
-"""`agent-loop check-interaction`, as a shell runs it."""
+"""`agent-loop check interaction`, as a shell runs it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> str:
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check-interaction", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(app, ["check", "interaction", *arguments], catch_exceptions=False)
     return result.exit_code, result.stdout
 
 
@@ -50,18 +50,15 @@ def test_a_good_interaction_passes_with_the_first_row_that_names_it(config: str)
     assert "interaction 'gsm8k': 14 passed, 0 failed, 1 skipped" in output
 
 
-def test_a_faulty_one_fails(config: str) -> None:
+def test_a_faulty_interaction_fails(config: str) -> None:
     code, output = run(config, "--json", "--answer", "41")
     assert code == 1
     verdicts = {result["name"]: result["verdict"] for result in json.loads(output)["interaction 'rude'"]}
-    assert (
-        verdicts["a reply says whether it is over, what, how good the turn was, and what to record"]
-        == "failed"
-    )
+    assert verdicts["a reply is (terminate, content, score, extra)"] == "failed"
 
 
 def test_an_unknown_name_is_refused(config: str) -> None:
     with pytest.raises(ConfigError, match="there is no interaction 'rud'; did you mean 'rude'"):
         run(config, "--name", "rud")
-    with pytest.raises(ConfigError, match="there are no interactions"):
+    with pytest.raises(ConfigError, match="the configuration has no interactions"):
         run(config, "rollout.multi_turn.interaction_config_path=null")

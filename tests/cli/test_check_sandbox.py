@@ -1,6 +1,8 @@
-"""`agent-loop check-sandbox`, as a shell runs it."""
+"""`agent-loop check sandbox`, as a shell runs it."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from typer.testing import CliRunner
@@ -11,34 +13,42 @@ from tests.tools.sandboxes import SMALL, python_tool
 
 
 def run(*settings: str) -> tuple[int, list[str]]:
-    result = CliRunner().invoke(app, ["check-sandbox", f"python={SMALL['python']}", *settings])
+    result = CliRunner().invoke(app, ["check", "sandbox", f"python={SMALL['python']}", *settings])
     if isinstance(result.exception, ConfigError):
         raise result.exception
     return result.exit_code, result.stdout.splitlines()
 
 
-def test_one_way_is_taken_and_the_others_are_told() -> None:
+def test_the_command_names_the_mechanism_that_the_python_tool_uses() -> None:
     tool = python_tool()
     code, lines = run()
     assert code == 0
-    assert [line.split()[0] for line in lines].count("taken") == 1
-    (taken,) = [line for line in lines if line.startswith("taken")]
     mechanism, _, isolation = tool.isolation.partition(": ")
-    assert taken == f"taken     {mechanism:10}  {isolation}"
-    assert lines[-1].startswith("too weak  limits")
+    assert f"passed   {mechanism} ({isolation})" in lines
+    assert lines[3].startswith("failed   limits (too weak: ")
+    assert lines[-1] == f"The python tool uses {mechanism}."
 
 
-def test_a_way_that_fails_says_why() -> None:
-    code, (line,) = run("mechanism=bubblewrap", "bubblewrap=/no/bwrap")
+def test_a_mechanism_that_fails_is_printed_with_the_reason() -> None:
+    code, (line, counts) = run("mechanism=bubblewrap", "bubblewrap=/no/bwrap")
     assert code == 1
-    assert line == "fails     bubblewrap  there is no program /no/bwrap; install bubblewrap"
+    assert line == "failed   bubblewrap (there is no program /no/bwrap; install bubblewrap)"
+    assert counts == "sandbox: 0 passed, 1 failed, 0 skipped"
 
 
-def test_less_is_taken_where_it_is_allowed() -> None:
-    code, (line,) = run("mechanism=limits", "allow_weaker_isolation=true")
+def test_a_weak_mechanism_passes_if_the_settings_allow_it() -> None:
+    code, (line, _, used) = run("mechanism=limits", "allow_weaker_isolation=true")
     assert code == 0
-    assert line.startswith("taken     limits")
+    assert line.startswith("passed   limits")
     assert "(not in force: files of the host out of reach; " in line
+    assert used == "The python tool uses limits."
+
+
+def test_the_command_prints_json() -> None:
+    code, lines = run("mechanism=bubblewrap", "bubblewrap=/no/bwrap", "--json")
+    assert code == 1
+    (result,) = json.loads("\n".join(lines))["sandbox"]
+    assert (result["name"], result["verdict"]) == ("bubblewrap", "failed")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`agent-loop check-server`, as a shell runs it."""
+"""`agent-loop check server`, as a shell runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answer(request):
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["check-server", *arguments])
+    result = CliRunner().invoke(app, ["check", "server", *arguments])
     return result.exit_code, result.stdout
 
 
@@ -32,8 +32,8 @@ def test_a_good_engine_passes(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG)
     code, output = run(str(tmp_path / "config.yaml"), "--model", str(tmp_path / "model"))
     assert code == 0, output
-    assert "passed   greedy completions are those of the model" in output
-    assert "embedded-0: 25 passed, 0 failed, 0 skipped" in output
+    assert "passed   greedy completions match the reference model" in output
+    assert "server 'embedded-0': 25 passed, 0 failed, 0 skipped" in output
 
 
 def test_a_faulty_engine_fails(tmp_path: Path) -> None:
@@ -50,6 +50,6 @@ def test_a_faulty_engine_fails(tmp_path: Path) -> None:
         "--timeout-s=5",
     )
     assert code == 1
-    verdicts = {result["name"]: result["verdict"] for result in json.loads(output)}
-    assert verdicts["a completion is a run of token ids that ends at max_tokens"] == "failed"
-    assert verdicts["log-probs are those of the model"] == "skipped"
+    verdicts = {result["name"]: result["verdict"] for result in json.loads(output)["server 'scripted-0'"]}
+    assert verdicts["a completion has valid token ids and ends at max_tokens"] == "failed"
+    assert verdicts["log-probs match the reference model"] == "skipped"

@@ -1,4 +1,4 @@
-"""The commands that README, the pages of docs and `--help` print can be typed as they are printed."""
+"""The commands in README, docs and `--help` run as they are printed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ COMMANDS: Any = typer.main.get_command(app)
 SETTING = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*")
 
 
+def commands(group: Any = COMMANDS) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the command of each command of a group and of its subgroups."""
+    for name, command in group.commands.items():
+        if not hasattr(command, "commands"):
+            yield name, command
+        else:
+            for sub_name, sub_command in commands(command):
+                yield f"{name} {sub_name}", sub_command
+
+
 def printed() -> Iterator[tuple[str, str]]:
-    for name, command in COMMANDS.commands.items():
+    for name, command in commands():
         for line in re.findall(r"^\s*(agent-loop \S.*)$", command.help, flags=re.MULTILINE):
             yield f"{name} --help", line
     for page in PAGES:
@@ -38,9 +48,10 @@ def test_a_printed_command_has_the_options_and_settings_that_it_uses(where: str,
     _, name, *arguments = shlex.split(line, comments=True)
     if "--help" in arguments:
         return
-    COMMANDS.commands[name].make_context(
-        name, arguments
-    )  # (raises a usage error if an option does not exist)
-    if name != "check-sandbox":
+    if name == "check":
+        name = f"check {arguments.pop(0)}"
+    # (raises a usage error if an option does not exist)
+    dict(commands())[name].make_context(name, arguments)
+    if name != "check sandbox":
         settings = [argument for argument in arguments if SETTING.fullmatch(argument)]
         load_config(overrides=[setting for setting in settings if "..." not in setting])

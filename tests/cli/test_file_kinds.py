@@ -134,7 +134,7 @@ READERS = {
     "train": [SETTINGS],
     "rollout": [SETTINGS],
     "eval": [SETTINGS],
-    "check-server": [SETTINGS],
+    "check server": [SETTINGS],
 }
 MORE = {
     "view": ["--no-open"],
@@ -149,7 +149,7 @@ def test_a_file_of_another_kind_is_refused_with_what_it_is(command: Command, nam
     for file, kind in KINDS.items():
         if kind is None or kind in READERS[name] or file == "torn.jsonl":
             continue
-        exit_code, said = command(name, file, *MORE.get(name, []))
+        exit_code, said = command(*name.split(), file, *MORE.get(name, []))
         said = " ".join(said.split())
         assert exit_code == 2, (name, file)
         assert file in said
@@ -203,8 +203,8 @@ def test_a_context_that_the_model_does_not_take_is_refused_in_the_words_of_the_c
         ["simulate", "--fail", "1@nan"],
         ["simulate", "--replay", "sampled.parquet"],
         ["rescore", "evaluated", "--reward", "script.py:reward", "--threshold", "nan"],
-        ["check-tool", "calculator", "--call", "[" * 100_000],
-        ["check-tool", "calculator", "--call", "{}", "--timeout-s", "inf"],
+        ["check", "tool", "calculator", "--call", "[" * 100_000],
+        ["check", "tool", "calculator", "--call", "{}", "--timeout-s", "inf"],
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )

@@ -104,7 +104,7 @@ def test_train_takes_rows_from_everywhere(command: Command) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_check_interaction_takes_rows_from_everywhere(command: Command, source: str) -> None:
-    exit_code, said = command("check-interaction", "config.yaml", f"data.train_files=['{source}']", PATH)
+    exit_code, said = command("check", "interaction", "config.yaml", f"data.train_files=['{source}']", PATH)
 
     assert exit_code == 0, said
     assert "no row of the data names it" not in said

@@ -96,9 +96,9 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
 def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from agent_loop.serving.process import bound_socket
+    from agent_loop.serving.process import listening_socket
 
-    with bound_socket("127.0.0.1", 0) as listener:
+    with listening_socket("127.0.0.1", 0) as listener:
         port = str(listener.getsockname()[1])
         result = call(monkeypatch, capsys, str(project / "no-model"), "--port", port)
     assert result == (

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from agent_loop.checks import check_server
 from agent_loop.config import Config, RolloutConfig, load_config
 from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.integrations import verl
@@ -31,7 +32,6 @@ from agent_loop.integrations.verl import (
 from agent_loop.loops import registry
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.check import check_server
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -276,8 +276,8 @@ def test_a_server_without_create_refuses_what_its_constructor_does_not_take(
 def test_checks_of_methods_that_a_server_leaves_out_are_skipped() -> None:
     report = run_virtual(check_server(Parrot(), max_model_len=128, vocab_size=300, timeout_s=5))
     skipped = {result.name for result in report.results if "does not define" in result.detail}
-    assert "an aborted request returns what it has" in skipped
-    assert "a server that sleeps generates nothing, and wakes up as it was" in skipped
+    assert "an aborted request returns the tokens sampled so far" in skipped
+    assert "a sleeping server refuses requests, and wakes up unchanged" in skipped
 
 
 def test_a_chat_request_from_starlette_is_answered_with_json_or_a_stream() -> None:

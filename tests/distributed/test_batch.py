@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.distributed.batch import Batch, Chunk
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import StopReason

@@ -10,7 +10,7 @@ from agent_loop.distributed.relay import SEND_WITHIN_S, Relay
 from agent_loop.recording.record import Entry, Kind, Place
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.values import pack
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Row, StopReason

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.distributed.wire import PackedCompletion, pack_trajectories, unpack_trajectories
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, TokenChunk, TokenOutput
 

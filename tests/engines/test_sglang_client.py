@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.base import Ability
-from agent_loop.servers.check import Reference, check_server
 from agent_loop.servers.sglang import SGLangClient
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.errors import SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import Ability
-from agent_loop.servers.check import Reference, check_server
 from agent_loop.servers.sglang import SGLangServer
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.base import AsyncServerBase
-from agent_loop.servers.check import Reference, check_server
 from agent_loop.types import IntArray, SamplingParams
 from tests.engines.common import (
     MAX_MODEL_LEN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from agent_loop.servers.check import Reference, check_server
+from agent_loop.checks import Reference, check_server
 from tests.engines.common import MAX_MODEL_LEN, make_model_folder
 from tests.engines.vllm_cases import VLLM
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from agent_loop.interactions.check import check_interaction
+from agent_loop.checks import check_interaction
 from examples.guess_the_number.task import GuessTheNumber, solution, val_rows
 
 

@@ -14,7 +14,8 @@ from agent_loop.gateway.listener import _sites
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest, ScriptedServer

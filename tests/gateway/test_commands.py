@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from agent_loop.gateway import command as module
-from agent_loop.gateway.command import DRAIN_S, run_command
+from agent_loop.gateway import program_process as module
+from agent_loop.gateway.program_process import DRAIN_S, run_command
 from tests.gateway.harness import Stage, in_order, job
 from tests.helpers import says
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agent_loop.recording.forms import read_completion
 from agent_loop.recording.record import Kind
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
@@ -48,7 +49,7 @@ def test_nothing_is_sampled_again_not_even_on_a_branch_from_a_place_that_was_lef
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_what_was_said_before_the_crash_is_said_again(tmp_path: Path, share: float) -> None:
+def test_completions_from_before_the_crash_are_replayed(tmp_path: Path, share: float) -> None:
     run_journaled(tmp_path / "j", stage(1), ROWS)
     data = (tmp_path / "j").read_bytes()
     (tmp_path / "k").write_bytes(data[: int(len(data) * share)])
@@ -57,9 +58,9 @@ def test_what_was_said_before_the_crash_is_said_again(tmp_path: Path, share: flo
     again = run_journaled(tmp_path / "k", Stage(talker, agent="agent_program"), ROWS, resume=True)
     assert not any(i.kind is IncidentKind.RESTARTED for t in again for i in t.output.incidents)
     assert [t.output.failure for t in again] == [None] * len(again)
-    said = {tuple(s.token_ids.tolist()) for t in again for s in t.output.segments}
+    sampled = {tuple(s.token_ids.tolist()) for t in again for s in t.output.segments}
     assert kept
-    assert all(tuple(record["got"]["ids"].tolist()) in said for record in kept)
+    assert all(tuple(read_completion(record["got"]).token_ids) in sampled for record in kept)
     assert talker.num_requests <= NUM_REQUESTS - len(kept)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from agent_loop.checks import check_interaction
 from agent_loop.config import load_config
-from agent_loop.interactions.check import check_interaction
 from agent_loop.interactions.gymnasium import GymnasiumSettings
 from agent_loop.interactions.simulated_user import SimulatedUserSettings
 from agent_loop.loops.environments import load_environments

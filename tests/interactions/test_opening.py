@@ -11,7 +11,7 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.recording.record import Kind
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 from tests.helpers import says, user
 from tests.rollout.harness import Stage

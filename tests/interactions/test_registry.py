@@ -57,13 +57,13 @@ def test_without_a_path_there_are_none() -> None:
         ("interaction: [{class_name: gsm8}]", "no interaction of the kit; did you mean 'gsm8k'"),
         (
             "interaction: [{class_name: gsm8k, config: {attempts: 3}}]",
-            "making a Gsm8kInteraction raised ConfigError: config of interaction 'gsm8k': unknown key 'attempts'",
+            "constructing Gsm8kInteraction raised ConfigError: config of interaction 'gsm8k': unknown key 'attempts'",
         ),
         ("interaction: [{name: a, class_name: 'FOLDER/users.py:Tuto'}]", "did you mean 'Tutor'"),
         ("interaction: [{name: a, class_name: 'pathlib.Path'}]", "no subclass of BaseInteraction"),
         (
             "interaction: [{name: a, class_name: 'FOLDER/users.py:Abstract'}]",
-            "making a Abstract raised TypeError",
+            "constructing Abstract raised TypeError",
         ),
         (
             "interaction: [{name: a, class_name: 'FOLDER/users.py:Tutor'}, {name: a, class_name: gsm8k}]",
@@ -80,7 +80,7 @@ def test_what_the_kit_needs_is_imported_when_it_is_named() -> None:
     loaded = run_python(
         """
         import sys
-        import agent_loop.interactions.registry, agent_loop.loops, agent_loop.interactions.check
+        import agent_loop.interactions.registry, agent_loop.loops, agent_loop.checks.interaction.suite
         print(sorted({"gymnasium", "openai", "torch", "transformers"} & set(sys.modules)))
         """
     )

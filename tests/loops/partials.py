@@ -14,7 +14,7 @@ from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.tools.base import BaseTool, ToolResponse

@@ -17,7 +17,7 @@ import pytest
 from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import EpisodeError
 from agent_loop.recording.values import pack, unpack
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import Origin, StopReason

@@ -18,10 +18,10 @@ from agent_loop.errors import ConfigError, RewardError, RolloutError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import BatchRewardFunction, Score, Verdict, load_batch_reward, load_reward
+from agent_loop.rollout.components import load_reward_function
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.parts import load_reward_function
-from agent_loop.runtime.own_task import ABANDON_GRACE_S
-from agent_loop.runtime.waits import WaitKind
+from agent_loop.runtime.activity import WaitKind
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory

@@ -15,8 +15,9 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.rollout.oversight import Oversight
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import Script, ScriptedServer
 from agent_loop.testing import run_virtual
@@ -132,9 +133,9 @@ class Stage:
             default_agent_loop=agent,
             reward=reward,
             gate=gate,
-            oversight=None
+            monitor=None
             if silence_s is None
-            else Oversight(gate=gate, pool=self.server_manager.pool, silence_s=silence_s),
+            else TrajectoryMonitor(gate=gate, pool=self.server_manager.pool, silence_s=silence_s),
         )
 
     def run_one(self, **row: Any) -> Trajectory:

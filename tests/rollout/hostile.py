@@ -17,7 +17,7 @@ import numpy as np
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.runtime.boundary import call_function
+from agent_loop.runtime.user_code import call_function
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.trajectory import AgentLoopOutput

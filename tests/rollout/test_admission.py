@@ -97,7 +97,7 @@ def test_what_is_computed_again_while_the_caches_have_room_is_no_reason() -> Non
     assert updated(control, costly(25), num_in_flight=25, num_waiting=10, demand=0.8) == 25
 
 
-def test_usage_counts_the_context_tokens_that_a_completion_computed_again() -> None:
+def test_a_completion_reports_how_many_tokens_were_recomputed() -> None:
     output = TokenOutput([1, 2, 3], None, "stop", num_preempted=1, num_cached_tokens=40)
     use = ServerUsage().with_completion(output, num_prompt_tokens=120, num_known_tokens=100)
     assert use == ServerUsage(num_turns=1, num_sampled_tokens=3, num_recomputed_tokens=60 + 120)

@@ -17,7 +17,7 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction, read_score
 from agent_loop.rollout.batch import assemble
-from agent_loop.runtime.boundary import MAX_REWARD
+from agent_loop.runtime.numeric import MAX_REWARD
 from agent_loop.tools.results import read_reward
 from agent_loop.training.advantages import (
     collect_rewards,

@@ -20,9 +20,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agent_loop.config import Config, MultiTurnConfig
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.records import write_records
-from agent_loop.rollout.worker import Job
-from agent_loop.runtime.own_task import num_abandoned
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.trajectory_jsonl import write_records
+from agent_loop.runtime.isolated_task import num_abandoned
 from agent_loop.runtime.threads import num_idle_threads
 from agent_loop.storage.writer import write_trajectories
 from agent_loop.testing import run_virtual

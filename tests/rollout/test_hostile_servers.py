@@ -15,7 +15,7 @@ from agent_loop.config import RolloutConfig
 from agent_loop.errors import JournalError, SamplingParamsError, ServerDied, ServerError
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.own_task import num_abandoned
+from agent_loop.runtime.isolated_task import num_abandoned
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory

@@ -19,7 +19,7 @@ from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.journal.frames import FRAME_BYTES, HEADER, framed, scan
 from agent_loop.rollout.journal.step import open_journal
 from agent_loop.rollout.journal.writer import JournalWriter
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason

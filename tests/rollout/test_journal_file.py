@@ -146,7 +146,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> 
 
 
 def test_a_later_format_is_named() -> None:
-    with pytest.raises(JournalError, match="has format 9, and this version of agent-loop reads 4"):
+    with pytest.raises(JournalError, match="has format 9, and this version of agent-loop reads 5"):
         scan(HEADER[:28] + b"\x09\0\0\0")
 
 

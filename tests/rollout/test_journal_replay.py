@@ -13,18 +13,21 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from agent_loop.chat.multimodal import Encoded
 from agent_loop.config import MultiTurnConfig
 from agent_loop.interactions.scripted import ScriptedInteraction
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import register
+from agent_loop.recording.forms import read_completion
 from agent_loop.recording.record import Kind
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.frames import FRAME_BYTES, scan
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
+from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import Origin, StopReason
 from tests.helpers import calls, says, user
 from tests.rollout.harness import Adder, Stage
@@ -82,6 +85,9 @@ def first_run() -> tuple[bytes, list[Trajectory]]:
         return path.read_bytes(), trajectories
 
 
+ENCODED = (Kind.PROMPT, Kind.OBSERVATION, Kind.INTERACTION)
+
+
 def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list[tuple[int, bool, float]]:
     """Token, mask and log-prob, as the records have them."""
     found: list[tuple[int, bool, float]] = []
@@ -90,11 +96,13 @@ def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list
             continue
         if record["is"] == Kind.BRANCH and record["at"][0] == lane:
             found += tokens_on_record(records[: records.index(record)], row, record["got"]["parent"])
-        elif "ids" in record["got"] and record["at"][0] == lane:
-            ids, logprobs = record["got"]["ids"].tolist(), record["got"].get("logprobs")
-            sampled = record["is"] == Kind.COMPLETION
-            values = logprobs.tolist() if sampled else [0.0] * len(ids)
-            found += zip(ids, [sampled] * len(ids), values, strict=True)
+        elif record["is"] == Kind.COMPLETION and record["at"][0] == lane:
+            output = read_completion(record["got"])
+            assert output.log_probs is not None
+            found += zip(output.token_ids, [True] * len(output.token_ids), output.log_probs, strict=True)
+        elif record["is"] in ENCODED and record["at"][0] == lane:
+            encoded = from_plain(record["got"], Encoded)
+            found += [(int(token), False, 0.0) for token in encoded.token_ids]
     return found
 
 

@@ -15,8 +15,9 @@ from agent_loop.config import AgentConfig, RolloutConfig
 from agent_loop.errors import DataError, RolloutError
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import RolloutBatch, assemble
-from agent_loop.rollout.manager import LARGE_BATCH, AgentLoopManager
-from agent_loop.runtime.collector import OBJECTS_PER_COLLECTION
+from agent_loop.rollout.batching import LARGE_BATCH
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.runtime.garbage_collection import OBJECTS_PER_COLLECTION
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory

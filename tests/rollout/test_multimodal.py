@@ -20,8 +20,9 @@ from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.records import to_record
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.trajectory_jsonl import to_record
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply

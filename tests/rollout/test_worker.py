@@ -15,7 +15,7 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.failures import FailureBudget
-from agent_loop.runtime.own_task import num_abandoned
+from agent_loop.runtime.isolated_task import num_abandoned
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory

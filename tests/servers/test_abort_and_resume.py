@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.config import ModelConfig, RolloutConfig
 from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability
-from agent_loop.servers.check import Reference, check_server
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerDied, ServerTimeout
 from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.check import Reference, check_server
 from agent_loop.servers.embedded_process import EmbeddedProcess
 from agent_loop.servers.embedded_process.line import MAX_MESSAGES, SIZE_BYTES, Answer, Call, Line
 from tests.servers.tiny_embedded import GREEDY, LONG, random_prompt, tiny_model

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agent_loop.checks import Reference, check_server
 from agent_loop.config import ModelConfig, RolloutConfig
 from agent_loop.errors import BadPrompt, BadServerReply, ConfigError, ServerDied, WeightsError
-from agent_loop.servers.check import Reference, check_server
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
 from agent_loop.types import SamplingParams, as_token_ids
@@ -29,11 +29,11 @@ def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
             report = await check_server(server, max_model_len=256, reference=Reference(tiny_lm()))
             report.raise_if_failed()
             assert report.named("skipped") == [
-                "a seeded completion that is continued draws what it would have drawn",
-                "a session's next turn does not compute its context again",
-                "new weights are what is sampled from",
-                "weights that do not fit change nothing",
-                "requests in flight go on across an update",
+                "a resumed completion with a seed samples the same tokens",
+                "the next turn of a session reuses the cached prefix",
+                "completions after a weight update come from the new weights",
+                "invalid weights are refused and change nothing",
+                "requests in flight continue across a weight update",
             ]
 
         asyncio.run(main())

@@ -17,7 +17,7 @@ import pytest
 from agent_loop.chat.template import load_chat_template
 from agent_loop.errors import BadServerReply, JournalError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.runtime.own_task import ABANDON_GRACE_S, num_abandoned
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, num_abandoned
 from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, ServerHealth
 from agent_loop.servers.completion_memory import CompletionMemory, RememberingServerManager

@@ -245,10 +245,10 @@ def read(answer: Any, *, has_logprobs: bool = True) -> Any:
 
 def test_a_reply_is_read_to_tokens_logprobs_and_versions() -> None:
     output = read(reply())
-    assert (output.token_ids, output.logprobs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
+    assert (output.token_ids, output.log_probs, output.stop_reason) == ([4, 5], [-0.5, -0.25], "stop")
     assert [(c.weight_version, len(c.token_ids)) for c in output.chunks] == [(2, 1), (3, 1)]
     assert output.num_cached_tokens == 32
-    assert read(reply(), has_logprobs=False).logprobs is None
+    assert read(reply(), has_logprobs=False).log_probs is None
     assert read(reply(finish_reason="abort")).stop_reason == "aborted"
     assert read(reply(weight_versions=None)).weight_version == 3
 

@@ -22,8 +22,8 @@ from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from agent_loop.serving.app import Served, create_app
-from agent_loop.serving.process import AppServer, base_url, bound_socket
+from agent_loop.serving.app import ServedModel, create_app
+from agent_loop.serving.process import AppServer, base_url, listening_socket
 from agent_loop.types import TokenChunk
 from tests.helpers import hermes_template, small_tokenizer
 
@@ -124,9 +124,9 @@ def site(
 
     async def main() -> None:
         pool = AsyncLLMServerManager(servers, request_timeout_s=request_timeout_s)
-        served = Served(pool=pool, template=template or hermes_template(), model=MODEL, **options)
+        served = ServedModel(pool=pool, template=template or hermes_template(), model=MODEL, **options)
         app_server = AppServer(create_app(served))
-        with bound_socket("127.0.0.1", 0) as listener:
+        with listening_socket("127.0.0.1", 0) as listener:
             url = base_url(listener, host="127.0.0.1")
             await pool.start()
             begun.put((Site(url, pool, asyncio.get_running_loop()), app_server))

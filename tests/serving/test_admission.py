@@ -19,11 +19,11 @@ from agent_loop.gateway.gateway import Gateway
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.serving import connections
-from agent_loop.serving.app import Served, create_app
+from agent_loop.serving.app import ServedModel, create_app
 from agent_loop.serving.connections import BoundedConnection
 from agent_loop.serving.hosts import answered_hosts
+from agent_loop.serving.middleware import BodyLimiter
 from agent_loop.serving.process import AppServer
-from agent_loop.serving.wire import BoundBodies
 from agent_loop.testing import run_virtual
 from tests.helpers import hermes_template
 from tests.serving.harness import MODEL
@@ -33,7 +33,7 @@ PATHS = ["/v1/models", "/health", "/metrics", "/openapi.json"]
 
 def app_of(**options: Any) -> Any:
     pool = AsyncLLMServerManager([ScriptedServer(lambda _: None)])  # type: ignore[arg-type,return-value]
-    return create_app(Served(pool=pool, template=hermes_template(), model=MODEL, **options))
+    return create_app(ServedModel(pool=pool, template=hermes_template(), model=MODEL, **options))
 
 
 def client(host: str, **options: Any) -> TestClient:
@@ -113,7 +113,7 @@ def test_a_body_that_is_announced_as_too_long_is_refused_before_it_is_sent() -> 
     async def read(request: Request) -> Response:
         return Response(await request.body())
 
-    app = BoundBodies(Starlette(routes=[Route("/", read, methods=["POST"])]), max_bytes=10)
+    app = BodyLimiter(Starlette(routes=[Route("/", read, methods=["POST"])]), max_bytes=10)
     assert TestClient(app).post("/", content=b"x" * 10).status_code == 200
     assert TestClient(app).post("/", content=b"x" * 11).status_code == 413
     unread: list[int] = []
@@ -130,7 +130,7 @@ def test_a_body_that_arrives_too_slowly_is_refused() -> None:
     async def read(request: Request) -> Response:
         return Response(await request.body())
 
-    app = BoundBodies(Starlette(routes=[Route("/", read, methods=["POST"])]), timeout_s=60)
+    app = BodyLimiter(Starlette(routes=[Route("/", read, methods=["POST"])]), timeout_s=60)
 
     async def receive() -> Any:
         await asyncio.sleep(1)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from agent_loop.chat.makeshift import makeshift_tokenizer
 from agent_loop.chat.template import ChatTemplate
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.serving.app import Served, create_app
+from agent_loop.serving.app import ServedModel, create_app
 from tests.chat.test_hostile_text import OPENS_REASONING
 from tests.helpers import hermes_template, says, user
 from tests.serving.harness import MODEL
@@ -26,7 +26,7 @@ def asked(
     """Status and body of the answer, and the prompt that the server was given."""
     server = ScriptedServer(lambda _: says(" 4."))
     template = template or hermes_template()
-    app = create_app(Served(pool=AsyncLLMServerManager([server]), template=template, model=MODEL))
+    app = create_app(ServedModel(pool=AsyncLLMServerManager([server]), template=template, model=MODEL))
     body = {"model": MODEL, "messages": messages, "return_token_ids": True, **fields}
     reply = TestClient(app).post("/v1/chat/completions", json=body)
     prompt = server.requests[0].prompt_ids.tolist() if server.requests else []
@@ -83,7 +83,7 @@ def test_what_cannot_be_continued_is_refused(messages: Any, fields: Any, param: 
 
 
 def test_an_answer_that_would_stand_in_reasoning_is_refused() -> None:
-    template = ChatTemplate(makeshift_tokenizer(OPENS_REASONING))
+    template = ChatTemplate(placeholder_tokenizer(OPENS_REASONING))
     messages = [*user("x"), {"role": "assistant", "content": "y"}]
     status, reply, _ = asked(messages, template=template, continue_final_message=True)
     assert status == 400

@@ -12,7 +12,8 @@ from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import ConfigError
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.servers.forecast import TurnsLeft
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.speeds import SpeedEstimate

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from agent_loop.cli import app
 from agent_loop.errors import ConfigError, DataError
-from agent_loop.rollout.records import write_records
+from agent_loop.rollout.trajectory_jsonl import write_records
 from agent_loop.simulation.replay import read_plans, repeated
 from agent_loop.simulation.workload import Turn
 from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Trajectory

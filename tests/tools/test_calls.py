@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_loop.runtime.boundary import OnReplay
 
 from agent_loop.errors import ConfigError, ToolError, ToolUnavailable
-from agent_loop.runtime.boundary import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_of
 from agent_loop.tools.function import function_tool

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from agent_loop.checks import check_tool
 from agent_loop.config import parse_section
 from agent_loop.tools.base import BaseTool
-from agent_loop.tools.check import check_tool
-from agent_loop.tools.registry import KIT, ToolEntry, load_tools
+from agent_loop.tools.registry import BUILTIN_TOOLS, ToolEntry, load_tools
 from tests.helpers import call_text, says
 from tests.rollout.harness import Stage
 from tests.tools.test_web import SPEC
@@ -53,7 +53,7 @@ def load(entry: dict[str, Any], folder: Path) -> dict[str, BaseTool]:
 
 
 def test_each_tool_of_the_kit_has_its_section() -> None:
-    assert sorted(re.findall(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE)) == sorted(KIT)
+    assert sorted(re.findall(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE)) == sorted(BUILTIN_TOOLS)
 
 
 def test_the_entries_are_read_and_make_tools(folder: Path) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_loop.runtime.boundary import OnReplay
 
 from agent_loop.chat.sources import load_image
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.mcp.tools import mcp_tools

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from agent_loop.runtime.boundary import OnReplay
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.python import PythonTool, describe_end, strip_fence
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.sandbox.settings import SandboxSettings

@@ -122,7 +122,7 @@ def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
         ),
         (
             f"tools: [{{class_name: 'FOLDER/tools.py:Broken', tool_schema: {SCHEMA}}}]",
-            "making a Broken raised ValueError: no licence",
+            "constructing Broken raised ValueError: no licence",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from agent_loop.recording.forms import read_trajectories, trajectories_form
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
-from agent_loop.rollout.records import to_record
+from agent_loop.rollout.trajectory_jsonl import to_record
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.training.advantages import collect_rewards, estimate_advantages, turn_advantages
 from agent_loop.training.feedback import feedback_metrics

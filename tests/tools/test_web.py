@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agent_loop.runtime.boundary import OnReplay
 from aiohttp import web
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import OnReplay
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult

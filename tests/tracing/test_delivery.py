@@ -155,7 +155,7 @@ def test_a_rollout_does_not_notice_a_writer_that_hangs(writer: Callable[[Noteboo
             trajectories = await manager.run([{"raw_prompt": user("hello")}], n=20)
             seconds.append(time.monotonic() - started)
             assert len(trajectories) == 20
-            [delivery] = manager.reports.tracing.deliveries
+            [delivery] = manager.telemetry.tracing.deliveries
         assert delivery.num_dropped == 20
 
     asyncio.run(main())

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.distributed.wire import Answer
-from agent_loop.runtime.waits import Board, WaitKind
+from agent_loop.distributed.wire import PackedCompletion
+from agent_loop.runtime.activity import Board, WaitKind
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
@@ -74,6 +74,6 @@ def test_a_simulated_engine_counts_from_the_request_with_its_time_in_line() -> N
 
 def test_it_travels_and_does_not_make_completions_differ() -> None:
     output = TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=0.25)
-    assert Answer.pack(output).unpack().prefill_s == 0.25
+    assert PackedCompletion.pack(output).unpack().prefill_s == 0.25
     assert TokenOutput.from_chunks(output.chunks).prefill_s == 0.25
     assert output == TokenOutput([1, 2], [-0.1, -0.2], "stop", prefill_s=9.0)

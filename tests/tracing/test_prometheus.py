@@ -21,8 +21,8 @@ assert ToolError
 
 async def scraped(manager: AgentLoopManager) -> dict[str, float]:
     """The samples, by name and labels."""
-    assert manager.reports.metrics is not None
-    url = f"http://127.0.0.1:{manager.reports.metrics.port}/metrics"
+    assert manager.telemetry.metrics is not None
+    url = f"http://127.0.0.1:{manager.telemetry.metrics.port}/metrics"
 
     def read() -> str:
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -124,7 +124,7 @@ def test_traces_that_were_not_written_are_counted() -> None:
         trace = TraceConfig(backend="file", path="/dev/full")
         async with manager_of(ScriptedServer(ADDS), trace=trace) as manager:
             await manager.run(ROWS, n=2)
-            await asyncio.to_thread(manager.reports.tracing.close)
+            await asyncio.to_thread(manager.telemetry.tracing.close)
             samples = await scraped(manager)
         assert samples["agent_loop_traces_dropped_total{writer=file}"] == 2
 
@@ -134,8 +134,8 @@ def test_traces_that_were_not_written_are_counted() -> None:
 def test_a_port_that_is_taken_is_said_by_its_key() -> None:
     async def main() -> None:
         async with manager_of(ScriptedServer(ADDS)) as manager:
-            assert manager.reports.metrics is not None
-            config = settings(TraceConfig(), metrics_port=manager.reports.metrics.port)
+            assert manager.telemetry.metrics is not None
+            config = settings(TraceConfig(), metrics_port=manager.telemetry.metrics.port)
             other = AgentLoopManager(config, servers=[ScriptedServer(ADDS)], template=hermes_template())
             with pytest.raises(ConfigError, match=r"rollout\.metrics_port is"):
                 await other.start()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from agent_loop.integrations.verl import rollout_trace_attr, rollout_trace_op
+from agent_loop.runtime.activity import Board, WaitKind, waiting_for
 from agent_loop.runtime.threads import run_in_thread
-from agent_loop.runtime.waits import Board, WaitKind, waiting_for
 from agent_loop.testing import run_virtual
 from agent_loop.tracing.bounded import MAX_CHARACTERS
 from agent_loop.trajectory import Span

@@ -16,7 +16,7 @@ from torch import Tensor
 from agent_loop.config import AlgorithmConfig
 from agent_loop.rollout.batch import RolloutBatch, assemble
 from agent_loop.training.advantages import (
-    Estimate,
+    BatchAdvantages,
     Rewards,
     collect_rewards,
     discounted_returns,
@@ -49,7 +49,7 @@ def batch() -> RolloutBatch:
     return batch
 
 
-def estimate(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> Estimate:
+def estimate(batch: RolloutBatch, config: AlgorithmConfig, **options: Any) -> BatchAdvantages:
     return estimate_advantages(collect(batch, config), config=config, **options)
 
 
@@ -83,7 +83,7 @@ def scored_rows(batch: RolloutBatch) -> list[int]:
 
 
 def assert_advantages(
-    found: Estimate, expected: dict[tuple[int, int], float], *, batch: RolloutBatch
+    found: BatchAdvantages, expected: dict[tuple[int, int], float], *, batch: RolloutBatch
 ) -> None:
     """The kept rows are those that are expected, and each of the model's tokens in them has its value."""
     assert found.keep_B.nonzero().flatten().tolist() == sorted({row for row, _ in expected})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,14 @@ from agent_loop.training.actor import STEP_NAMES
 from agent_loop.training.losses import (
     MAX_LOG_RATIO,
     Aggregation,
-    PolicyLoss,
     aggregate,
+    clipped_loss,
     correct,
     entropy,
     kl_penalty,
     loss_denominator,
     masked_difference,
     masked_mean,
-    policy_loss,
     token_logprobs,
     value_loss,
 )
@@ -32,6 +33,40 @@ from agent_loop.training.tally import UpdateTally
 LOW, HIGH = 0.2, 0.28
 MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 WIDTH = 9
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Aggregated loss of the policy and its metrics."""
+
+    loss: Tensor
+    ppo_kl: Tensor
+    clip_fraction: Tensor
+    dual_clip_fraction: Tensor
+
+
+def policy_loss(
+    logprobs_BT: Tensor,
+    *,
+    mask_BT: Tensor,
+    weights_BT: Tensor | None = None,
+    agg_mode: AggregationMode = "token-mean",
+    denominator: float | None = None,
+    **options: Any,
+) -> PolicyLoss:
+    """Return the clipped loss, aggregated as the actor does it."""
+    result = clipped_loss(logprobs_BT, mask_BT=mask_BT, **options)
+    denominator = denominator or loss_denominator(mask_BT, mode=agg_mode)
+    reduce = Aggregation(mode=agg_mode, denominator=denominator)
+    loss_BT = result.loss_BT if weights_BT is None else result.loss_BT * weights_BT
+    log_ratio_BT = masked_difference(logprobs_BT.detach(), options["old_logprobs_BT"], mask_BT=mask_BT)
+    none_BT = torch.zeros_like(loss_BT)
+    return PolicyLoss(
+        loss=reduce(loss_BT, mask_BT=mask_BT),
+        ppo_kl=reduce(-log_ratio_BT, mask_BT=mask_BT),
+        clip_fraction=reduce(result.metrics["clip_fraction"], mask_BT=mask_BT),
+        dual_clip_fraction=reduce(result.metrics.get("dual_clip_fraction", none_BT), mask_BT=mask_BT),
+    )
 
 
 def ragged(seed: int, rows: int = 5, width: int = WIDTH) -> dict[str, Tensor]:

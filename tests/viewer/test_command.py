@@ -40,13 +40,13 @@ def test_a_taken_port_is_an_error_if_it_was_asked_for(
 def test_else_the_next_free_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def bound_socket(host: str, port: int) -> socket.socket:
+    def listening_socket(host: str, port: int) -> socket.socket:
         asked.append(port)
         if len(asked) < 3:
             raise ConfigError("taken")
         return socket.create_server((host, 0))
 
-    monkeypatch.setattr(command, "bound_socket", bound_socket)
+    monkeypatch.setattr(command, "listening_socket", listening_socket)
     with command.free_listener("127.0.0.1", None):
         assert asked == [command.FIRST_PORT, command.FIRST_PORT + 1, command.FIRST_PORT + 2]
 

@@ -13,7 +13,7 @@ from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
 from agent_loop.chat.forms import FormProof
 from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium
 from agent_loop.chat.parsers import ToolParser, detect_parser
-from agent_loop.chat.parsers.walking import Thought
+from agent_loop.chat.parsers.completion_walker import ReasoningMarks
 from agent_loop.chat.processors import load_media_processor
 from agent_loop.chat.prompt_forms import PromptForms
 from agent_loop.chat.rendering import SENTINEL, Renderer
@@ -87,7 +87,7 @@ class ChatTemplate:
             chat_template=source,
         )
         self._prompts = PromptForms(self.renderer, proof=proof, encoder=self.encoder, chat_template=source)
-        self._last_of_openings = _last_characters(self.tool_parser.thoughts)
+        self._last_of_openings = _last_characters(self.tool_parser.reasoning_marks)
         self._may_open = lru_cache(MAX_ENDS)(self._ends_like_opening)
         self._opened_reasoning = self._find_opened_reasoning()
 
@@ -269,12 +269,12 @@ class ChatTemplate:
         return opened.pop() if len(opened) == 1 else ""
 
     def _opened_at_end(self, context: TokenIds) -> str:
-        if not self.tool_parser.thoughts:
+        if not self.tool_parser.reasoning_marks:
             return ""
         if not self._may_open(*map(int, context[-FEW_TOKENS:])):
             return ""
         end = self.decode(context[-MAX_OPENING_TOKENS:])
-        for opening, _, label in self.tool_parser.thoughts:
+        for opening, _, label in self.tool_parser.reasoning_marks:
             before, found, behind = end.rpartition(opening)
             if found and not behind.strip().removeprefix(label):
                 return end[len(before) :]
@@ -361,10 +361,10 @@ def _vocab_size_at(path: str, *, trust_remote_code: bool) -> int | None:
     return vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None
 
 
-def _last_characters(thoughts: Sequence[Thought]) -> frozenset[str]:
+def _last_characters(reasoning_marks: Sequence[ReasoningMarks]) -> frozenset[str]:
     """One of these ends a text that opens reasoning, as far as can be seen of it: white space left out, and in bytes
     that may be no whole character."""
-    texts = [text for opening, _, label in thoughts for text in (opening, label)]
+    texts = [text for opening, _, label in reasoning_marks for text in (opening, label)]
     return frozenset({"", "\ufffd", *(text.rstrip()[-1:] for text in texts)})
 
 

@@ -1,4 +1,4 @@
-"""The command `agent-loop`: one file per subcommand."""
+"""Command line of `agent-loop`: one file per command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import typer
 from rich.console import Console
 
 from agent_loop import __version__
-from agent_loop.cli.check_interaction import check_interaction_command
-from agent_loop.cli.check_sandbox import check_sandbox_command
-from agent_loop.cli.check_server import check_server_command
-from agent_loop.cli.check_tool import check_tool_command
+from agent_loop.cli.check import check_app
 from agent_loop.cli.eval import eval_command
 from agent_loop.cli.export import export_command
 from agent_loop.cli.replay import replay_command
@@ -43,17 +40,16 @@ app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("serve")(serve_command)
 app.command("verify-template")(verify_template_command)
-app.command("check-server")(check_server_command)
-app.command("check-tool")(check_tool_command)
-app.command("check-interaction")(check_interaction_command)
-app.command("check-sandbox")(check_sandbox_command)
+app.add_typer(check_app, name="check")
 app.command("simulate")(simulate_command)
 app.command("view")(view_command)
 
 
 def main() -> None:
-    """Run the command line. An error that was raised on purpose, and one of the operating system about a file, is shown
-    without a traceback; exit code 2."""
+    """Run the command line.
+
+    An `AgentLoopError`, or an `OSError` about a file, is printed without a traceback and ends with exit code 2.
+    """
     try:
         app()
     except SystemExit as exit:

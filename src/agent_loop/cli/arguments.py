@@ -74,9 +74,6 @@ StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this
 SplitOption = Annotated[
     str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
 ]
-CheckTimeoutOption = Annotated[
-    float, typer.Option(min=0, callback=finite, help="Time limit of each check, in seconds.")
-]
 MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Only the first so many rows.")]
 SamplesOption = Annotated[
     int | None, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Trajectories per row.")

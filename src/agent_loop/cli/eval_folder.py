@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from agent_loop.cli.running import by_id
 from agent_loop.errors import ConfigError, JournalError, OutputError
-from agent_loop.rollout.records import write_records, writing_records
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.rollout.trajectory_jsonl import write_records, writing_records
+from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.training.evaluation import SUMMARY_FILE, EvaluationSummary, read_summary
 from agent_loop.trajectory import Trajectory

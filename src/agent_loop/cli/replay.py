@@ -88,7 +88,7 @@ def replay_command(
     spoken = spoken_in(old)
     console = Console()
     if from_turn is None:
-        new = _again(settings, old, spoken, goes_on=False)
+        new = _again(settings, old, spoken, continue_live=False)
         is_same = _compare(old, new, console, pieces=stored.vocabulary())
     else:
         last = len(spoken.completions) + 1
@@ -96,7 +96,7 @@ def replay_command(
             raise DataError(
                 f"--from-turn is {from_turn}, but {row} could go on at turn {last} at the latest; give less"
             )
-        new = _again(settings, old, spoken.before(from_turn), goes_on=True)
+        new = _again(settings, old, spoken.before(from_turn), continue_live=True)
         is_same = True
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
@@ -114,16 +114,16 @@ def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
     return read_config(path, overrides)
 
 
-def _again(config: Config, old: Trajectory, spoken: Spoken, *, goes_on: bool) -> Trajectory:
-    from agent_loop.rollout.rehearsing import rehearse
+def _again(config: Config, old: Trajectory, spoken: Spoken, *, continue_live: bool) -> Trajectory:
+    from agent_loop.rollout.replay import replay_trajectory
 
-    trajectories = run_to_end(rehearse(config, old, spoken=spoken, goes_on=goes_on))
+    trajectories = run_to_end(replay_trajectory(config, old, recorded=spoken, continue_live=continue_live))
     return trajectories[0]
 
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
     """Whether they are the same; says so."""
-    from agent_loop.rollout.rehearsing import first_difference
+    from agent_loop.recording.token_difference import first_difference
     from agent_loop.storage.vocabulary import text_of
 
     def show(token_ids: Sequence[int]) -> str:
@@ -136,7 +136,7 @@ def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequ
     num_tokens = sum(map(len, old.output.segments))
     if difference is not None:
         say(
-            f"{old.trajectory_id} differs from token {difference.place} of {num_tokens} on ({difference.where})"
+            f"{old.trajectory_id} differs from token {difference.index} of {num_tokens} on ({difference.where})"
         )
         say(f"  recorded: {show(difference.old)}")
         say(f"  now:      {show(difference.new)}")
@@ -189,7 +189,7 @@ def _messages_from(trajectory: Trajectory, *, turn: int) -> list[dict[str, objec
 
 
 def _write(out: Path, trajectory: Trajectory, *, step: int, split: str) -> None:
-    from agent_loop.rollout.records import write_records
+    from agent_loop.rollout.trajectory_jsonl import write_records
     from agent_loop.storage.writer import write_trajectories
 
     if out.suffix == ".parquet":

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from agent_loop.cli.arguments import RunArgument, SplitOption, StepOption, find_run, finite, nothing_stored
 from agent_loop.errors import ConfigError, OutputError, RewardError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.event_loop import run_to_end
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory, mean_over_rollouts

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from agent_loop.config import Config
 from agent_loop.errors import JournalError, OutputError
-from agent_loop.rollout.records import write_records
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.rollout.trajectory_jsonl import write_records
+from agent_loop.runtime.describe import describe_error
 from agent_loop.trajectory import Trajectory
 
 

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from agent_loop.config import Config
-from agent_loop.runtime.collector import frozen_objects
+from agent_loop.runtime.garbage_collection import frozen_objects
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 

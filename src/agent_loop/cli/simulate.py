@@ -15,7 +15,7 @@ from rich.table import Table
 
 from agent_loop.cli.arguments import SamplesOption, above_0, finite
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.runtime.collector import frozen_objects
+from agent_loop.runtime.garbage_collection import frozen_objects
 
 if TYPE_CHECKING:
     from agent_loop.simulation.cluster import Cluster, Fault

@@ -36,7 +36,7 @@ def verify_template_command(
         str,
         typer.Argument(
             metavar="PATH_OR_NAME",
-            help="A model folder, a hub name, or a template file (.jinja), which is tried with a makeshift tokenizer.",
+            help="A model folder, a hub name, or a template file (.jinja), which gets a placeholder tokenizer.",
             show_default=False,
         ),
     ],
@@ -88,12 +88,12 @@ def verify_template_command(
 
 
 def _load(template: str, chat_template: Path | None) -> ChatTemplate:
-    from agent_loop.chat.makeshift import makeshift_tokenizer  # late: keeps `--help` quick
     from agent_loop.chat.template import ChatTemplate, load_chat_template
+    from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer  # late: keeps `--help` quick
 
     path = Path(template)
     if path.is_file() and chat_template is None:
-        return ChatTemplate(makeshift_tokenizer(path.read_text(encoding="utf-8")))
+        return ChatTemplate(placeholder_tokenizer(path.read_text(encoding="utf-8")))
     refuse_no_model(template)
     return load_chat_template(
         template, chat_template_path=None if chat_template is None else str(chat_template)

@@ -9,11 +9,17 @@ from dataclasses import dataclass
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.conversation import conversation_of, split_prefill
-from agent_loop.completions.reading import CompletionReader
-from agent_loop.completions.replies import ChatChoice, ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.completions.sampling import Sampler, Tally, Wanted, sample_parts, session_on
-from agent_loop.completions.writing import ChatWriter, Step
+from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
+from agent_loop.completions.response_models import ChatChoice, ChatCompletion, ChatCompletionChunk
+from agent_loop.completions.sampling import (
+    Sampler,
+    SampleSpec,
+    UsageCounter,
+    completion_session,
+    sample_decoded,
+)
+from agent_loop.completions.stream_parser import StreamParser
 from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.types import IntArray
 
@@ -21,12 +27,12 @@ PROMPT_END_TOKENS = 16
 """So many tokens at the end of the prompt are looked at for reasoning that it opens."""
 
 
-def completion_reader(
+def create_stream_parser(
     request: ChatCompletionRequest, *, template: ChatTemplate, prompt_ids: IntArray
-) -> CompletionReader:
+) -> StreamParser:
     """What reads a completion of this request, which follows these tokens."""
     prompt_end = template.decode(prompt_ids[-PROMPT_END_TOKENS:])
-    return CompletionReader(
+    return StreamParser(
         template.tool_parser,
         tools=request.tools_in_use,
         prompt_end=prompt_end,
@@ -84,7 +90,7 @@ async def stream_chat_completion(
     begun: set[int] = set()
     sessions = [session, *[None] * (request.num_choices - 1)]
     steps = merged(
-        chat.steps(index, session=session, as_it_comes=True) for index, session in enumerate(sessions)
+        chat.steps(index, session=session, is_streamed=True) for index, session in enumerate(sessions)
     )
     async with aclosing(steps):
         async for step in steps:
@@ -106,7 +112,7 @@ class _Chat:
     template: ChatTemplate
     sampler: Sampler
     prompt: Encoded
-    writer: ChatWriter
+    writer: ResponseBuilder
 
     @classmethod
     async def prepared(
@@ -115,16 +121,18 @@ class _Chat:
         messages, prefill = split_prefill(request, conversation_of(request.messages))
         read = await template.read(messages)
         prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read, prefill=prefill)
-        writer = ChatWriter(request, template, prompt.token_ids)
+        writer = ResponseBuilder(request, template, prompt.token_ids)
         return cls(request, template, sampler, prompt, writer)
 
-    async def steps(self, index: int, *, session: str | None, as_it_comes: bool) -> AsyncGenerator[Step]:
+    async def steps(
+        self, index: int, *, session: str | None, is_streamed: bool
+    ) -> AsyncGenerator[ParsedChunk]:
         """Samples and reads one of the completions."""
         request = self.request
-        reader = completion_reader(request, template=self.template, prompt_ids=self.prompt.token_ids)
+        reader = create_stream_parser(request, template=self.template, prompt_ids=self.prompt.token_ids)
         params = request.sampling_params(max_tokens=request.max_new_tokens, choice=index)
-        with session_on(self.sampler, session) as request_id:
-            wanted = Wanted(
+        with completion_session(self.sampler, session) as request_id:
+            wanted = SampleSpec(
                 prompt_ids=self.prompt.token_ids,
                 sampling_params=params,
                 request_id=request_id,
@@ -133,20 +141,20 @@ class _Chat:
                 needs_logprobs=bool(request.logprobs),
                 keeps_end_tokens=self.template.tool_parser.reads_end_tokens,
             )
-            parts = sample_parts(
-                wanted, sampler=self.sampler, template=self.template, as_it_comes=as_it_comes
+            parts = sample_decoded(
+                wanted, sampler=self.sampler, template=self.template, is_streamed=is_streamed
             )
             async with aclosing(parts):
                 async for part in parts:
                     reading = reader.feed(part.text)
                     if part.finish_reason is not None:
                         reading += reader.finish()
-                    yield Step(index, part, reading)
+                    yield ParsedChunk(index, part, reading)
 
-    async def choice(self, index: int, *, session: str | None, tally: Tally) -> ChatChoice:
+    async def choice(self, index: int, *, session: str | None, tally: UsageCounter) -> ChatChoice:
         """One of the completions in one piece."""
-        steps: list[Step] = []
-        async with aclosing(self.steps(index, session=session, as_it_comes=False)) as coming:
+        steps: list[ParsedChunk] = []
+        async with aclosing(self.steps(index, session=session, is_streamed=False)) as coming:
             async for step in coming:
                 tally.add(step.part)
                 steps.append(step)

@@ -9,7 +9,7 @@ from typing import Any, cast
 from agent_loop.chat.parsers.json_calls import JsonFault, decode_json
 from agent_loop.completions.requests import ChatCompletionRequest, ChatMessage
 from agent_loop.errors import RequestError
-from agent_loop.runtime.boundary import one_line
+from agent_loop.runtime.describe import one_line
 from agent_loop.types import Message
 
 

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
-from agent_loop.runtime.boundary import one_line
+from agent_loop.runtime.describe import one_line
 from agent_loop.tools.json_schema import InvalidSchema, check_json_schema
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -30,14 +30,14 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_STOPS = 16
 
 
-class Body(BaseModel):
+class RequestModel(BaseModel):
     """A part of a request. Unknown fields are refused by name: one that is ignored may change what is meant."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Only:
-    """Marks a parameter that changes the result and is not offered: it may only say what holds anyway."""
+    """StreamMarkers a parameter that changes the result and is not offered: it may only say what holds anyway."""
 
     def __init__(self, *neutral: Any) -> None:
         self._neutral = neutral

@@ -9,10 +9,10 @@ from pydantic import Field, ValidationError
 
 from agent_loop.completions.fields import (
     MAX_STOPS,
-    Body,
     FiniteFloat,
     Ignored,
     Only,
+    RequestModel,
     StopText,
     TokenId,
     ToolSchema,
@@ -20,10 +20,10 @@ from agent_loop.completions.fields import (
 from agent_loop.errors import RequestError, did_you_mean
 from agent_loop.types import SamplingParams
 
-BodyT = TypeVar("BodyT", bound=Body)
+RequestModelT = TypeVar("RequestModelT", bound=RequestModel)
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestModel):
     """How a stream is sent."""
 
     include_usage: bool | None = None
@@ -31,7 +31,7 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
-class SamplingRequest(Body):
+class SamplingRequest(RequestModel):
     """What both kinds of completions take."""
 
     model: str
@@ -107,7 +107,7 @@ class SamplingRequest(Body):
         )
 
 
-class ChatMessage(Body):
+class ChatMessage(RequestModel):
     """One message of the conversation so far."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -184,7 +184,7 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs is not None and self.logprobs is not False
 
 
-def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[Body]) -> RequestError:
+def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestModel]) -> RequestError:
     """The first fault that pydantic found, in our words: what, got, do."""
     fault = _telling(faults)
     path = _path(fault)

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.decoding import StopTexts, TextStream
-from agent_loop.completions.replies import Usage, usage_of
+from agent_loop.completions.detokenizer import StopTextMatcher, StreamDetokenizer
+from agent_loop.completions.response_models import Usage, usage_of
 from agent_loop.errors import RequestError, ServerError
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
@@ -41,7 +41,7 @@ class Sampler(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SampleSpec:
     """One completion that is to be sampled."""
 
     prompt_ids: IntArray
@@ -56,7 +56,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DecodedChunk:
     """What a step of sampling adds."""
 
     text: str
@@ -71,7 +71,7 @@ class Part:
 
 
 @contextmanager
-def session_on(sampler: Sampler, session: str | None) -> Generator[str]:
+def completion_session(sampler: Sampler, session: str | None) -> Generator[str]:
     """The session of one completion: the caller's, who ends it, or one of its own, which ends with the body."""
     if session is not None:
         yield session
@@ -83,7 +83,7 @@ def session_on(sampler: Sampler, session: str | None) -> Generator[str]:
         sampler.end_session(session)
 
 
-class Tally:
+class UsageCounter:
     """Counts the tokens of a request."""
 
     def __init__(self, *, prompt_tokens: int) -> None:
@@ -91,7 +91,7 @@ class Tally:
         self._completion_tokens = 0
         self._cached_tokens: int | None = None
 
-    def add(self, part: Part) -> None:
+    def add(self, part: DecodedChunk) -> None:
         self._completion_tokens += len(part.token_ids)
         if part.num_cached_tokens is not None:
             self._cached_tokens = max(self._cached_tokens or 0, part.num_cached_tokens)
@@ -105,51 +105,51 @@ class Tally:
         )
 
 
-async def sample_parts(
-    wanted: Wanted, *, sampler: Sampler, template: ChatTemplate, as_it_comes: bool
-) -> AsyncGenerator[Part]:
+async def sample_decoded(
+    wanted: SampleSpec, *, sampler: Sampler, template: ChatTemplate, is_streamed: bool
+) -> AsyncGenerator[DecodedChunk]:
     """Samples one completion and yields it in parts; leaving the iteration aborts it.
 
     Args:
-        as_it_comes: Have the engine hand out tokens while it samples; else all come at once, which costs it less.
+        is_streamed: Have the engine hand out tokens while it samples; else all come at once, which costs it less.
 
     Raises:
         RequestError: Log-probs are wanted and the server gives none.
         ServerError: The server refuses or fails the request, or somebody aborted it.
     """
-    reader = PartReader(template, stops=wanted.stops, keeps_end_tokens=wanted.keeps_end_tokens)
-    async with aclosing(_chunks(wanted, sampler=sampler, as_it_comes=as_it_comes)) as chunks:
+    reader = ChunkDecoder(template, stops=wanted.stops, keeps_end_tokens=wanted.keeps_end_tokens)
+    async with aclosing(_chunks(wanted, sampler=sampler, is_streamed=is_streamed)) as chunks:
         async for chunk in chunks:
             if wanted.needs_logprobs and chunk.logprobs is None:
-                raise no_logprobs()
+                raise missing_logprobs()
             for part in reader.feed(chunk):
                 yield part
                 if part.finish_reason is not None:
                     return
 
 
-def no_logprobs() -> RequestError:
+def missing_logprobs() -> RequestError:
     """The answer to a request for log-probs that the server does not give."""
     return RequestError("logprobs: this server gives none; leave it out", param="logprobs")
 
 
-class PartReader:
+class ChunkDecoder:
     """Reads one completion chunk by chunk.
 
     Args:
         template: Of the model.
         stops: Texts before which the completion ends.
-        keeps_end_tokens: See `Wanted`.
+        keeps_end_tokens: See `SampleSpec`.
     """
 
     def __init__(
         self, template: ChatTemplate, *, stops: Sequence[str] = (), keeps_end_tokens: bool = False
     ) -> None:
         self._text = _VisibleText(template, keeps_end_tokens=keeps_end_tokens)
-        self._stops = StopTexts(stops)
+        self._stops = StopTextMatcher(stops)
         self._has_stops = bool(stops)
 
-    def feed(self, chunk: TokenChunk) -> Iterator[Part]:
+    def feed(self, chunk: TokenChunk) -> Iterator[DecodedChunk]:
         """The parts that the chunk adds; behind one with a finish reason nothing comes any more."""
         # A stop text ends the completion at the token that completes it, so it is looked for token by token.
         for piece in chunk.single_tokens() if self._has_stops else (chunk,):
@@ -160,7 +160,7 @@ class PartReader:
             reason = "stop" if self._stops.is_hit else piece.stop_reason
             if reason is not None:
                 added += self._stops.finish()
-            yield Part(
+            yield DecodedChunk(
                 added,
                 piece.token_ids,
                 piece.logprobs,
@@ -172,11 +172,11 @@ class PartReader:
                 return
 
 
-async def _chunks(wanted: Wanted, *, sampler: Sampler, as_it_comes: bool) -> AsyncGenerator[TokenChunk]:
+async def _chunks(wanted: SampleSpec, *, sampler: Sampler, is_streamed: bool) -> AsyncGenerator[TokenChunk]:
     # A server that knows of no attachments need not take the argument.
     more: dict[str, Any] = {"attachments": wanted.attachments} if wanted.attachments else {}
     asked = (wanted.prompt_ids, wanted.sampling_params, wanted.request_id)
-    if not as_it_comes and not wanted.stops:
+    if not is_streamed and not wanted.stops:
         for chunk in (await sampler.generate(*asked, **more)).chunks:
             yield _unless_aborted(chunk, wanted.request_id)
         return
@@ -195,7 +195,7 @@ class _VisibleText:
     """The text of a completion without the tokens that end it, which are known to do so only at the end."""
 
     def __init__(self, template: ChatTemplate, *, keeps_end_tokens: bool) -> None:
-        self._stream = TextStream(template.encoder.decode)
+        self._stream = StreamDetokenizer(template.encoder.decode)
         self._end_ids = template.end_ids
         special_ids = frozenset[int](template.tokenizer.all_special_ids)
         self._may_end = frozenset[int]() if keeps_end_tokens else self._end_ids | special_ids

@@ -10,9 +10,20 @@ from typing import Any, Literal, cast
 from uuid import uuid4
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.completions.replies import Completion, CompletionChoice, CompletionLogProbs
 from agent_loop.completions.requests import CompletionRequest
-from agent_loop.completions.sampling import Part, Sampler, Tally, Wanted, sample_parts, session_on
+from agent_loop.completions.response_models import (
+    TextCompletion,
+    TextCompletionChoice,
+    TextCompletionLogProbs,
+)
+from agent_loop.completions.sampling import (
+    DecodedChunk,
+    Sampler,
+    SampleSpec,
+    UsageCounter,
+    completion_session,
+    sample_decoded,
+)
 from agent_loop.errors import RequestError
 from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.types import IntArray, as_token_ids
@@ -28,7 +39,7 @@ async def completion(
     template: ChatTemplate,
     sampler: Sampler,
     session: str | None = None,
-) -> Completion:
+) -> TextCompletion:
     """Completes each prompt `n` times; choice `p * n + i` is the i-th of prompt p.
 
     Args:
@@ -58,14 +69,14 @@ async def stream_completion(
     template: ChatTemplate,
     sampler: Sampler,
     session: str | None = None,
-) -> AsyncGenerator[Completion]:
+) -> AsyncGenerator[TextCompletion]:
     """As `completion`, in parts, while the model speaks. Leaving the iteration aborts the completions."""
     job = _Job.prepared(request, template=template, sampler=sampler)
     tally = job.tally()
     offsets = [0] * job.num_choices
     begun: set[int] = set()
     sessions = [session, *[None] * (job.num_choices - 1)]
-    steps = merged(job.steps(index, session=own, as_it_comes=True) for index, own in enumerate(sessions))
+    steps = merged(job.steps(index, session=own, is_streamed=True) for index, own in enumerate(sessions))
     async with aclosing(steps):
         async for index, part in steps:
             tally.add(part)
@@ -107,39 +118,39 @@ class _Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.request.num_choices
 
-    def tally(self) -> Tally:
-        return Tally(prompt_tokens=sum(map(len, self.prompts)))
+    def tally(self) -> UsageCounter:
+        return UsageCounter(prompt_tokens=sum(map(len, self.prompts)))
 
     async def steps(
-        self, index: int, *, session: str | None, as_it_comes: bool
-    ) -> AsyncGenerator[tuple[int, Part]]:
+        self, index: int, *, session: str | None, is_streamed: bool
+    ) -> AsyncGenerator[tuple[int, DecodedChunk]]:
         """Samples one of the completions."""
         request = self.request
         prompt, number = divmod(index, request.num_choices)
         params = request.sampling_params(max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS, choice=number)
-        with session_on(self.sampler, session) as request_id:
-            wanted = Wanted(
+        with completion_session(self.sampler, session) as request_id:
+            wanted = SampleSpec(
                 prompt_ids=self.prompts[prompt],
                 sampling_params=params,
                 request_id=request_id,
                 stops=request.stops,
                 needs_logprobs=request.wants_logprobs,
             )
-            parts = sample_parts(
-                wanted, sampler=self.sampler, template=self.template, as_it_comes=as_it_comes
+            parts = sample_decoded(
+                wanted, sampler=self.sampler, template=self.template, is_streamed=is_streamed
             )
             async with aclosing(parts):
                 async for part in parts:
                     yield index, part
 
-    async def choice(self, index: int, *, session: str | None, tally: Tally) -> CompletionChoice:
+    async def choice(self, index: int, *, session: str | None, tally: UsageCounter) -> TextCompletionChoice:
         """One of the completions in one piece."""
-        parts: list[Part] = []
-        async with aclosing(self.steps(index, session=session, as_it_comes=False)) as steps:
+        parts: list[DecodedChunk] = []
+        async with aclosing(self.steps(index, session=session, is_streamed=False)) as steps:
             async for _, part in steps:
                 tally.add(part)
                 parts.append(part)
-        whole = Part(
+        whole = DecodedChunk(
             text="".join(part.text for part in parts),
             token_ids=[token for part in parts for token in part.token_ids],
             logprobs=[p for part in parts for p in part.logprobs or ()],
@@ -147,10 +158,12 @@ class _Job:
         )
         return self.part_choice(index, whole, offset=0, is_first=True)
 
-    def part_choice(self, index: int, part: Part, *, offset: int, is_first: bool) -> CompletionChoice:
+    def part_choice(
+        self, index: int, part: DecodedChunk, *, offset: int, is_first: bool
+    ) -> TextCompletionChoice:
         shows_ids = bool(self.request.return_token_ids)
         prompt = self.prompts[index // self.request.num_choices]
-        return CompletionChoice(
+        return TextCompletionChoice(
             index=index,
             text=part.text,
             finish_reason=cast(Literal["stop", "length"] | None, part.finish_reason),
@@ -159,16 +172,16 @@ class _Job:
             prompt_token_ids=prompt.tolist() if shows_ids and is_first else None,
         )
 
-    def reply(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(id=self.id, created=self.created, model=self.request.model, choices=choices)
+    def reply(self, choices: list[TextCompletionChoice]) -> TextCompletion:
+        return TextCompletion(id=self.id, created=self.created, model=self.request.model, choices=choices)
 
-    def _logprobs(self, part: Part, *, offset: int) -> CompletionLogProbs:
+    def _logprobs(self, part: DecodedChunk, *, offset: int) -> TextCompletionLogProbs:
         tokens = [self.template.decode([token]) for token in part.token_ids]
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
-        return CompletionLogProbs(
+        return TextCompletionLogProbs(
             tokens=tokens, token_logprobs=list(part.logprobs or ()), text_offset=offsets
         )
 

@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field
 
 from agent_loop.config.values import (
-    AdvantageEstimator,
     Coefficient,
     KLEstimator,
+    Name,
     NotNegative,
     Section,
     Share,
@@ -21,10 +21,10 @@ from agent_loop.types import StopReason
 class AlgorithmConfig(Section):
     """Advantages."""
 
-    adv_estimator: AdvantageEstimator = "grpo"
+    adv_estimator: Name = "grpo"
     """Baseline of the advantages. `grpo` and `rloo`: the other trajectories of the group. `remax`: a greedy trajectory.
     `reinforce_plus_plus`: the whole batch. `reinforce_plus_plus_baseline`: the group, then the batch. `gae`: a
-    critic."""
+    critic. Or a name registered with `@advantage_estimator`, `file.py:name` or `module:name`."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide advantages of `grpo` by the group's standard deviation. False together with
     `actor.loss_agg_mode=seq-mean-token-sum-norm` is Dr. GRPO."""

@@ -13,6 +13,7 @@ from agent_loop.config.values import (
     KLEstimator,
     LearningRate,
     Level,
+    Name,
     NotNegative,
     Positive,
     Section,
@@ -73,9 +74,10 @@ class CorrectionConfig(Section):
 class ActorConfig(OptimConfig):
     """Policy loss, optimiser and micro-batches of the policy."""
 
-    policy_loss: Literal["ppo", "gspo"] = "ppo"
+    policy_loss: Name = "ppo"
     """Ratio that is clipped. `ppo`: the ratio of each token. `gspo`: the geometric mean over the trajectory; use bounds
-    around 0.0003 and `loss_agg_mode=seq-mean-token-mean`."""
+    around 0.0003 and `loss_agg_mode=seq-mean-token-mean`. Or a name registered with `@policy_loss`, `file.py:name` or
+    `module:name`."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_ratio_high: Annotated[float, Field(gt=0, le=1e6)] = 0.28
     clip_ratio_c: Annotated[float, Field(gt=1, le=1e6)] | None = None

@@ -52,7 +52,7 @@ class AgentConfig(Section):
 
     num_workers: Replicas = 1
     default_agent_loop: str = "single_turn_agent"
-    """Agent loop of rows without `agent_name`."""
+    """Agent loop of rows without `agent_name`: a registered name, `file.py:Class` or `module:Class`."""
     agent_loop_config_path: str | None = None
     """YAML list of `{name, _target_: module.Class, ...}`: loops in addition to the registered ones."""
     loop_files: list[str] = []
@@ -87,7 +87,8 @@ class MultiTurnConfig(Section):
     """Environments of `environment_agent` by name: a class as `file.py:Class` or `module:Class` with `reset` and, if it
     gives rewards, `get_reward`. Its other public methods are the model's tools."""
     format: str = "hermes"
-    """Tool parser; `auto` selects it by the chat template."""
+    """Tool parser: a registered name, a class as `file.py:ClassName`, or `auto`, which selects it by the chat
+    template."""
     turn_timeout_s: PositiveSeconds | None = None
     """Time limit of a turn: its completion and the replies of tools, interaction or loop. A longer turn ends the
     trajectory with `deadline` and the incident `turn_timeout`; its tokens are kept. None is no limit."""
@@ -227,6 +228,19 @@ class RolloutConfig(Section):
                 f"rollout.over_sample is {over_sample}, and which groups end first is chance; set it to 1"
             )
         return value
+
+    def sampling_params(self, *, validate: bool = False) -> dict[str, Any]:
+        """Return the sampling parameters of requests by name, in evaluations those of `val`."""
+        source = self.val if validate else self
+        params: dict[str, Any] = {
+            "temperature": source.temperature,
+            "top_p": source.top_p,
+            "top_k": source.top_k,
+            "repetition_penalty": 1.0,  # (none; code written for verl reads the key)
+        }
+        if validate and self.val.max_turn_tokens is not None:
+            params["max_tokens"] = self.val.max_turn_tokens
+        return params
 
 
 def _custom_server(info: ValidationInfo) -> CustomServerConfig | None:

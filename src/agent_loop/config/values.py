@@ -41,9 +41,8 @@ WeightTransfer: TypeAlias = Literal["auto", "shared_memory", "cuda_ipc", "broadc
 
 OnWeightUpdate: TypeAlias = Literal["auto", "keep", "abort"]
 
-AdvantageEstimator: TypeAlias = Literal[
-    "grpo", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
-]
+Name = Annotated[str, Field(min_length=1)]
+"""Name of a registered function or class, or `file.py:name` or `module:name`."""
 
 AggregationMode: TypeAlias = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 

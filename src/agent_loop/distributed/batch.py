@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from agent_loop.distributed.wire import job_of
 from agent_loop.recording.row_log import RowLog
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.workers import split
-from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
+from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.types import StopReason
 

@@ -21,7 +21,7 @@ from agent_loop.distributed.server_actor import (
 from agent_loop.distributed.wire import ServerFacts
 from agent_loop.distributed.worker_actor import NUM_CALLS, WorkerActor, WorkerSetup
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import ServerSpec
 
 FOR_EVER: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}

@@ -9,7 +9,7 @@ from functools import partial
 
 from agent_loop.distributed.pace import Pace
 from agent_loop.distributed.wire import Ask, LineLost, Post, Reply, Response
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 
 END_WITHIN_S = 0.1
 """Sessions that ended wait so long for something else to travel with."""

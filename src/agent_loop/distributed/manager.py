@@ -12,8 +12,8 @@ from agent_loop.distributed.remote_server import OwnedServer
 from agent_loop.distributed.remote_workers import RemoteWorker, RemoteWorkers
 from agent_loop.distributed.weights import WeightStore
 from agent_loop.errors import ServerError
+from agent_loop.rollout.components import load_reward_function, load_template
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.rollout.parts import load_reward_function, load_template
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.servers.factory import server_specs
 from agent_loop.tracing.tracer import with_trace_names

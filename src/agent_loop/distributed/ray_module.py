@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 
 
 class ActorLost(Exception):

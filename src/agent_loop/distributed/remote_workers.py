@@ -19,7 +19,7 @@ from agent_loop.errors import AgentLoopError, RolloutError
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Discard
 from agent_loop.rollout.failures import FailureBudget
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.concurrency import run_shielded, run_together
 from agent_loop.trajectory import Trajectory
 

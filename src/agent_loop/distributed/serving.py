@@ -24,7 +24,8 @@ from agent_loop.distributed.wire import (
     Response,
 )
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError
-from agent_loop.runtime.boundary import describe_error, run_bounded
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.reply_check import bad_reply

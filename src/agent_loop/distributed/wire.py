@@ -12,8 +12,8 @@ from msgspec import structs
 
 from agent_loop.distributed.contexts import Delta
 from agent_loop.errors import AgentLoopError, ServerError
-from agent_loop.rollout.worker import Job
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.rollout.jobs import Job
+from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import Ability
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.trajectory.codec import decode_completion, encode_completion

@@ -19,7 +19,7 @@ from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.distributed.wire import News, ServerFacts, pack_trajectories
 from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
-from agent_loop.rollout.parts import (
+from agent_loop.rollout.components import (
     load_context,
     load_loops,
     load_reward_function,
@@ -27,10 +27,12 @@ from agent_loop.rollout.parts import (
     make_server_manager,
     make_worker,
 )
-from agent_loop.rollout.worker import AgentLoopWorker, Job
-from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
-from agent_loop.runtime.collector import freeze_objects
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.runtime.concurrency import run_shielded, run_together, run_until
+from agent_loop.runtime.garbage_collection import freeze_objects
+from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.pool import ServerPool
 from agent_loop.trajectory import Trajectory

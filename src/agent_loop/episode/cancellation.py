@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from agent_loop.runtime.boundary import OnReplay
 from agent_loop.runtime.concurrency import Cut, Signal
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.runtime.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")

@@ -12,8 +12,8 @@ from agent_loop.episode.cancellation import Cancellation
 from agent_loop.episode.turn_log import TurnLog
 from agent_loop.errors import EpisodeError, ToolBug
 from agent_loop.interactions.session import InteractionReply, InteractionSession
+from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import Cut, run_together
-from agent_loop.runtime.waits import WaitKind, waiting_for
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import Feedback, Incident

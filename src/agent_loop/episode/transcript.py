@@ -11,7 +11,7 @@ from agent_loop.chat.off_loop import encoded_off_loop
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.episode.turns import Completion, EpisodeMark
-from agent_loop.runtime.waits import WaitKind, waiting_for
+from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.trajectory.copying import copied
 from agent_loop.types import Message, Origin, TokenOutput, ToolCall

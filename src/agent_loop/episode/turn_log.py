@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.errors import AgentLoopError
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Segment
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall

@@ -10,23 +10,29 @@ from contextlib import suppress
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from agent_loop import __version__
-from agent_loop.completions.replies import ChatCompletionChunk, ErrorReply, Model, ModelList, Reply
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.gateway.answer import Answer
+from agent_loop.completions.response_models import (
+    ChatCompletionChunk,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    ResponseModel,
+)
 from agent_loop.gateway.anthropic.errors import messages_error, messages_error_event
 from agent_loop.gateway.anthropic.events import EventWriter
 from agent_loop.gateway.anthropic.requests import MessagesRequest
 from agent_loop.gateway.anthropic.translation import chat_request_of, message_of
 from agent_loop.gateway.gateway import Gateway
-from agent_loop.gateway.replies import streamed_reply, whole_reply
 from agent_loop.gateway.requests import SessionChatRequest
-from agent_loop.gateway.retries import Attempt
+from agent_loop.gateway.responses import build_completion, stream_chunks
+from agent_loop.gateway.retries import RetryInfo
 from agent_loop.gateway.session import Session
-from agent_loop.serving.errors import error_reply, error_response
+from agent_loop.gateway.shared_completion import SharedCompletion
+from agent_loop.serving.errors import error_json_response, make_error
 from agent_loop.serving.handlers import add_error_handlers
 from agent_loop.serving.hosts import LOCAL_HOSTS, MISDIRECTED, HostGuard
-from agent_loop.serving.streams import Connection, EventStream
-from agent_loop.serving.wire import BoundBodies, StrictRoute
+from agent_loop.serving.middleware import BodyLimiter, StrictRoute
+from agent_loop.serving.streams import ClientConnection, EventStream
 
 MODEL_NAME = "agent-loop"
 """What `/v1/models` lists; requests may name any model, and get the one that is trained."""
@@ -37,14 +43,14 @@ def create_gateway_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(title="agent-loop gateway", version=__version__, docs_url=None, redoc_url=None)
     app.state.stopping = asyncio.Event()
     """Ends the requests in flight once it is set."""
-    app.include_router(_Routes(gateway, stopping=app.state.stopping).of_sessions())
+    app.include_router(_GatewayRoutes(gateway, stopping=app.state.stopping).of_sessions())
     add_error_handlers(app, write=_error)
-    app.add_middleware(BoundBodies)
+    app.add_middleware(BodyLimiter)
     app.add_middleware(HostGuard, hosts=LOCAL_HOSTS, refuse=_refuse_host)
     return app
 
 
-class _Routes:
+class _GatewayRoutes:
     def __init__(self, gateway: Gateway, *, stopping: asyncio.Event) -> None:
         self._gateway = gateway
         self._stopping = stopping
@@ -61,34 +67,39 @@ class _Routes:
 
     async def _chat(self, session_id: str, body: SessionChatRequest, request: Request) -> Response:
         """Answer a conversation."""
-        answer = self._session(session_id, request).ask(body, attempt=_attempt(request))
+        answer = self._session(session_id, request).ask(body, attempt=_retry_info(request))
         if body.stream:
             return await self._streamed(body, answer, request, shape=None)
-        reply = await self._connection(request).hold(whole_reply(body, answer))
+        reply = await self._connection(request).hold(build_completion(body, answer))
         return _json(reply)
 
     async def _messages(self, session_id: str, body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in the Messages dialect."""
         session = self._session(session_id, request)
         chat = chat_request_of(body)
-        answer = session.ask(chat, attempt=_attempt(request))
+        answer = session.ask(chat, attempt=_retry_info(request))
         if body.stream:
             shape = EventWriter(shows_thinking=body.shows_thinking)
             return await self._streamed(chat, answer, request, shape=shape)
-        reply = await self._connection(request).hold(whole_reply(chat, answer))
+        reply = await self._connection(request).hold(build_completion(chat, answer))
         return _json(message_of(reply, shows_thinking=body.shows_thinking))
 
     async def _models(self, session_id: str, request: Request) -> Response:
         """List what is served."""
         self._session(session_id, request)
-        card = Model(id=MODEL_NAME, created=self._created, owned_by="agent-loop")
+        card = ModelCard(id=MODEL_NAME, created=self._created, owned_by="agent-loop")
         return _json(ModelList(data=[card]))
 
     async def _streamed(
-        self, body: ChatCompletionRequest, answer: Answer, request: Request, *, shape: EventWriter | None
+        self,
+        body: ChatCompletionRequest,
+        answer: SharedCompletion,
+        request: Request,
+        *,
+        shape: EventWriter | None,
     ) -> Response:
         connection = self._connection(request)
-        source = streamed_reply(body, answer)
+        source = stream_chunks(body, answer)
         try:
             first = await connection.hold(_first_of(source))
         except BaseException:
@@ -105,8 +116,8 @@ class _Routes:
             end=shape.end,
         )
 
-    def _connection(self, request: Request) -> Connection:
-        return Connection(request.receive, self._stopping)
+    def _connection(self, request: Request) -> ClientConnection:
+        return ClientConnection(request.receive, self._stopping)
 
     def _check_key(self, request: Request) -> None:
         self._session(request.path_params["session_id"], request)
@@ -117,26 +128,28 @@ class _Routes:
         return self._gateway.get(session_id, key=token if scheme.lower() == "bearer" else shown)
 
 
-async def _first_of(source: AsyncGenerator[ChatCompletionChunk]) -> Reply | None:
+async def _first_of(source: AsyncGenerator[ChatCompletionChunk]) -> ResponseModel | None:
     return await anext(source, None)
 
 
-def _attempt(request: Request) -> Attempt:
+def _retry_info(request: Request) -> RetryInfo:
     num_retries = 0
     with suppress(ValueError):
         num_retries = int(request.headers.get("x-stainless-retry-count", "0"))
-    return Attempt(num_retries=num_retries, idempotency_key=request.headers.get("idempotency-key"))
+    return RetryInfo(num_retries=num_retries, idempotency_key=request.headers.get("idempotency-key"))
 
 
-def _error(request: Request, reply: ErrorReply, status: int, headers: Mapping[str, str] | None) -> Response:
+def _error(
+    request: Request, reply: ErrorResponse, status: int, headers: Mapping[str, str] | None
+) -> Response:
     if request.url.path.endswith("/messages"):
         return messages_error(reply, status=status, headers=headers)
-    return error_response(reply, status=status, headers=headers)
+    return error_json_response(reply, status=status, headers=headers)
 
 
 def _refuse_host(request: Request, message: str) -> Response:
-    return _error(request, error_reply(message, status=MISDIRECTED), MISDIRECTED, None)
+    return _error(request, make_error(message, status=MISDIRECTED), MISDIRECTED, None)
 
 
-def _json(reply: Reply) -> Response:
+def _json(reply: ResponseModel) -> Response:
     return Response(reply.model_dump_json(), media_type="application/json")

@@ -17,7 +17,7 @@ class GatewayBug(AgentLoopError):
     """Something in the gateway or below it raised what it must not."""
 
 
-def limit_reached(reason: StopReason) -> LimitReached:
+def limit_error(reason: StopReason) -> LimitReached:
     """The answer to a request in a conversation that is over."""
     is_length = reason in (StopReason.RESPONSE_LENGTH, StopReason.PROMPT_LENGTH)
     return LimitReached(

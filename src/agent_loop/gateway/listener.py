@@ -43,7 +43,7 @@ async def reachable(session: Session) -> AsyncGenerator[Endpoint]:
         ConfigError: No port can be had.
     """
     loop = asyncio.get_running_loop()
-    site = _sites.setdefault(loop, _Site())
+    site = _sites.setdefault(loop, _GatewayServer())
     try:
         async with site.lease() as url, site.gateway.serving(session):
             yield Endpoint(f"{url}/sessions/{session.session_id}/v1", session.api_key, site.app)
@@ -53,7 +53,7 @@ async def reachable(session: Session) -> AsyncGenerator[Endpoint]:
 
 
 @dataclass(eq=False, slots=True)
-class _Site:
+class _GatewayServer:
     """A port, open as long as somebody needs it."""
 
     gateway: Gateway = field(default_factory=Gateway)
@@ -87,4 +87,4 @@ class _Site:
                 await self.stack.aclose()
 
 
-_sites: WeakKeyDictionary[asyncio.AbstractEventLoop, _Site] = WeakKeyDictionary()
+_sites: WeakKeyDictionary[asyncio.AbstractEventLoop, _GatewayServer] = WeakKeyDictionary()

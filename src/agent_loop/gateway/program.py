@@ -10,21 +10,22 @@ from functools import partial
 from typing import Any, cast
 
 from agent_loop.errors import ConfigError
-from agent_loop.gateway.calls import (
+from agent_loop.gateway.listener import Endpoint, reachable
+from agent_loop.gateway.program_calls import (
     CommandFailed,
     call_command,
     call_program,
     checked_command,
     checked_env,
 )
-from agent_loop.gateway.listener import Endpoint, reachable
 from agent_loop.gateway.session import MAX_BRANCHES, Session
 from agent_loop.loading import load_object
 from agent_loop.loops.base import AgentLoopBase, LoopContext
 from agent_loop.loops.registry import register
 from agent_loop.rewards.function import REWARD_NAMES, read_score
-from agent_loop.runtime.boundary import describe_error, run_bounded
 from agent_loop.runtime.concurrency import run_while
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure
 from agent_loop.types import Row, StopReason
 
@@ -78,16 +79,16 @@ class AgentProgramLoop(AgentLoopBase):
         self, reason: StopReason, *, failure: Failure | None = None
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         outputs = [] if self._session is None else self._session.outputs(failure=failure)
-        return _one_or_more(outputs, otherwise=_End(reason=reason, failure=failure))
+        return _one_or_more(outputs, otherwise=_ProgramResult(reason=reason, failure=failure))
 
-    def _record(self, session: Session, end: _End) -> AgentLoopOutput | list[AgentLoopOutput]:
+    def _record(self, session: Session, end: _ProgramResult) -> AgentLoopOutput | list[AgentLoopOutput]:
         failure = None if session.was_refused else end.failure
         outputs = session.outputs(reward=end.reward, extra_fields=end.extra_fields, failure=failure)
         if not outputs and end.reason is StopReason.ANSWERED and failure is None:
             message = (
                 "the program ended without an answer from the model; have it use the base URL it is given"
             )
-            end = _End(failure=Failure(error=f"EpisodeError: {message}", traceback=message))
+            end = _ProgramResult(failure=Failure(error=f"EpisodeError: {message}", traceback=message))
         return _one_or_more(outputs, otherwise=end)
 
     def _call_for(self, row: Row) -> Callable[[Row, Endpoint], Any]:
@@ -111,7 +112,7 @@ class AgentProgramLoop(AgentLoopBase):
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
+class _ProgramResult:
     """How a program ended."""
 
     reward: float | None = None
@@ -120,7 +121,7 @@ class _End:
     reason: StopReason = StopReason.ANSWERED
 
     @classmethod
-    def returning(cls, returned: Any) -> _End:
+    def returning(cls, returned: Any) -> _ProgramResult:
         """Nothing, a number, or a mapping that may hold a reward.
 
         Raises:
@@ -136,9 +137,9 @@ class _End:
 
 async def _end_of(
     call: Callable[[Endpoint], Any], session: Session, *, cancellation: asyncio.Event | None
-) -> _End:
+) -> _ProgramResult:
     """Runs a program with its session in reach; at the deadline it has ended so, whatever it made of that."""
-    end: _End | None = None
+    end: _ProgramResult | None = None
     cancelled = cancellation or asyncio.Event()
     try:
         async with reachable(session) as endpoint, session.deadline:
@@ -147,27 +148,27 @@ async def _end_of(
         if not session.deadline.expired():
             raise
     if session.deadline.expired():
-        return _End(reason=StopReason.DEADLINE)
-    return end or _End(reason=StopReason.CANCELLED)
+        return _ProgramResult(reason=StopReason.DEADLINE)
+    return end or _ProgramResult(reason=StopReason.CANCELLED)
 
 
 async def _is_set(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _outcome_of(call: Callable[[], Any]) -> _End:
+async def _outcome_of(call: Callable[[], Any]) -> _ProgramResult:
     """The program's edge: what it raises is data."""
     try:
-        return _End.returning(await run_bounded(call, timeout_s=None))
+        return _ProgramResult.returning(await run_bounded(call, timeout_s=None))
     except CommandFailed as failed:
-        return _End(failure=failed.failure)
+        return _ProgramResult(failure=failed.failure)
     except Exception as error:  # noqa: BLE001  (a broken program is data, with its traceback)
         text = "".join(traceback.format_exception(error))
-        return _End(failure=Failure(error=describe_error(error), traceback=text))
+        return _ProgramResult(failure=Failure(error=describe_error(error), traceback=text))
 
 
 def _one_or_more(
-    outputs: list[AgentLoopOutput], *, otherwise: _End
+    outputs: list[AgentLoopOutput], *, otherwise: _ProgramResult
 ) -> AgentLoopOutput | list[AgentLoopOutput]:
     if not outputs:
         reason = StopReason.FAILED if otherwise.failure else otherwise.reason

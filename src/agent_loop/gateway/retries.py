@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_loop.completions.requests import ChatCompletionRequest
-from agent_loop.gateway.answer import Answer
-from agent_loop.gateway.history import Link, digest
+from agent_loop.gateway.message_keys import MessageKey, digest
+from agent_loop.gateway.shared_completion import SharedCompletion
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class RetryInfo:
     """What a request says of itself beside its body."""
 
     num_retries: int = 0
@@ -20,14 +20,14 @@ class Attempt:
     """The same request with the same key is one."""
 
 
-class KnownAnswers:
+class CompletionIndex:
     """The answers of a session, by what was asked."""
 
     def __init__(self) -> None:
-        self._by_request: dict[str, list[Answer]] = {}
-        self._by_key: dict[str, Answer] = {}
+        self._by_request: dict[str, list[SharedCompletion]] = {}
+        self._by_key: dict[str, SharedCompletion] = {}
 
-    def find(self, fingerprint: str, attempt: Attempt) -> Answer | None:
+    def find(self, fingerprint: str, attempt: RetryInfo) -> SharedCompletion | None:
         """The answer that a retry gets; None if the request is none, or its answer failed.
 
         Of several that asked the same, one whose answer failed is taken to be the one that is sent again.
@@ -44,14 +44,14 @@ class KnownAnswers:
         answers.remove(failed)
         return None
 
-    def add(self, fingerprint: str, attempt: Attempt, answer: Answer) -> None:
+    def add(self, fingerprint: str, attempt: RetryInfo, answer: SharedCompletion) -> None:
         """Takes the answer to a request that is none."""
         self._by_request.setdefault(fingerprint, []).append(answer)
         if attempt.idempotency_key is not None:
             self._by_key[digest(fingerprint, attempt.idempotency_key)] = answer
 
 
-def fingerprint_of(request: ChatCompletionRequest, forms: Sequence[Link]) -> str:
+def fingerprint_of(request: ChatCompletionRequest, forms: Sequence[MessageKey]) -> str:
     """What tells one request from another, whichever way its answer is sent."""
     rest = request.model_dump(exclude={"messages", "stream", "stream_options"}, exclude_none=True)
     return digest([link.exact_key for link in forms], rest)

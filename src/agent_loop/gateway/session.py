@@ -15,13 +15,13 @@ from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.episode import EpisodeStopped
 from agent_loop.episode.turn_log import ReplayMismatch
 from agent_loop.errors import AgentLoopError, JournalError, RequestError, ServerError
-from agent_loop.gateway.answer import Answer
-from agent_loop.gateway.errors import GatewayBug, LimitReached, limit_reached
-from agent_loop.gateway.history import links
-from agent_loop.gateway.lanes import Lanes
-from agent_loop.gateway.retries import Attempt, KnownAnswers, fingerprint_of
-from agent_loop.gateway.speaker import Speaker
-from agent_loop.gateway.tree import Place, Turn, TurnTree
+from agent_loop.gateway.branches import Branches
+from agent_loop.gateway.conversation_tree import ConversationTree, TreePosition, TurnNode
+from agent_loop.gateway.errors import GatewayBug, LimitReached, limit_error
+from agent_loop.gateway.message_keys import message_keys
+from agent_loop.gateway.retries import CompletionIndex, RetryInfo, fingerprint_of
+from agent_loop.gateway.shared_completion import SharedCompletion
+from agent_loop.gateway.turn_generator import TurnGenerator
 from agent_loop.loops.base import LoopContext
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.trajectory import AgentLoopOutput, Failure
@@ -59,12 +59,12 @@ class Session:
         """What must not be answered to the program alone: the run has to know."""
         self.was_refused = False
         """The last request was refused because of a limit."""
-        self._lanes = Lanes(context, max_lanes=max_branches)
-        self._tree = TurnTree()
-        self._speaker = Speaker(
+        self._lanes = Branches(context, max_branches=max_branches)
+        self._tree = ConversationTree()
+        self._speaker = TurnGenerator(
             context, lanes=self._lanes, tree=self._tree, sampling_params=sampling_params or {}
         )
-        self._answers = KnownAnswers()
+        self._answers = CompletionIndex()
         self._running: set[asyncio.Task[None]] = set()
         self.deadline = asyncio.timeout(context.limits.deadline_s)
         """For the program to run in, with `async with`."""
@@ -95,7 +95,7 @@ class Session:
 
         await run_shielded(end, timeout_s=CLOSE_TIMEOUT_S)
 
-    def ask(self, request: ChatCompletionRequest, *, attempt: Attempt) -> Answer:
+    def ask(self, request: ChatCompletionRequest, *, attempt: RetryInfo) -> SharedCompletion:
         """Takes a request; the answer comes by listening to what is returned.
 
         Raises:
@@ -103,7 +103,7 @@ class Session:
             LimitReached: The time is up, or the program leads too many conversations.
         """
         if self.deadline.expired():
-            raise limit_reached(StopReason.DEADLINE)
+            raise limit_error(StopReason.DEADLINE)
         if request.num_choices != 1:
             raise RequestError(
                 f"n is {request.n}; a conversation goes on with one answer: send the request as often as you want "
@@ -117,19 +117,19 @@ class Session:
                 param="continue_final_message",
             )
         messages = conversation_of(request.messages)
-        forms = links(messages)
+        forms = message_keys(messages)
         fingerprint = fingerprint_of(request, forms)
         known = self._answers.find(fingerprint, attempt)
         if known is not None:
             return known
-        place = self._tree.place_of(messages, forms, tools=request.tools_in_use)
+        place = self._tree.locate(messages, forms, tools=request.tools_in_use)
         try:
             turn = self._claimed(place, messages, request)
         except LimitReached as error:
             self.was_refused = True
             self._lanes.note_failure(error)
             raise
-        answer = Answer()
+        answer = SharedCompletion()
         self._answers.add(fingerprint, attempt, answer)
         task = self._tasks.create_task(self._answered(request, messages, turn, answer))
         self._running.add(task)
@@ -156,7 +156,7 @@ class Session:
         """
         outputs = [
             lane.episode.output(reward_score=reward, extra_fields=extra_fields)
-            for lane in self._lanes.of_record
+            for lane in self._lanes.recorded
         ]
         if failure is None or not outputs:
             return outputs
@@ -165,39 +165,47 @@ class Session:
 
     # -- where a request belongs -----------------------------------------------------------------------------------
 
-    def _claimed(self, place: Place, messages: Sequence[Message], request: ChatCompletionRequest) -> Turn:
+    def _claimed(
+        self, place: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
+    ) -> TurnNode:
         """A turn on a lane that stands where the request belongs and is its own. Nothing is awaited, so that of two
         requests at once each finds what the other has taken."""
-        for turn in self._tree.turns_that_asked(place):
-            if turn.lane.stands_at(turn.before):  # (its completion failed before it gave a token)
+        for turn in self._tree.turns_at(place):
+            if turn.lane.is_free_at(turn.before):  # (its completion failed before it gave a token)
                 turn.lane.is_busy = True
                 return turn
         turn = self._new_turn(place, messages, request)
         self._tree.add(turn)
         return turn
 
-    def _new_turn(self, place: Place, messages: Sequence[Message], request: ChatCompletionRequest) -> Turn:
+    def _new_turn(
+        self, place: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
+    ) -> TurnNode:
         parent = place.parent
-        if parent is not None and parent.lane.stands_at(parent.after):
+        if parent is not None and parent.lane.is_free_at(parent.after):
             parent.lane.is_busy = True
-            return Turn(parent.lane, place)
-        for turn in self._tree.turns_that_asked(place):
+            return TurnNode(parent.lane, place)
+        for turn in self._tree.turns_at(place):
             if turn.before is not None:
-                return Turn(self._lanes.branch(turn.lane, at=turn.before), place, before=turn.before)
+                return TurnNode(self._lanes.branch(turn.lane, at=turn.before), place, before=turn.before)
         if parent is not None and parent.after is not None:
-            return Turn(self._lanes.branch(parent.lane, at=parent.after), place)
-        return Turn(self._lanes.new(messages, tools=request.tools_in_use), place)
+            return TurnNode(self._lanes.branch(parent.lane, at=parent.after), place)
+        return TurnNode(self._lanes.new(messages, tools=request.tools_in_use), place)
 
     # -- the answer ------------------------------------------------------------------------------------------------
 
     async def _answered(
-        self, request: ChatCompletionRequest, messages: Sequence[Message], turn: Turn, answer: Answer
+        self,
+        request: ChatCompletionRequest,
+        messages: Sequence[Message],
+        turn: TurnNode,
+        answer: SharedCompletion,
     ) -> None:
         """The edge of a request: whatever happens is its answer."""
         try:
             await self._speaker.answer(request, messages, turn=turn, answer=answer)
         except EpisodeStopped as stopped:
-            self._fail(turn, answer, limit_reached(stopped.reason))
+            self._fail(turn, answer, limit_error(stopped.reason))
         except JournalError as error:
             self.fault = error
             self._fail(turn, answer, error)
@@ -218,12 +226,12 @@ class Session:
         finally:
             turn.lane.is_busy = False
 
-    def _fail(self, turn: Turn, answer: Answer, error: AgentLoopError) -> None:
+    def _fail(self, turn: TurnNode, answer: SharedCompletion, error: AgentLoopError) -> None:
         self.was_refused = isinstance(error, LimitReached)
         self._lanes.note_failure(error, lane=turn.lane)
         answer.end(error)
 
-    def _ended(self, answer: Answer, task: asyncio.Task[None]) -> None:
+    def _ended(self, answer: SharedCompletion, task: asyncio.Task[None]) -> None:
         """A task that was cancelled before it began answers too."""
         self._running.discard(task)
         answer.end(ServerError(ABORTED))

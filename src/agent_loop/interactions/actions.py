@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import describe_error, describe_value, one_line
+from agent_loop.runtime.describe import describe_error, describe_value, one_line
 
 
 class NoAction(Exception):

@@ -16,7 +16,9 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import text_of
 from agent_loop.interactions.settings import read_settings
 from agent_loop.loading import import_extra, load_object
-from agent_loop.runtime.boundary import OnReplay, as_reward, describe_value
+from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.numeric import as_reward
 from agent_loop.runtime.threads import OneThread
 from agent_loop.seeds import trajectory_seed
 from agent_loop.types import Message

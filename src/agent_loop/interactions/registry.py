@@ -14,7 +14,7 @@ from agent_loop.registries import construct, load_class, read_entries
 
 PATH_KEY = "rollout.multi_turn.interaction_config_path"
 KIT = {
-    "gsm8k": "agent_loop.interactions.gsm8k:Gsm8kInteraction",
+    "gsm8k": "agent_loop.integrations.verl.gsm8k:Gsm8kInteraction",
     "gymnasium": "agent_loop.interactions.gymnasium:GymnasiumInteraction",
     "simulated_user": "agent_loop.interactions.simulated_user:SimulatedUser",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 
 

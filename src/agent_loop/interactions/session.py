@@ -9,18 +9,12 @@ from typing import Any, TypeVar, cast
 
 from agent_loop.errors import EpisodeError, InteractionBug, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.runtime.boundary import (
-    REWARD_LIMIT,
-    DeadlineExpired,
-    OnReplay,
-    TrajectoryInstance,
-    as_reward,
-    close_instances,
-    describe_error,
-    describe_value,
-    run_bounded,
-)
-from agent_loop.runtime.foreign_values import plain_mapping
+from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
+from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.runtime.user_values import plain_mapping
 from agent_loop.trajectory import Incident
 from agent_loop.trajectory.copying import copied
 from agent_loop.types import Message

@@ -14,7 +14,8 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.interactions.flipping import flipped, num_replies
 from agent_loop.interactions.settings import read_settings
 from agent_loop.loading import import_extra
-from agent_loop.runtime.boundary import OnReplay, describe_error, describe_value
+from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 
 if TYPE_CHECKING:

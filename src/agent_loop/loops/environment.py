@@ -14,9 +14,10 @@ from agent_loop.errors import DataError, EnvironmentBug, did_you_mean
 from agent_loop.loops.environments import Environment, EnvironmentFactory, with_observation
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
-from agent_loop.runtime.boundary import DeadlineExpired, describe_error, run_bounded
 from agent_loop.runtime.concurrency import run_shielded
-from agent_loop.runtime.own_task import ABANDON_GRACE_S
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, DeadlineExpired
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import StopReason
 

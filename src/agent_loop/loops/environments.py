@@ -29,7 +29,9 @@ from typing import Any, cast
 
 from agent_loop.errors import ConfigError, EnvironmentBug, ToolError
 from agent_loop.loading import load_object
-from agent_loop.runtime.boundary import REWARD_LIMIT, OnReplay, as_reward, describe_error, describe_value
+from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
 from agent_loop.runtime.threads import OneThread
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.signature import function_schema

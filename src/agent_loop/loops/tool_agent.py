@@ -11,7 +11,7 @@ from agent_loop.interactions.selection import read_interaction_name
 from agent_loop.loops.agent_data import AgentData
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.runtime.boundary import describe_value
+from agent_loop.runtime.describe import describe_value
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.selection import kwargs_of_selected, select_tools
 from agent_loop.tools.truncation import truncate_tokens

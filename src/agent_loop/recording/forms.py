@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from msgspec import structs
 
 from agent_loop.trajectory import (
@@ -16,14 +17,24 @@ from agent_loop.trajectory import (
     Segment,
     Trajectory,
 )
-from agent_loop.trajectory.codec import from_plain, to_plain
-from agent_loop.types import Message, Row, StopReason
+from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
+from agent_loop.types import Message, Row, StopReason, TokenOutput
 
 
 class LaneOf(Protocol):
     """Function that returns the episode whose recorded tokens the segments are, or None if there is none."""
 
     def __call__(self, segments: Sequence[Segment]) -> int | None: ...
+
+
+def completion_form(output: TokenOutput) -> dict[str, Any]:
+    """Return the form of a completion, with log-probs as float32 as in a segment."""
+    return {"completion": encode_completion(output, logprob_type=np.float32)}
+
+
+def read_completion(form: Mapping[str, Any]) -> TokenOutput:
+    """Return the completion of a form."""
+    return decode_completion(form["completion"])
 
 
 def trajectories_form(trajectories: Sequence[Trajectory], *, lane_of: LaneOf) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import TurnLog
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Segment
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall

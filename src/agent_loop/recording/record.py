@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.forms import read_trajectories
+from agent_loop.recording.forms import read_completion, read_trajectories
 from agent_loop.recording.values import unpack
 from agent_loop.trajectory import Segment, Trajectory
-from agent_loop.trajectory.codec import decode_completion, from_plain
+from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import Origin, Row, StopReason
 
 
@@ -136,7 +136,7 @@ class RowRecord:
             if kind is Kind.BRANCH:
                 ledgers[lane] = ledgers[got["parent"]].fork(got["num_tokens"])
             elif kind is Kind.COMPLETION:
-                ledgers[lane].append_completion(decode_completion(got["completion"]))
+                ledgers[lane].append_completion(read_completion(got))
             elif kind in _ORIGINS:
                 encoded = from_plain(got, Encoded)
                 ledger = ledgers.setdefault(lane, TokenLedger())

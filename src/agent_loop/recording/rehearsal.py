@@ -12,7 +12,7 @@ from agent_loop.recording.record import Entry, Kind, Place
 from agent_loop.recording.row_log import BEGINNINGS, LaneLog, RowLog
 from agent_loop.recording.sink import Memory
 from agent_loop.recording.spoken import Spoken
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 
 

@@ -12,15 +12,17 @@ from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.interactions.session import InteractionReply
 from agent_loop.recording import forms
+from agent_loop.recording.forms import completion_form, read_completion
 from agent_loop.recording.record import Entry, Kind, Place, RowRecord
 from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, digest, pack
-from agent_loop.runtime.boundary import OnReplay, describe_error
 from agent_loop.runtime.concurrency import Cut
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import Incident, IncidentKind, Segment, Trajectory
-from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
+from agent_loop.trajectory.codec import from_plain, to_plain
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -222,13 +224,13 @@ class LaneLog:
     ) -> TokenOutput:
         place, asked = self._place(self.next_turn()), digest(f"{num_context} {params}")
         entry = self._row.recorded(Kind.COMPLETION, place, asked)
-        output = None if entry is None else decode_completion(_got(entry)["completion"])
+        output = None if entry is None else read_completion(_got(entry))
         if output is None or output.stop_reason == "aborted":
             rest = await sample(output)
             output = rest if output is None else output.then(rest)
             is_cut = output.stop_reason == "aborted"
             kind = Kind.COMPLETION_BEGAN if is_cut else Kind.COMPLETION
-            self._row.keep(kind, place, asked=asked, got={"completion": encode_completion(output)})
+            self._row.keep(kind, place, asked=asked, got=completion_form(output))
             if is_cut:
                 return output
         self._num_tokens += len(output.token_ids)

@@ -9,10 +9,11 @@ from typing import Any
 
 from agent_loop.errors import DataError
 from agent_loop.interactions.session import InteractionReply
+from agent_loop.recording.forms import completion_form
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Incident, IncidentKind, Segment, Trajectory
-from agent_loop.trajectory.codec import encode_completion, to_plain
+from agent_loop.trajectory.codec import to_plain
 from agent_loop.types import Message, Origin, StopReason, TokenChunk, TokenOutput
 
 
@@ -73,8 +74,7 @@ def spoken_in(trajectory: Trajectory) -> Spoken:
     replies = _replies(trajectory, answers, ends=[end for _, end in turns])
     return Spoken(
         completions=[
-            {"completion": encode_completion(_completion(output, run, turn=n))}
-            for n, (run, _) in enumerate(turns, 1)
+            completion_form(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
         ],
         calls=[results for _, results in calls],
         call_turns=[turn for turn, _ in calls],

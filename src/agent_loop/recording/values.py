@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.runtime.foreign_values import plain_value
+from agent_loop.runtime.user_values import plain_value
 
 _LENGTH = struct.Struct("<I")
 _MARK = "\0"

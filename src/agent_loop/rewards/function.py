@@ -9,17 +9,12 @@ from typing import Any, TypeVar, cast
 
 from agent_loop.errors import ConfigError, RewardError
 from agent_loop.loading import load_object
-from agent_loop.runtime.boundary import (
-    REWARD_LIMIT,
-    DeadlineExpired,
-    as_reward,
-    call_function,
-    describe_error,
-    describe_value,
-    run_bounded,
-)
-from agent_loop.runtime.foreign_values import plain_mapping
-from agent_loop.runtime.row_notes import RowNotes
+from agent_loop.runtime.describe import describe_error, describe_value
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
+from agent_loop.runtime.user_code import call_function, run_bounded
+from agent_loop.runtime.user_values import plain_mapping
 from agent_loop.trajectory import AgentLoopOutput, Incident
 from agent_loop.trajectory.copying import copied
 from agent_loop.types import Row
@@ -215,7 +210,7 @@ def _listed(returned: Any, *, count: int, source: str) -> list[Any]:
 
 
 def _verdict(value: Any, *, source: str) -> Verdict:
-    with RowNotes(source) as notes:
+    with IncidentCollector(source) as notes:
         try:
             score = read_score(value, source=source)
         except RewardError as error:

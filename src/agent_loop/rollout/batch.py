@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from agent_loop.errors import DataError
-from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
+from agent_loop.rollout.columns import as_tensor, extra_column, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens, IndexArray, runs
 from agent_loop.trajectory import AgentLoopMetrics, Trajectory, branch_weights
 from agent_loop.trajectory.attachments import position_ids
@@ -71,7 +71,9 @@ def assemble(
         `trajectory_id`, `feedback` where any trajectory has some (a tuple of `Feedback`), and one column for each name
         that any trajectory has in `reward_extra` or `extra_fields`, None where it lacks it. A name that is taken
         already gets the prefix `reward_extra.` or `extra_fields.`. `attachments`, where any trajectory has some: for
-        each row a tuple of them, counted from its first token.
+        each row a tuple of them, counted from its first token. One tensor [B, R, ...] for each array that every
+        sampled token has in `Segment.extras`, under its name and of its type, 0 where the mask is 0; `extras.{name}` if
+        the name is taken.
 
     Raises:
         DataError: A prompt or a response is longer than the width given.
@@ -92,6 +94,8 @@ def assemble(
     )
     columns |= _turn_columns(trajectories, width=response_width)
     columns |= row_columns(trajectories)
+    for name in flat.extra_names:
+        columns[extra_column(name, taken=TENSOR_COLUMNS)] = _padded_extra(flat, name, width=response_width)
     if any(a.positions is not None for t in trajectories for a in t.output.attachments):
         columns["multi_modal_position_ids"] = _positions_in_3d(
             trajectories, first_B=prompt_width - flat.prompt_lengths_B, width=prompt_width + response_width
@@ -99,7 +103,7 @@ def assemble(
     batch = TensorDict(
         {name: as_tensor(array) for name, array in columns.items()}, batch_size=[len(trajectories)]
     )
-    set_objects(batch, trajectories, taken=TENSOR_COLUMNS)
+    set_objects(batch, trajectories, taken={*TENSOR_COLUMNS, *columns})
     return batch
 
 
@@ -177,10 +181,22 @@ def _token_columns(
     return columns
 
 
+def _padded_extra(flat: FlatTokens, name: str, *, width: int) -> NDArray[Any]:
+    """Return one of the extras, shape [B, R, ...]."""
+    values_M = flat.extra_M(name)
+    lengths_B = flat.response_lengths_B
+    return _padded(
+        runs(values_M, lengths_B),
+        first_B=np.zeros_like(lengths_B),
+        shape=(len(lengths_B), width, *values_M.shape[1:]),
+        dtype=values_M.dtype,
+    )
+
+
 def _padded(
-    values: Iterable[NDArray[Any]], *, first_B: IndexArray, shape: tuple[int, int], dtype: Any, fill: int = 0
+    values: Iterable[NDArray[Any]], *, first_B: IndexArray, shape: tuple[int, ...], dtype: Any, fill: int = 0
 ) -> NDArray[Any]:
-    """Return a column of `fill` with one run of values in each row, from the row's first place on."""
+    """Return a column of `fill` with one run of values in each row. `first_B` is the position of each run."""
     padded = np.full(shape, fill, dtype) if fill else np.zeros(shape, dtype)
     for row, first, run in zip(padded, first_B.tolist(), values, strict=True):
         row[first : first + len(run)] = run

@@ -32,6 +32,11 @@ def set_objects(batch: TensorDict, trajectories: Sequence[Trajectory], *, taken:
         batch.set(name, NonTensorStack(*values))
 
 
+def extra_column(name: str, *, taken: Collection[str]) -> str:
+    """Return the name of the column of an extra: its own name, or `extras.{name}` if a column has that name."""
+    return f"extras.{name}" if name in taken else name
+
+
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
     """Shares the memory of a writable array."""
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]

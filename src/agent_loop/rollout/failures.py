@@ -6,7 +6,7 @@ import traceback
 from collections import Counter
 
 from agent_loop.errors import AgentLoopError, RolloutError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.trajectory import Failure, Trajectory
 
 MAX_TRACEBACK = 100_000

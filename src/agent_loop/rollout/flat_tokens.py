@@ -63,6 +63,34 @@ class FlatTokens:
         logprobs = [zeros[: len(s)] if s.logprobs is None else s.logprobs for s in self._of_responses]
         return _join(logprobs, np.float32)
 
+    @property
+    def extra_names(self) -> list[str]:
+        """Names of the extras that every sampled token has, in one shape per token."""
+        first, *others = [s.extras for s in self._sampled] or [{}]
+        return [
+            name
+            for name, array in first.items()
+            if all(name in other and other[name].shape[1:] == array.shape[1:] for other in others)
+        ]
+
+    def extra_M(self, name: str) -> NDArray[Any]:
+        """Return one of the extras, shape [M, ...]; 0 where `is_model_M` is false."""
+        arrays = [s.extras[name] for s in self._sampled]
+        dtype = np.result_type(*[array.dtype for array in arrays]).newbyteorder("=")
+        values_M = np.zeros((int(self._segment_lengths.sum()), *arrays[0].shape[1:]), dtype)
+        end = 0
+        is_trained = _is_trained(self._trajectories, self._responses)
+        for segment, trained in zip(self._of_responses, is_trained, strict=True):
+            start, end = end, end + len(segment)
+            if trained:
+                values_M[start:end] = segment.extras[name]
+        return values_M
+
+    @property
+    def _sampled(self) -> list[Segment]:
+        by_model = Origin.MODEL
+        return [s for s in self._of_responses if s.origin is by_model and len(s)]
+
     def _repeated(self, values: Sequence[Any], dtype: Any) -> NDArray[Any]:
         """The value of each segment of the responses, for each of its tokens."""
         return np.repeat(np.array(values, dtype), self._segment_lengths)

@@ -12,13 +12,47 @@ from msgspec import structs
 from agent_loop.errors import RewardError
 from agent_loop.rewards.function import BatchRewardFunction, Verdict
 from agent_loop.rollout.failures import FailureBudget, failure_of
+from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import StepJournal
-from agent_loop.rollout.worker import Job
-from agent_loop.runtime.foreign_tasks import containing_tasks
-from agent_loop.runtime.row_notes import RowNotes
-from agent_loop.runtime.waits import WaitKind
+from agent_loop.runtime.activity import WaitKind
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.user_tasks import containing_tasks
 from agent_loop.trajectory import Span, Trajectory
 from agent_loop.types import StopReason
+
+
+@asynccontextmanager
+async def scoring_groups(
+    reward: BatchRewardFunction | None,
+    *,
+    jobs: Iterable[Job],
+    budget: FailureBudget,
+    journal: StepJournal | None,
+    on_trajectory: Callable[[Trajectory], None],
+) -> AsyncGenerator[GroupScoring | Unscored]:
+    """Take trajectories with `add` in the body; score each group if there is a batch reward function.
+
+    See `GroupScoring` for the arguments and the errors.
+    """
+    if reward is None:
+        yield Unscored(on_trajectory)
+        return
+    scoring = GroupScoring(reward, jobs=jobs, budget=budget, journal=journal, on_trajectory=on_trajectory)
+    async with scoring.running():
+        yield scoring
+
+
+class Unscored:
+    """Reports trajectories at once, where no batch reward function scores their groups."""
+
+    def __init__(self, on_trajectory: Callable[[Trajectory], None]) -> None:
+        self.trajectories: list[Trajectory] = []
+        self._on_trajectory = on_trajectory
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Report a trajectory that has ended."""
+        self.trajectories.append(trajectory)
+        self._on_trajectory(trajectory)
 
 
 class GroupScoring:
@@ -99,7 +133,7 @@ class GroupScoring:
         judged = [place for place, trajectory in enumerate(group) if _is_judged(trajectory)]
         clock = asyncio.get_running_loop().time
         started = clock()
-        with RowNotes(f"group={group[0].group}") as notes:
+        with IncidentCollector(f"group={group[0].group}") as notes:
             try:
                 verdicts = await self._reward(
                     [group[place].output for place in judged], [group[place].row for place in judged]

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from agent_loop.rollout.batch import TENSOR_COLUMNS, RolloutBatch
-from agent_loop.rollout.columns import as_tensor, row_columns, set_objects
+from agent_loop.rollout.columns import as_tensor, extra_column, row_columns, set_objects
 from agent_loop.rollout.flat_tokens import FlatTokens
 from agent_loop.trajectory import Trajectory
+
+TAKEN = (*TENSOR_COLUMNS, "prompt_length", "response_length")
 
 
 def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
@@ -26,8 +28,9 @@ def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
         Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
         `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
         row from 0), `response_mask` (1 = the model said it). int32: `weight_versions`, -1 where the mask is 0.
-        float32: `rollout_log_probs`, 0 where the mask is 0; absent unless every sampled token has one. Beside them
-        int64 `prompt_length` and `response_length` [B], and the columns [B] of `agent_loop.rollout.batch.assemble`.
+        float32: `rollout_log_probs`, 0 where the mask is 0; absent unless every sampled token has one. The extras of
+        segments as in `agent_loop.rollout.batch.assemble`, with values [N, ...]. Beside them int64 `prompt_length` and
+        `response_length` [B], and the columns [B] of `assemble`.
     """
     flat = FlatTokens(trajectories)
     offsets = torch.zeros(len(trajectories) + 1, dtype=torch.int64)
@@ -40,7 +43,7 @@ def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     columns["prompt_length"] = as_tensor(flat.prompt_lengths_B)
     columns["response_length"] = as_tensor(flat.response_lengths_B)
     batch = TensorDict(columns, batch_size=[len(trajectories)])
-    set_objects(batch, trajectories, taken={*TENSOR_COLUMNS, *columns})
+    set_objects(batch, trajectories, taken={*TAKEN, *columns})
     return batch
 
 
@@ -54,13 +57,13 @@ def _token_columns(flat: FlatTokens) -> dict[str, NDArray[Any]]:
     )
 
     def of_responses(values_M: NDArray[Any], dtype: Any, fill: int = 0) -> NDArray[Any]:
-        values_N = np.full(len(is_response_N), fill, dtype)
+        values_N = np.full((len(is_response_N), *values_M.shape[1:]), fill, dtype)
         values_N[is_response_N] = values_M
         return values_N
 
     lengths_B = flat.lengths_B
     starts_B = np.cumsum(lengths_B) - lengths_B
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         "input_ids": flat.token_ids_N.astype(np.int64),
         "position_ids": np.arange(len(is_response_N)) - np.repeat(starts_B, lengths_B),
         "response_mask": of_responses(flat.is_model_M, np.int64),
@@ -69,4 +72,7 @@ def _token_columns(flat: FlatTokens) -> dict[str, NDArray[Any]]:
     logprobs_M = flat.logprobs_M
     if logprobs_M is not None:
         columns["rollout_log_probs"] = of_responses(logprobs_M, np.float32)
+    for name in flat.extra_names:
+        values_M = flat.extra_M(name)
+        columns[extra_column(name, taken=TAKEN)] = of_responses(values_M, values_M.dtype)
     return columns

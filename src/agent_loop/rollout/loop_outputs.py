@@ -13,8 +13,9 @@ from msgspec import Struct, structs
 
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.base import LoopContext
-from agent_loop.runtime.boundary import REWARD_LIMIT, as_reward, describe_value
-from agent_loop.runtime.foreign_values import plain_mapping
+from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
+from agent_loop.runtime.user_values import plain_mapping
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.servers.reply_check import LOG_PROB_ROUNDING
 from agent_loop.trajectory import (

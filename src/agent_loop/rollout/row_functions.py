@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.loading import load_object
-from agent_loop.runtime.boundary import describe_error, describe_value
+from agent_loop.runtime.describe import describe_error, describe_value
 
 
 def call_row_function(source: str) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from agent_loop.rollout.row_functions import call_row_function
 from agent_loop.rollout.row_readers import read_shard
 from agent_loop.rollout.row_sources import find_shards
 from agent_loop.rollout.shard_columns import ShardColumns
-from agent_loop.runtime.boundary import describe_value
+from agent_loop.runtime.describe import describe_value
 from agent_loop.types import Message, Row
 
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})

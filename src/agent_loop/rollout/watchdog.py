@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.runtime.waits import Activity, Board
+from agent_loop.runtime.activity import Activity, Board
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.pool import ServerPool
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
@@ -19,60 +18,27 @@ from agent_loop.recording.row_log import RowLog
 from agent_loop.rewards.function import RewardFunction, Score
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.loop_outputs import LoopOutputs, listed_outputs
-from agent_loop.rollout.oversight import Oversight
-from agent_loop.runtime.boundary import run_bounded
-from agent_loop.runtime.collector import rare_collections
+from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
+from agent_loop.runtime.activity import Activity, WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.runtime.foreign_tasks import containing_tasks
-from agent_loop.runtime.own_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
-from agent_loop.runtime.row_notes import RowNotes
-from agent_loop.runtime.waits import Activity, WaitKind, waiting_for
+from agent_loop.runtime.garbage_collection import infrequent_collections
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.runtime.user_tasks import containing_tasks
 from agent_loop.seeds import seeded_trajectory
 from agent_loop.servers.completion_memory import CompletionMemory
 from agent_loop.trajectory import AgentLoopOutput, Failure, Incident, IncidentKind, Trajectory
 from agent_loop.trajectory.copying import copied
-from agent_loop.types import Row, StopReason
+from agent_loop.types import StopReason
 
 BEGIN_AT_ONCE = 64
 """So many trajectories are set up and send their first request before the next ones are: else all requests of a large
 rollout would wait until the last trajectory is set up."""
 DEADLINE_GRACE_S = 15.0
 """A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """One trajectory to run."""
-
-    row: Row
-    group: int
-    rollout: int
-    sampling_params: Mapping[str, Any]
-    log: RowLog | None = None
-    """Where its turns are kept."""
-    label: str = ""
-    """Of its rollout; it tells those apart that run at the same time."""
-    partial_output: AgentLoopOutput | None = None
-    """What there is of it from before; its loop's `run` gets it."""
-    seed: int | None = None
-    """Decides the seeds of its completions; None leaves those to the servers."""
-
-    @property
-    def place(self) -> str:
-        """In its rollout."""
-        return f"group={self.group}/rollout={self.rollout}"
-
-    @property
-    def columns(self) -> Row:
-        """What its loop's `run` is given."""
-        return (
-            self.row if self.partial_output is None else {**self.row, "partial_output": self.partial_output}
-        )
-
-    @property
-    def trajectory_id(self) -> str:
-        return f"{self.label}/{self.place}" if self.label else self.place
 
 
 class AgentLoopWorker:
@@ -97,7 +63,7 @@ class AgentLoopWorker:
         default_agent_loop: str = "single_turn_agent",
         reward: RewardFunction | None = None,
         gate: AdmissionGate | None = None,
-        oversight: Oversight | None = None,
+        oversight: TrajectoryMonitor | None = None,
     ) -> None:
         self._context = context
         self._loops = loops
@@ -151,7 +117,7 @@ class AgentLoopWorker:
             self._renew_cancellation()
         context, asked_at = self._context, asyncio.get_running_loop().time()
         watching = nullcontext() if self._oversight is None else self._oversight.watching()
-        with rare_collections(), containing_tasks():
+        with infrequent_collections(), containing_tasks():
             async with self.gate.adapting(), watching:
                 parts = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
         return [trajectory for part in parts for trajectory in part]
@@ -189,7 +155,7 @@ class AgentLoopWorker:
         assert task is not None
         trajectory_id = job.trajectory_id
         self._running[trajectory_id] = task
-        with RowNotes(trajectory_id) as notes, seeded_trajectory(job.seed):
+        with IncidentCollector(trajectory_id) as notes, seeded_trajectory(job.seed):
             try:
                 outputs = await self._run_loop(job, context)
                 if job.log is not None and job.log.mismatch is not None:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.gate import AdmissionGate
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import Trajectory
 

@@ -1,7 +1,7 @@
 """What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, and concurrent calls whose
 errors come out as they are.
 
-Each task is over when the function that started it returns, unless it was abandoned (`agent_loop.runtime.own_task`).
+Each task is over when the function that started it returns, unless it was abandoned (`agent_loop.runtime.isolated_task`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
-from agent_loop.runtime.own_task import ABANDON_GRACE_S, OwnTask
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, IsolatedTask
 from agent_loop.runtime.time_scope import TimeScope
 
 ResultT = TypeVar("ResultT")
@@ -59,7 +59,7 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
         with TimeScope(timeout_s=timeout_s):
             return await function()
 
-    task = OwnTask(bounded, name=f"cleanup {getattr(function, '__qualname__', function)}")
+    task = IsolatedTask(bounded, name=f"cleanup {getattr(function, '__qualname__', function)}")
     try:
         with TimeScope(timeout_s=timeout_s + SHIELD_GRACE_S):
             await task.ended
@@ -147,7 +147,7 @@ async def run_abortable(
     """
     if signal is not None and signal.is_set():
         raise Cut
-    task = OwnTask(function, name="a completion")
+    task = IsolatedTask(function, name="a completion")
     wake = partial(_resolve, task.ended)
     listener = None if signal is None else signal.listen(wake)
     try:
@@ -298,7 +298,9 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _ask_to_end(task: OwnTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float) -> None:
+async def _ask_to_end(
+    task: IsolatedTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float
+) -> None:
     """Have a task end by itself, or by cancellation; abandon it if it does neither."""
 
     async def abort_and_wait() -> None:

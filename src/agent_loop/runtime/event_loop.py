@@ -12,7 +12,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, NoReturn, TypeVar
 
-from agent_loop.runtime.own_task import abandon
+from agent_loop.runtime.isolated_task import abandon
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
-from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.config import ModelConfig, OnWeightUpdate, WeightTransfer
 from agent_loop.errors import ConfigError, ServerError, WeightsError, did_you_mean
 from agent_loop.trajectory.attachments import Attachment
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ability(StrEnum):
-    """What a server can do beyond generating tokens. `agent_loop.servers.check` proves what a server claims."""
+    """What a server can do beyond generating tokens. `agent-loop check server` tests what a server claims."""
 
     LOG_PROBS = "logprobs"
     """Gives log-probs as `TokenOutput.logprobs` defines them."""
@@ -72,6 +72,8 @@ class ServerSpec:
     """How new weights reach the engine's own processes."""
     on_weight_update: OnWeightUpdate = "auto"
     """What becomes of requests that run then."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Sampling parameters of the rollout. An engine that cannot offer them refuses to start."""
 
 
 def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> None:
@@ -80,6 +82,26 @@ def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> Non
     for key in given:
         if key not in known:
             raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
+
+
+ABILITY_FOR: Mapping[str, Ability] = {"seed": Ability.SEED}
+"""Sampling parameters that need an ability if they differ from their default."""
+
+
+def refuse_sampling_params(server: AsyncServerBase, params: SamplingParams) -> None:
+    """Refuse a started server that lacks an ability for the sampling parameters of the rollout.
+
+    Raises:
+        ConfigError: An ability is missing.
+    """
+    usual = SamplingParams()
+    for name, ability in ABILITY_FOR.items():
+        value = getattr(params, name)
+        if value != getattr(usual, name) and ability not in server.abilities:
+            raise ConfigError(
+                f"rollout.{name} is {value}, which server {server.name!r} ({type(server).__name__}) does not offer; "
+                f"set rollout.{name}={getattr(usual, name)}, or choose another rollout.engine"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +134,7 @@ class AsyncServerBase(ABC):
     template: ChatTemplate | None = None
     """Of the model, for `chat_completion`; `AgentLoopManager` sets it."""
     abilities: frozenset[Ability] = frozenset()
-    """What it promises; `agent_loop.servers.check.check_server` holds it to that."""
+    """Abilities that the server claims. `agent_loop.checks.check_server` tests them."""
     max_concurrent: int | None = None
     """Requests that it computes at once. The pool keeps the rest in line and gives them to whichever server has a place
     first; None gives the server all of them."""

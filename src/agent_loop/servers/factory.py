@@ -7,6 +7,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.registries import load_class
 from agent_loop.servers.abort_and_resume import AbortAndResumeServer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerSpec
+from agent_loop.types import SamplingParams
 
 ENGINES = {
     "embedded": "agent_loop.servers.embedded:EmbeddedServer",
@@ -66,6 +67,7 @@ def server_specs(model: ModelConfig, *, rollout: RolloutConfig) -> list[ServerSp
             start_timeout_s=rollout.start_timeout_s,
             weight_transfer=rollout.weight_transfer,
             on_weight_update=rollout.on_weight_update,
+            sampling=SamplingParams.parse(rollout.sampling_params()),
         )
         for replica, url in enumerate(urls)
     ]

@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
 
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.boundary import describe_error, one_line
+from agent_loop.runtime.describe import describe_error, one_line
 
 MAX_LINE_BYTES = 2**26
 """Of one event in a stream: a long completion's log-probs fit easily."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply, ServerDied
-from agent_loop.runtime.waits import note_progress
+from agent_loop.runtime.activity import note_progress
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.reply_check import ReplyCheck, bad_reply
 from agent_loop.trajectory.attachments import Attachment

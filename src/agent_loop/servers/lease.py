@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from agent_loop.errors import SamplingParamsError, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.boundary import describe_error, run_bounded
+from agent_loop.runtime.activity import WaitKind, waiting_for
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.time_scope import TimeScope, clock_of
-from agent_loop.runtime.waits import WaitKind, waiting_for
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase
 from agent_loop.servers.in_flight import InFlightRequest
 from agent_loop.servers.policy import SlotRequest

@@ -12,10 +12,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_loop.errors import BadServerReply, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.boundary import DeadlineExpired, describe_error, run_bounded
+from agent_loop.runtime.activity import WaitKind, waiting_for
 from agent_loop.runtime.concurrency import run_shielded, run_together
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.time_scope import TimeScope
-from agent_loop.runtime.waits import WaitKind, waiting_for
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.balancer import BalancerConfig, LoadBalancer, SlotGrant, SlotRequest
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
 from agent_loop.servers.forecast import Forecast, TurnsLeft

@@ -12,7 +12,7 @@ from msgspec import Meta, Struct, ValidationError, convert, defstruct
 from numpy.typing import NDArray
 
 from agent_loop.errors import BadServerReply
-from agent_loop.runtime.boundary import describe_error, one_line
+from agent_loop.runtime.describe import describe_error, one_line
 from agent_loop.servers.base import ServerHealth
 from agent_loop.types import ServerStopReason, TokenArrays, TokenChunk, TokenOutput
 

@@ -17,30 +17,37 @@ from starlette.exceptions import HTTPException
 from agent_loop import __version__
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
-from agent_loop.completions.replies import ChatCompletion, Completion, ErrorReply, Model, ModelList, Reply
 from agent_loop.completions.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
+from agent_loop.completions.response_models import (
+    ChatCompletion,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    ResponseModel,
+    TextCompletion,
+)
 from agent_loop.completions.sampling import Sampler
 from agent_loop.completions.text import completion, stream_completion
 from agent_loop.errors import RequestError
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.serving.errors import error_reply, error_response
-from agent_loop.serving.gate import Gate
+from agent_loop.serving.errors import error_json_response, make_error
 from agent_loop.serving.handlers import add_error_handlers
-from agent_loop.serving.health import HealthReply, health_of
+from agent_loop.serving.health import HealthResponse, health_of
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
+from agent_loop.serving.metered_sampler import MeteredSampler
 from agent_loop.serving.metrics import CONTENT_TYPE, Metrics
+from agent_loop.serving.middleware import BodyLimiter, RequestCounter, StrictRoute
 from agent_loop.serving.sessions import SessionTable
-from agent_loop.serving.streams import Connection, EventStream
-from agent_loop.serving.wire import BoundBodies, CountRequests, StrictRoute
+from agent_loop.serving.streams import ClientConnection, EventStream
 
 RequestT = TypeVar("RequestT", bound=SamplingRequest, contravariant=True)
-ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}}
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 SessionHeader = Annotated[str | None, Header(alias="x-session-id", min_length=1, max_length=256)]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What an application serves."""
 
     pool: AsyncLLMServerManager
@@ -59,40 +66,42 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def create_app(served: Served) -> FastAPI:
+def create_app(served: ServedModel) -> FastAPI:
     """An ASGI application that answers OpenAI requests from a pool of servers."""
     app = FastAPI(title="agent-loop", version=__version__, docs_url=None, redoc_url=None)
     app.state.stopping = asyncio.Event()
     """Ends the requests in flight once it is set."""
-    routes = _Routes(served, stopping=app.state.stopping)
+    routes = _ServingRoutes(served, stopping=app.state.stopping)
     app.include_router(routes.of_the_api())
     app.include_router(routes.for_watchers())
     add_error_handlers(app)
     app.add_exception_handler(UnknownModel, _on_unknown_model)
-    app.add_middleware(BoundBodies)
+    app.add_middleware(BodyLimiter)
     app.add_middleware(HostGuard, hosts=served.hosts, refuse=_refuse_host)
-    app.add_middleware(CountRequests, metrics=routes.metrics)
+    app.add_middleware(RequestCounter, metrics=routes.metrics)
     return app
 
 
-class _Answer(Protocol[RequestT]):
+class _CompleteFunction(Protocol[RequestT]):
     def __call__(
         self, request: RequestT, /, *, template: ChatTemplate, sampler: Sampler, session: str | None
-    ) -> Coroutine[Any, Any, Reply]: ...
+    ) -> Coroutine[Any, Any, ResponseModel]: ...
 
 
-class _Stream(Protocol[RequestT]):
+class _StreamFunction(Protocol[RequestT]):
     def __call__(
         self, request: RequestT, /, *, template: ChatTemplate, sampler: Sampler, session: str | None
-    ) -> AsyncGenerator[Reply]: ...
+    ) -> AsyncGenerator[ResponseModel]: ...
 
 
-class _Routes:
-    def __init__(self, served: Served, *, stopping: asyncio.Event) -> None:
+class _ServingRoutes:
+    def __init__(self, served: ServedModel, *, stopping: asyncio.Event) -> None:
         self.metrics = Metrics()
         self._stopping = stopping
         self._served = served
-        self._sampler = Gate(served.pool.sampler, metrics=self.metrics, max_model_len=served.max_model_len)
+        self._sampler = MeteredSampler(
+            served.pool.sampler, metrics=self.metrics, max_model_len=served.max_model_len
+        )
         self._sessions = SessionTable(self._sampler)
 
     def of_the_api(self) -> APIRouter:
@@ -112,18 +121,18 @@ class _Routes:
             response_model=ChatCompletion,
             responses=STREAMED,
         )(self._chat)
-        router.post("/completions", name="create_completion", response_model=Completion, responses=STREAMED)(
-            self._complete
-        )
+        router.post(
+            "/completions", name="create_completion", response_model=TextCompletion, responses=STREAMED
+        )(self._complete)
         router.get("/models", name="list_models", response_model=ModelList)(self._models)
-        router.get("/models/{name:path}", name="describe_model", response_model=Model)(self._model)
+        router.get("/models/{name:path}", name="describe_model", response_model=ModelCard)(self._model)
         return router
 
     def for_watchers(self) -> APIRouter:
         """What needs none."""
         router = APIRouter(responses=ERRORS)
-        unwell: dict[int | str, dict[str, Any]] = {503: {"model": HealthReply}}
-        router.get("/health", name="health", response_model=HealthReply, responses=unwell)(self._health)
+        unwell: dict[int | str, dict[str, Any]] = {503: {"model": HealthResponse}}
+        router.get("/health", name="health", response_model=HealthResponse, responses=unwell)(self._health)
         text: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
         router.get("/metrics", name="metrics", response_class=Response, responses=text)(self._metrics_text)
         return router
@@ -150,12 +159,12 @@ class _Routes:
         request: Request,
         session: str | None,
         *,
-        answer: _Answer[RequestT],
-        stream: _Stream[RequestT],
+        answer: _CompleteFunction[RequestT],
+        stream: _StreamFunction[RequestT],
     ) -> Response:
         self._check_model(body.model)
         name = session or body.session_id
-        connection = Connection(request.receive, self._stopping)
+        connection = ClientConnection(request.receive, self._stopping)
         if body.stream:
             source = self._streamed(body, name, stream)
             try:
@@ -170,8 +179,8 @@ class _Routes:
         return Response(reply.model_dump_json(), media_type="application/json")
 
     async def _streamed(
-        self, body: RequestT, name: str | None, stream: _Stream[RequestT]
-    ) -> AsyncGenerator[Reply]:
+        self, body: RequestT, name: str | None, stream: _StreamFunction[RequestT]
+    ) -> AsyncGenerator[ResponseModel]:
         with self._sessions.use(name) as session:
             replies = stream(body, template=self._served.template, sampler=self._sampler, session=session)
             async with aclosing(replies):
@@ -198,9 +207,9 @@ class _Routes:
         return Response(self.metrics.render(health.servers), media_type=CONTENT_TYPE)
 
     @property
-    def _card(self) -> Model:
+    def _card(self) -> ModelCard:
         served = self._served
-        return Model(
+        return ModelCard(
             id=served.model,
             created=served.created,
             owned_by="agent-loop",
@@ -225,18 +234,18 @@ class UnknownModel(RequestError):
 
 
 def _refuse_host(_: Request, message: str) -> Response:
-    reply = error_reply(f"{message}; allow it with --allowed-host", status=MISDIRECTED)
-    return error_response(reply, status=MISDIRECTED)
+    reply = make_error(f"{message}; allow it with --allowed-host", status=MISDIRECTED)
+    return error_json_response(reply, status=MISDIRECTED)
 
 
-def _json(reply: Reply, *, status: int = 200) -> Response:
+def _json(reply: ResponseModel, *, status: int = 200) -> Response:
     return Response(reply.model_dump_json(), status_code=status, media_type="application/json")
 
 
-async def _first_of(source: AsyncGenerator[Reply]) -> Reply | None:
+async def _first_of(source: AsyncGenerator[ResponseModel]) -> ResponseModel | None:
     return await anext(source, None)
 
 
 async def _on_unknown_model(_: Request, error: Exception) -> Response:
-    reply = error_reply(str(error), status=404, param="model", code="model_not_found")
-    return error_response(reply, status=404)
+    reply = make_error(str(error), status=404, param="model", code="model_not_found")
+    return error_json_response(reply, status=404)

@@ -15,8 +15,14 @@ from agent_loop.completions.chat import chat_completion, stream_chat_completion
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.sampling import Sampler
 from agent_loop.errors import AgentLoopError
-from agent_loop.serving.errors import CLIENT_GONE, error_reply, error_response, reply_to, status_of
-from agent_loop.serving.streams import ClientGone, Connection, EventStream
+from agent_loop.serving.errors import (
+    CLIENT_CLOSED_REQUEST,
+    error_json_response,
+    error_response_of,
+    make_error,
+    status_of,
+)
+from agent_loop.serving.streams import ClientConnection, ClientDisconnected, EventStream
 
 
 async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler: Sampler) -> Response:
@@ -32,7 +38,7 @@ async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler
     """
     try:
         request = ChatCompletionRequest.read(await _body_of(raw_request))
-        connection = Connection(raw_request.receive, asyncio.Event())
+        connection = ClientConnection(raw_request.receive, asyncio.Event())
         if request.stream:
             chunks = stream_chat_completion(request, template=template, sampler=sampler)
             try:
@@ -43,12 +49,12 @@ async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler
             return EventStream(first, chunks, connection=connection)
         reply = await connection.hold(chat_completion(request, template=template, sampler=sampler))
     except AgentLoopError as error:
-        return error_response(reply_to(error), status=status_of(error))
+        return error_json_response(error_response_of(error), status=status_of(error))
     except HTTPException as error:
         status = error.status_code
-        return error_response(error_reply(str(error.detail), status=status), status=status)
-    except ClientGone:
-        return Response(status_code=CLIENT_GONE)
+        return error_json_response(make_error(str(error.detail), status=status), status=status)
+    except ClientDisconnected:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(from_json(reply.model_dump_json()))
 
 

@@ -13,9 +13,9 @@ from agent_loop.errors import ConfigError
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.factory import create_servers
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.serving.app import Served, create_app
+from agent_loop.serving.app import ServedModel, create_app
 from agent_loop.serving.hosts import answered_hosts
-from agent_loop.serving.process import base_url, bound_socket, run_app
+from agent_loop.serving.process import base_url, listening_socket, run_app
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -41,7 +41,7 @@ async def serve(
         ServerError: An engine did not come up.
     """
     rollout = config.rollout
-    with bound_socket(
+    with listening_socket(
         host, port
     ) as listener:  # first, so that a taken port is not told after minutes of loading
         template, why_no_tools = _template_of(config)
@@ -52,7 +52,7 @@ async def serve(
         await pool.start()
         try:
             await pool.wake_up()
-            served = Served(
+            served = ServedModel(
                 pool=pool,
                 template=template,
                 model=name,
@@ -98,7 +98,7 @@ def _template_of(config: Config) -> tuple[ChatTemplate, str]:
         return template, f"this server knows no format of tool calls ({error})"
 
 
-def _greeting(served: Served, *, url: str, num_servers: int) -> str:
+def _greeting(served: ServedModel, *, url: str, num_servers: int) -> str:
     servers = "1 server" if num_servers == 1 else f"{num_servers} servers"
     no_tools = f"\n[yellow]without tools[/]: {escape(served.why_no_tools)}" if served.why_no_tools else ""
     key = "the key" if served.api_key else "-"

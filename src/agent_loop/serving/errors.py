@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from fastapi.responses import JSONResponse
 
-from agent_loop.completions.replies import ErrorDetail, ErrorReply
+from agent_loop.completions.response_models import ErrorDetail, ErrorResponse
 from agent_loop.errors import (
     AgentLoopError,
     BadPrompt,
@@ -20,7 +20,7 @@ from agent_loop.errors import (
 )
 from agent_loop.servers.http import HttpStatusError
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """The client hung up; it is counted under this status and answered nothing."""
 
 
@@ -37,21 +37,21 @@ def status_of(error: AgentLoopError) -> int:
     return HTTPStatus.SERVICE_UNAVAILABLE
 
 
-def error_reply(
+def make_error(
     message: str, *, status: int, param: str | None = None, code: str | None = None
-) -> ErrorReply:
+) -> ErrorResponse:
     """The error in the OpenAI shape."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return ErrorReply(error=ErrorDetail(message=message, type=kind, param=param, code=code))
+    return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
-def reply_to(error: AgentLoopError) -> ErrorReply:
+def error_response_of(error: AgentLoopError) -> ErrorResponse:
     """What to tell the client of an error."""
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
-    return error_reply(str(error), status=status_of(error), param=param, code=code)
+    return make_error(str(error), status=status_of(error), param=param, code=code)
 
 
-def error_response(
-    reply: ErrorReply, *, status: int, headers: Mapping[str, str] | None = None
+def error_json_response(
+    reply: ErrorResponse, *, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     return JSONResponse(reply.model_dump(), status_code=status, headers=headers)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from agent_loop.completions.replies import Reply
+from agent_loop.completions.response_models import ResponseModel
 from agent_loop.servers.manager import AsyncLLMServerManager
 
 
-class ServerReply(Reply):
+class ServerHealthResponse(ResponseModel):
     """One server."""
 
     name: str
@@ -20,17 +20,17 @@ class ServerReply(Reply):
     """Why it is not alive."""
 
 
-class HealthReply(Reply):
+class HealthResponse(ResponseModel):
     """The answer of `/health`; with `down`, the status is 503."""
 
     status: Literal["ok", "down"]
-    servers: list[ServerReply]
+    servers: list[ServerHealthResponse]
 
 
-async def health_of(pool: AsyncLLMServerManager) -> HealthReply:
+async def health_of(pool: AsyncLLMServerManager) -> HealthResponse:
     """Asks all servers of a pool; one that does not say is not alive."""
     replies = [
-        ServerReply(
+        ServerHealthResponse(
             name=server.name,
             is_alive=health.is_alive,
             num_running=health.num_running,
@@ -41,4 +41,4 @@ async def health_of(pool: AsyncLLMServerManager) -> HealthReply:
         for server, health in zip(pool.servers, await pool.health(), strict=True)
     ]
     is_ok = all(reply.is_alive for reply in replies)
-    return HealthReply(status="ok" if is_ok else "down", servers=replies)
+    return HealthResponse(status="ok" if is_ok else "down", servers=replies)

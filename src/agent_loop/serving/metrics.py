@@ -1,4 +1,4 @@
-"""What a pool that is served does, for Prometheus."""
+"""Prometheus metrics of a pool behind `agent-loop serve`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from agent_loop.serving.health import ServerReply
+from agent_loop.servers.metric_names import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
+from agent_loop.serving.health import ServerHealthResponse
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PROMPT_TOKENS = ("agent_loop_prompt_tokens", "Tokens of prompts.")
-COMPLETION_TOKENS = ("agent_loop_completion_tokens", "Tokens sampled.")
-RUNNING = ("agent_loop_running", "Completions in the engine's batch.")
-WAITING = ("agent_loop_waiting", "Completions that wait for a place in it.")
-ALIVE = ("agent_loop_server_alive", "1 for a server that works.")
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """The counters of one application, in a registry of their own."""
+    """Metrics of one application, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("agent_loop_requests", "Requests, by answer.", ["route", "status"], **own)
+        self.requests = Counter(
+            "agent_loop_requests", "Requests, by route and status.", ["route", "status"], **own
+        )
         self.duration = Histogram(
             "agent_loop_request_duration_seconds",
-            "From a request to the end of its answer.",
+            "Time from the start of a request to the end of its response.",
             ["route"],
-            buckets=SECONDS,
+            buckets=BUCKETS_S,
             **own,
         )
         self.first_token = Histogram(
             "agent_loop_time_to_first_token_seconds",
-            "From a streamed completion's start to its first token.",
-            buckets=SECONDS,
+            "Time from the start of a streamed completion to its first token.",
+            buckets=BUCKETS_S,
             **own,
         )
         self.prompt_tokens = Counter(*PROMPT_TOKENS, **own)
@@ -44,8 +42,8 @@ class Metrics:
         self._waiting = Gauge(*WAITING, ["server"], **own)
         self._is_alive = Gauge(*ALIVE, ["server"], **own)
 
-    def render(self, servers: Sequence[ServerReply]) -> bytes:
-        """The text format, with how full the servers are."""
+    def render(self, servers: Sequence[ServerHealthResponse]) -> bytes:
+        """Return the metrics in Prometheus' text format, with the current load of the servers."""
         for server in servers:
             self._running.labels(server.name).set(server.num_running)
             self._waiting.labels(server.name).set(server.num_waiting)

@@ -22,7 +22,7 @@ END_S = 10
 """And so long to end when they are told to."""
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens at an address; port 0 takes a free one.
 
     Raises:
@@ -83,7 +83,7 @@ async def listening(app: Starlette, *, host: str = "127.0.0.1") -> AsyncGenerato
         ConfigError: The address cannot be had.
     """
     server = AppServer(app)
-    listener = bound_socket(host, 0)
+    listener = listening_socket(host, 0)
     try:
         server.config.load()
         server.lifespan = server.config.lifespan_class(server.config)

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from agent_loop.completions.replies import ErrorReply, Reply
+from agent_loop.completions.response_models import ErrorResponse, ResponseModel
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.runtime.concurrency import run_while
-from agent_loop.serving.errors import reply_to
+from agent_loop.serving.errors import error_response_of
 
 ResultT = TypeVar("ResultT")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client hung up before it was answered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class ClientConnection:
     """What ends a request before its answer does."""
 
     receive: Receive
@@ -36,7 +36,7 @@ class Connection:
         """Awaits a call, and cancels it if the client hangs up or the application stops.
 
         Raises:
-            ClientGone: The client hung up.
+            ClientDisconnected: The client hung up.
             ServerError: The application stops.
         """
         results: list[ResultT] = []
@@ -49,7 +49,7 @@ class Connection:
             return results[0]
         if self.stopping.is_set():
             raise ServerError("the server is being stopped; send the request to another one")
-        raise ClientGone
+        raise ClientDisconnected
 
     async def _ends(self) -> None:
         await run_while(self._client_goes(), condition=self._stops())
@@ -66,7 +66,7 @@ def _done() -> bytes:
     return b"data: [DONE]\n\n"
 
 
-def _event(reply: Reply) -> bytes:
+def _event(reply: ResponseModel) -> bytes:
     return f"data: {reply.model_dump_json()}\n\n".encode()
 
 
@@ -86,12 +86,12 @@ class EventStream(Response):
 
     def __init__(
         self,
-        first: Reply | None,
-        rest: AsyncGenerator[Reply],
+        first: ResponseModel | None,
+        rest: AsyncGenerator[ResponseModel],
         *,
-        connection: Connection,
-        write: Callable[[Reply], bytes] = _event,
-        write_error: Callable[[ErrorReply], bytes] = _event,
+        connection: ClientConnection,
+        write: Callable[[ResponseModel], bytes] = _event,
+        write_error: Callable[[ErrorResponse], bytes] = _event,
         end: Callable[[], bytes] = _done,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -105,11 +105,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
-            with suppress(ClientGone):
+            with suppress(ClientDisconnected):
                 try:
                     await self._connection.hold(self._send(send))
                 except AgentLoopError as error:
-                    await send(_part(self._write_error(reply_to(error))))
+                    await send(_part(self._write_error(error_response_of(error))))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:

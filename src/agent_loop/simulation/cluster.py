@@ -14,8 +14,9 @@ from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.errors import ConfigError
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
-from agent_loop.rollout.parts import make_gate
-from agent_loop.rollout.worker import AgentLoopWorker, Job
+from agent_loop.rollout.components import make_gate
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.runtime.concurrency import running_beside
 from agent_loop.servers.base import AsyncServerBase
 from agent_loop.servers.forecast import Forecast

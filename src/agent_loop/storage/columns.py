@@ -130,7 +130,24 @@ def _tokens(output: AgentLoopOutput, learned: Learned) -> dict[str, Any]:
             {"origin": str(s.origin), "num_tokens": len(s), "weight_version": s.weight_version}
             for s in output.segments
         ],
+        "extras": _extras(output),
     }
+
+
+def _extras(output: AgentLoopOutput) -> list[dict[str, Any]] | None:
+    """Return one entry for each array of each segment; None if there are no arrays."""
+    arrays = [
+        {
+            "segment": number,
+            "name": name,
+            "dtype": array.dtype.str,
+            "shape": array.shape,
+            "data": array.tobytes(),
+        }
+        for number, segment in enumerate(output.segments)
+        for name, array in segment.extras.items()
+    ]
+    return arrays or None
 
 
 def _logprobs(output: AgentLoopOutput) -> FloatArray | list[float | None] | None:

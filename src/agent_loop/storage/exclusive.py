@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from agent_loop.errors import OutputError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 
 MAX_COMMAND = 200
 """Characters of the command line that are shown of the process that holds a lock."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from agent_loop.chat.sources import describe_source, without_pixels
 from agent_loop.errors import DataError
-from agent_loop.runtime.foreign_values import plain_value, safe_str
+from agent_loop.runtime.describe import safe_str
+from agent_loop.runtime.user_values import plain_value
 from agent_loop.types import Message
 
 HALVES = re.compile("[\ud800-\udfff]")

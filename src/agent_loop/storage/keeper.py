@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import OneThread
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.files import drop_all_but_newest, step_path

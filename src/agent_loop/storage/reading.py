@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from agent_loop.trajectory import (
     AgentLoopMetrics,
@@ -63,18 +64,32 @@ def _segments(row: Mapping[str, Any]) -> list[Segment]:
     """Cuts the tokens, which lie end to end, into their runs."""
     token_ids = np.concatenate([as_token_ids(row["prompt_ids"]), as_token_ids(row["response_ids"])])
     num_prompt = len(row["prompt_ids"])
+    extras = _extras(row.get("extras"))
     segments: list[Segment] = []
     start = 0
-    for run in row["segments"]:
+    for number, run in enumerate(row["segments"]):
         end, origin = start + run["num_tokens"], Origin(run["origin"])
         logprobs = None
         if origin is Origin.MODEL:
             logprobs = _logprobs(row["response_logprobs"], start - num_prompt, end - num_prompt)
-        segments.append(Segment(token_ids[start:end], origin, logprobs, run["weight_version"]))
+        segments.append(
+            Segment(
+                token_ids[start:end], origin, logprobs, run["weight_version"], extras=extras.get(number, {})
+            )
+        )
         start = end
     if start != len(token_ids):
         raise ValueError(f"segments of {start} tokens in all, where there are {len(token_ids)}")
     return segments
+
+
+def _extras(stored: Sequence[Mapping[str, Any]] | None) -> dict[int, dict[str, NDArray[Any]]]:
+    """Return the arrays of each segment, by its place and their names. Files of earlier versions have none."""
+    extras: dict[int, dict[str, NDArray[Any]]] = {}
+    for each in stored or ():
+        array = np.frombuffer(each["data"], np.dtype(each["dtype"])).reshape(each["shape"])
+        extras.setdefault(each["segment"], {})[each["name"]] = array
+    return extras
 
 
 def _logprobs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) -> FloatArray | None:

@@ -46,6 +46,9 @@ TEXT, BOOL = pa.string(), pa.bool_()
 INT32, FLOAT32, FLOAT64 = pa.int32(), pa.float32(), pa.float64()
 INTS, FLOATS = pa.list_(INT32), pa.list_(FLOAT32)
 SEGMENTS = pa.list_(pa.struct([("origin", TEXT), ("num_tokens", INT32), ("weight_version", INT32)]))
+EXTRAS = pa.list_(
+    pa.struct([("segment", INT32), ("name", TEXT), ("dtype", TEXT), ("shape", INTS), ("data", pa.binary())])
+)
 
 WHO = (
     Column("step", INT32, "Of the training it belongs to; 0 outside of training and before the first step."),
@@ -123,6 +126,12 @@ TOKENS = (
         "Per response token: the trainer's before the update, 0 at tokens of others; null where it computed none.",
     ),
     Column("segments", SEGMENTS, "Runs of tokens with one origin (`Origin`) and version, the prompt first."),
+    Column(
+        "extras",
+        EXTRAS,
+        "More values per token from the server: of each array its place in `segments`, name, numpy dtype, shape "
+        "`[num_tokens, ...]` and bytes in C order; null where there are none.",
+    ),
 )
 """Everything about its tokens."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from agent_loop.runtime.waits import WaitKind
+from agent_loop.runtime.activity import WaitKind
 from agent_loop.trajectory import Span, Trace
 
 PREFILL = "prefill_s"

@@ -121,7 +121,7 @@ def _options() -> dict[str, Any]:
     leaves = [f"{name}.list.element" for name in SPREAD_BYTES]
     return {
         "compression": "zstd",
-        "use_dictionary": [leaf for leaf in _leaves() if leaf not in leaves],
+        "use_dictionary": [leaf for leaf in _leaves() if leaf not in (*leaves, "extras.list.element.data")],
         "column_encoding": dict.fromkeys(leaves, "BYTE_STREAM_SPLIT"),
         "write_statistics": [field.name for field in SCHEMA if not pa.types.is_nested(field.type)],
     }
@@ -134,7 +134,8 @@ def _leaves() -> list[str]:
         if not pa.types.is_list(field.type):
             leaves.append(field.name)
         elif pa.types.is_struct(field.type.value_type):
-            leaves += [f"{field.name}.list.element.{inner.name}" for inner in field.type.value_type]
+            inner = [inner for inner in field.type.value_type if not pa.types.is_list(inner.type)]
+            leaves += [f"{field.name}.list.element.{each.name}" for each in inner]
         else:
             leaves.append(f"{field.name}.list.element")
     return leaves

@@ -1,4 +1,4 @@
-"""Helpers for tests of agent loops, tools and servers."""
+"""Virtual time for tests, and the harness that runs conformance checks."""
 
 from agent_loop.testing.virtual_time import run_virtual
 

@@ -1,4 +1,4 @@
-"""For tests of loops, tools and servers: a clock that jumps."""
+"""Virtual time for tests of loops, tools and servers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ ResultT = TypeVar("ResultT")
 
 
 def run_virtual(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Like `asyncio.run`, in virtual time: whenever every task sleeps, the clock jumps to the next one due.
+    """Run a coroutine like `asyncio.run`, in virtual time.
 
-    `asyncio.sleep`, timeouts and `loop.time()` follow that clock, so an hour of waiting takes no time and the order
-    of events is always the same. Threads and sockets are waited for in real time.
+    The clock jumps to the next timer whenever every task sleeps. `asyncio.sleep`, timeouts and `loop.time()` follow
+    this clock, so an hour of sleep takes no time and the order of events is always the same. Threads and sockets still
+    take real time.
 
     Raises:
         RuntimeError: Every task waits for something that can never happen.
@@ -28,7 +29,7 @@ class _VirtualClockLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now = 0.0
         self._thread_ends: dict[asyncio.Future[Any], float] = {}
-        """Until when a running thread holds the clock, in real time."""
+        """Real time until which each running thread stops the virtual clock."""
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -57,7 +58,7 @@ class _VirtualClockLoop(asyncio.SelectorEventLoop):
 
     @property
     def held_s(self) -> float:
-        """How long threads still hold the clock, in real time."""
+        """Seconds of real time for which running threads still stop the virtual clock."""
         return max(0.0, max(self._thread_ends.values()) - time.monotonic())
 
 
@@ -81,4 +82,4 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 REAL_WAIT_S = 1.0
-"""How long a thread holds the clock before timers may overtake it: one that takes longer hangs."""
+"""Seconds for which a running thread stops the virtual clock. Timers then fire before a thread that takes longer."""

@@ -12,7 +12,8 @@ from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.loading import load_object
 from agent_loop.registries import construct, load_class, read_entries
-from agent_loop.runtime.boundary import OnReplay, describe_value
+from agent_loop.runtime.describe import describe_value
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool, check_declarations
 from agent_loop.tools.schema import check_tool_schema
 
@@ -21,7 +22,7 @@ PATH_KEY = "rollout.multi_turn.tool_config_path"
 
 KIT = {
     "calculator": "agent_loop.tools.calculator:CalculatorTool",
-    "gsm8k": "agent_loop.tools.gsm8k:Gsm8kTool",
+    "gsm8k": "agent_loop.integrations.verl.gsm8k:Gsm8kTool",
     "http": "agent_loop.tools.web.http:HttpTool",
     "mcp": "agent_loop.tools.mcp.tools:mcp_tools",
     "openapi": "agent_loop.tools.web.openapi:openapi_tools",

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.runtime.foreign_values import safe_repr
+from agent_loop.runtime.describe import safe_repr
 
 MAX_CHARACTERS = 4000
 MAX_ITEMS = 32

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 
 logger = logging.getLogger(__name__)
 

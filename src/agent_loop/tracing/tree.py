@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agent_loop.runtime.waits import WaitKind
+from agent_loop.runtime.activity import WaitKind
 from agent_loop.tracing.events import (
     Began,
     CalledTool,

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from agent_loop.runtime.waits import WaitKind
+from agent_loop.runtime.activity import WaitKind
 from agent_loop.trajectory import Span
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-from agent_loop.runtime.waits import CURRENT, WaitKind, waiting_for
+from agent_loop.runtime.activity import CURRENT, WaitKind, waiting_for
 from agent_loop.tracing.bounded import bounded
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

@@ -1,1 +1,62 @@
-"""Training: advantages, losses, optimiser steps, checkpoints."""
+"""Training: advantages, losses, optimiser steps, checkpoints.
+
+The names below are for estimators and losses of users. Each is imported at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_loop.training.advantages import (
+        Advantages,
+        Rewards,
+        discounted_returns,
+        gae,
+        grpo_advantages,
+        has_signal,
+        rloo_advantages,
+        share_weights,
+        turn_advantages,
+        whiten,
+    )
+    from agent_loop.training.losses import TokenLoss, clipped_loss, kl_penalty, masked_difference
+    from agent_loop.training.registry import advantage_estimator, policy_loss
+
+__all__ = [
+    "Advantages",
+    "Rewards",
+    "TokenLoss",
+    "advantage_estimator",
+    "clipped_loss",
+    "discounted_returns",
+    "gae",
+    "grpo_advantages",
+    "has_signal",
+    "kl_penalty",
+    "masked_difference",
+    "policy_loss",
+    "rloo_advantages",
+    "share_weights",
+    "turn_advantages",
+    "whiten",
+]
+
+_MODULE_OF = {
+    **dict.fromkeys(["advantage_estimator", "policy_loss"], "registry"),
+    **dict.fromkeys(["TokenLoss", "clipped_loss", "kl_penalty", "masked_difference"], "losses"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'agent_loop.training' has no attribute {name!r}")
+    module = importlib.import_module(f"agent_loop.training.{_MODULE_OF.get(name, 'advantages')}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

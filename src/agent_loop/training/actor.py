@@ -22,7 +22,13 @@ from agent_loop.training.adapters import merged_parameters, persistent_buffers
 from agent_loop.training.batching_proof import prove_batching
 from agent_loop.training.branches import rollouts_of_rows
 from agent_loop.training.learned import TRAIN_LOG_PROBS
-from agent_loop.training.losses import Aggregation, kl_penalty, policy_loss
+from agent_loop.training.losses import (
+    Aggregation,
+    kl_penalty,
+    load_policy_loss,
+    masked_difference,
+    token_loss,
+)
 from agent_loop.training.master_weights import save_model, take_weights
 from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
@@ -80,6 +86,7 @@ class Actor:
             )
         self.model = model
         self._config = config
+        self._policy_loss = load_policy_loss(config.policy_loss)
         self._temperature = temperature or 1.0
         self._reference = reference
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
@@ -260,27 +267,27 @@ class Actor:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's share of the mini-batch's loss, and of the metrics."""
         config, past, mask_BR = self._config, targets.past, micro_batch.mask_BR
-        policy = policy_loss(
+        old_BR = micro_batch.cut(past.old_BR)
+        policy = token_loss(
+            self._policy_loss,
             logprobs_BR,
-            old_logprobs_BT=micro_batch.cut(past.old_BR),
+            old_logprobs_BT=old_BR,
             advantages_BT=micro_batch.cut(targets.advantages_BR),
             mask_BT=mask_BR,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            clip_ratio_c=config.clip_ratio_c,
-            level="sequence" if config.policy_loss == "gspo" else "token",
-            weights_BT=None if targets.weights_BR is None else micro_batch.cut(targets.weights_BR),
-            agg_mode=reduce.mode,
-            denominator=reduce.denominator,
-            lengths_B=reduce.lengths_B,
+            config=config,
         )
+        loss_BR = policy.loss_BT
+        if targets.weights_BR is not None:
+            loss_BR = loss_BR * micro_batch.cut(targets.weights_BR)
         entropy = reduce(entropy_BR, mask_BT=mask_BR)
-        loss = policy.loss - config.entropy_coeff * entropy
+        loss = reduce(loss_BR, mask_BT=mask_BR) - config.entropy_coeff * entropy
+        log_ratio_BR = masked_difference(logprobs_BR.detach(), old_BR, mask_BT=mask_BR)
         metrics = {
-            names.PPO_KL: policy.ppo_kl.detach(),
-            names.CLIP_FRACTION: policy.clip_fraction.detach(),
-            names.ENTROPY: entropy.detach(),
+            names.ACTOR + name: reduce(values_BR.detach(), mask_BT=mask_BR)
+            for name, values_BR in policy.metrics.items()
         }
+        metrics[names.PPO_KL] = reduce(-log_ratio_BR, mask_BT=mask_BR)
+        metrics[names.ENTROPY] = entropy.detach()
         if past.reference_BR is not None and config.kl_loss_coef:
             kl_BR = kl_penalty(
                 logprobs_BR,
@@ -291,8 +298,6 @@ class Actor:
             kl = reduce(kl_BR, mask_BT=mask_BR)
             loss = loss + config.kl_loss_coef * kl
             metrics[names.KL_LOSS] = kl.detach()
-        if config.clip_ratio_c is not None:
-            metrics[names.DUAL_CLIP_FRACTION] = policy.dual_clip_fraction.detach()
         return loss, metrics | {names.LOSS: loss.detach()}
 
     def _logprobs_of(self, model: PreTrainedModel, batch: RolloutBatch, rows: Tensor) -> Tensor:

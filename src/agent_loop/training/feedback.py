@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from agent_loop.runtime.boundary import as_finite_number
+from agent_loop.runtime.numeric import as_finite_number
 from agent_loop.training.metrics import TOOLS
 from agent_loop.trajectory import Feedback, IncidentKind, Trajectory, branch_weights
 from agent_loop.types import Origin

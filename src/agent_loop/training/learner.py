@@ -17,7 +17,14 @@ from agent_loop.servers.embedded.kernels import use_deterministic_kernels
 from agent_loop.training import learned
 from agent_loop.training import metrics as names
 from agent_loop.training.actor import Actor
-from agent_loop.training.advantages import Estimate, Rewards, collect_rewards, estimate_advantages
+from agent_loop.training.advantages import (
+    BatchAdvantages,
+    Rewards,
+    collect_rewards,
+    estimate_advantages,
+    estimator_needs,
+    load_estimator,
+)
 from agent_loop.training.branches import branch_weights, rollouts_of_rows
 from agent_loop.training.checkpoint import MODEL_FOLDER, Checkpoint, load_state, save_state
 from agent_loop.training.critic import Critic, load_critic
@@ -48,11 +55,13 @@ class Learner:
         Args:
             config: Of the whole run.
             actor: The policy.
-            critic: Needed for `algorithm.adv_estimator=gae`.
+            critic: Needed for `gae` and other estimators that need a critic.
             team: Over whose processes both are sharded.
         """
-        if config.algorithm.adv_estimator == "gae" and critic is None:
-            raise ValueError("algorithm.adv_estimator is gae, which needs a critic; give one")
+        self._estimator = load_estimator(config.algorithm.adv_estimator)
+        if self._estimator.needs.critic and critic is None:
+            name = config.algorithm.adv_estimator
+            raise ValueError(f"algorithm.adv_estimator is {name}, which needs a critic; give one")
         self._config = config
         self._actor = actor
         self._critic = critic
@@ -144,6 +153,7 @@ class Learner:
         estimate = estimate_advantages(
             rewards,
             config=self._config.algorithm,
+            estimator=self._estimator,
             is_allowed_B=self._is_allowed(batch),
             values_BR=values_BR,
             baselines_B=self._baselines(batch, baseline_rewards),
@@ -193,12 +203,12 @@ class Learner:
         return torch.tensor([reason not in untrained for reason in cast(list[str], batch["stop_reason"])])
 
     def _baselines(self, batch: RolloutBatch, baseline_rewards: Mapping[int, float] | None) -> Tensor | None:
-        if self._config.algorithm.adv_estimator != "remax":
+        if not self._estimator.needs.greedy_rollouts:
             return None
         if baseline_rewards is None:
             raise DataError(
-                "algorithm.adv_estimator is remax, which compares with a greedy trajectory of each prompt; give "
-                "baseline_rewards"
+                f"algorithm.adv_estimator is {self._estimator.registered.name}, which compares with a greedy "
+                "trajectory of each prompt; give baseline_rewards"
             )
         groups: list[int] = batch["group"].tolist()
         return torch.tensor([baseline_rewards.get(group, torch.nan) for group in groups])
@@ -244,7 +254,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> L
         max_row_tokens=max_row_tokens,
     )
     critic = None
-    if config.algorithm.adv_estimator == "gae":
+    if estimator_needs(config.algorithm.adv_estimator).critic:
         critic = Critic(
             load_critic(config.critic, model_config=model_config, path=_critic_folder(checkpoint)),
             config=_with_loss_length(config.critic, config),
@@ -267,7 +277,7 @@ def _with_loss_length(section: OptimConfigT, config: Config) -> OptimConfigT:
     return section.model_copy(update={"loss_length": section.loss_length or config.rollout.response_length})
 
 
-def _estimate_metrics(estimate: Estimate, batch: RolloutBatch) -> dict[str, float]:
+def _estimate_metrics(estimate: BatchAdvantages, batch: RolloutBatch) -> dict[str, float]:
     weights_B = branch_weights(rollouts_of_rows(batch))
     num_rollouts = weights_B.sum().clamp(min=1)
     metrics = {names.SIGNAL_SHARE: float((estimate.has_signal_B * weights_B).sum() / num_rollouts)}

@@ -15,7 +15,7 @@ import numpy as np
 from agent_loop.chat.drift import find_drift
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import OutputError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.storage.whole_file import whole_file
 from agent_loop.tracing.delivery import Delivery
@@ -77,6 +77,8 @@ INCIDENT = "rollout/incidents/"
 TOOLS = "tools/"
 """Prefix: per tool, its calls per rollout, the share of them that did not work, and means of what they returned."""
 
+ACTOR = "actor/"
+"""Prefix of the metrics of a policy loss."""
 LOSS = "actor/loss"
 PPO_KL = "actor/ppo_kl"
 CLIP_FRACTION = "actor/clip_fraction"

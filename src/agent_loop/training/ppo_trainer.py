@@ -14,11 +14,11 @@ from agent_loop.distributed import create_manager
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.rows import RowSampler, load_row_files
-from agent_loop.runtime.collector import frozen_objects, rare_collections
+from agent_loop.runtime.garbage_collection import frozen_objects, infrequent_collections
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_folder
 from agent_loop.storage.keeper import TrajectoryKeeper
-from agent_loop.training.advantages import COMPARES_IN_GROUP
+from agent_loop.training.advantages import estimator_needs, load_estimator
 from agent_loop.training.checkpoint import Checkpoint, list_checkpoints
 from agent_loop.training.data_manifest import DataManifest
 from agent_loop.training.interrupt import Interrupt
@@ -26,6 +26,7 @@ from agent_loop.training.learnable import refuse_without_reward
 from agent_loop.training.learner import load_learner
 from agent_loop.training.loggers import make_loggers
 from agent_loop.training.loop import TrainingLoop, TrainResult
+from agent_loop.training.losses import load_policy_loss
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress
 from agent_loop.training.rollouts import Rollouts
@@ -91,8 +92,8 @@ class PPOTrainer:
             TeamError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
+        _check_algorithm(config)
         sampler, val_rows, manifests = _load_data(config, has_manager=self._manager is not None)
-        _refuse_groups_of_one(config)
         async with AsyncExitStack() as stack:
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
             journals = JournalFolder(run_dir)
@@ -148,7 +149,7 @@ class PPOTrainer:
             elif is_new:
                 progress.say(f"there is nothing to go on from in {run_dir}; beginning anew")
             stack.enter_context(frozen_objects())
-            stack.enter_context(rare_collections())
+            stack.enter_context(infrequent_collections())
             return await loop.run(checkpoint)
 
 
@@ -184,9 +185,12 @@ def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[R
     return sampler, val_rows, manifests
 
 
-def _refuse_groups_of_one(config: Config) -> None:
+def _check_algorithm(config: Config) -> None:
+    """Raise a ConfigError if the estimator or the loss does not exist, or the groups are too small."""
+    load_policy_loss(config.actor.policy_loss)
     estimator = config.algorithm.adv_estimator
-    if config.rollout.n < 2 and estimator in COMPARES_IN_GROUP:
+    load_estimator(estimator)
+    if config.rollout.n < 2 and estimator_needs(estimator).groups:
         raise ConfigError(
             f"rollout.n is {config.rollout.n}, but algorithm.adv_estimator={estimator} compares the trajectories of "
             "one prompt; give at least 2"

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from agent_loop.config import Config
 from agent_loop.distributed.ray_module import answer_of, enter_folder, load_ray
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.training.follower import follow
 from agent_loop.training.team import open_store
 

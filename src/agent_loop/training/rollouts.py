@@ -18,6 +18,7 @@ from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.step import StepJournal, StepKey, open_journal, training_settings
 from agent_loop.rollout.rows import RowSampler
 from agent_loop.runtime.concurrency import run_together
+from agent_loop.training.advantages import estimator_needs
 from agent_loop.training.progress import Progress
 from agent_loop.trajectory import Trajectory, group_branches
 from agent_loop.types import Row
@@ -98,6 +99,7 @@ class StepRollouts:
         self._journals = journals
         self._settings = training_settings(config)
         self._max_staleness = max_staleness(config)
+        self._needs_greedy_rollouts = estimator_needs(config.algorithm.adv_estimator).greedy_rollouts
 
     async def run(self, step: int) -> StepRollout:
         """The rollout of a step. Groups whose rewards are all the same are replaced by groups of other rows, as often
@@ -126,13 +128,16 @@ class StepRollouts:
         self, rows: Sequence[Row], *, step: int, num_groups: int, refill: int = 0
     ) -> tuple[list[Trajectory], dict[int, float]]:
         """Their trajectories and, for `remax`, what a greedy one of each earned."""
-        needs_baselines = self._config.algorithm.adv_estimator == "remax"
         label = f"step={step}" + (f"/refill={refill}" if refill else "")
         async with self._journal(rows, step=step, refill=refill) as journal:
             sampled, *greedy = await run_together(
                 [
                     self._sample(rows, num_groups=num_groups, label=label, journal=journal),
-                    *([self._sample_greedily(rows, label=f"{label}/greedy")] if needs_baselines else []),
+                    *(
+                        [self._sample_greedily(rows, label=f"{label}/greedy")]
+                        if self._needs_greedy_rollouts
+                        else []
+                    ),
                 ]
             )
         weight = self._config.algorithm.turn_reward_weight

@@ -1,4 +1,4 @@
-"""Codec of records such as completions, segments and incidents, for journals, messages and JSON lines.
+"""Codec of records such as completions, segments and incidents, for journals, messages and files.
 
 A record is a msgspec struct or a data class. The codec reads the fields from the class, so a new field needs no code
 here.
@@ -6,16 +6,18 @@ here.
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 
-from agent_loop.types import TokenOutput
+from agent_loop.types import TokenChunk, TokenOutput, as_token_ids
 
 RecordT = TypeVar("RecordT")
+LogprobType: TypeAlias = type[np.float32] | type[np.float64]
 ARRAY_CODE = 1
 """Code of the msgpack extension type for arrays."""
 
@@ -43,18 +45,56 @@ def from_plain(plain: Any, kind: type[RecordT]) -> RecordT:
     return msgspec.convert(plain, kind, dec_hook=_as_declared)
 
 
-def encode_completion(output: TokenOutput) -> bytes:
-    """Return a completion as msgpack bytes."""
-    return _ENCODER.encode(output)
+def encode_completion(output: TokenOutput, *, logprob_type: LogprobType = np.float64) -> bytes:
+    """Return a completion as msgpack bytes: the fields of each chunk by name, values per token as arrays.
+
+    Args:
+        logprob_type: float64 keeps log-probs to the bit; float32 takes half of the bytes.
+    """
+    return _ENCODER.encode([_packed_chunk(chunk, logprob_type) for chunk in output.chunks])
 
 
 def decode_completion(data: bytes) -> TokenOutput:
-    """Return the completion that `encode_completion` was given."""
-    return _DECODER.decode(data)
+    """Return the completion that `encode_completion` was given.
+
+    Raises:
+        ValueError: The bytes are not those of a completion.
+    """
+    return TokenOutput.from_chunks([_unpacked_chunk(fields) for fields in _DECODER.decode(data)])
+
+
+def _packed_chunk(chunk: TokenChunk, logprob_type: LogprobType) -> dict[str, Any]:
+    """Return the fields of a chunk that differ from their defaults."""
+    packed = {name: getattr(chunk, name) for name in TokenChunk.__slots__}
+    packed = {name: value for name, value in packed.items() if value != _DEFAULTS.get(name, MISSING)}
+    packed["token_ids"] = as_token_ids(chunk.token_ids)
+    if chunk.logprobs is not None:
+        packed["logprobs"] = np.asarray(chunk.logprobs, logprob_type)
+    return packed
+
+
+def _unpacked_chunk(packed: Mapping[str, Any]) -> TokenChunk:
+    logprobs = packed["logprobs"]
+    try:
+        return TokenChunk(
+            **{
+                **packed,
+                "token_ids": packed["token_ids"].tolist(),
+                "logprobs": None if logprobs is None else logprobs.tolist(),
+            }
+        )
+    except TypeError as error:
+        raise ValueError(f"a completion has unknown fields: {error}") from error
+
+
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default_factory() if field.default_factory is not MISSING else field.default
+    for field in fields(TokenChunk)
+}
 
 
 def _as_declared(kind: Any, value: Any) -> Any:
-    """Accept an array for a field of arrays. msgspec itself knows no arrays."""
+    """Return an array for a field of arrays. msgspec itself does not support arrays."""
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} instead of an array")
     return cast(Any, value)
@@ -62,7 +102,7 @@ def _as_declared(kind: Any, value: Any) -> Any:
 
 def _encode_array(value: Any) -> msgspec.msgpack.Ext:
     if not isinstance(value, np.ndarray):
-        raise NotImplementedError(f"no form for a {type(value).__name__}")
+        raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
     array = cast("np.ndarray[Any, Any]", value)
     header = msgspec.msgpack.encode((array.dtype.str, array.shape))
     return msgspec.msgpack.Ext(ARRAY_CODE, bytes([len(header)]) + header + array.tobytes())
@@ -77,4 +117,4 @@ def _decode_array(code: int, data: memoryview) -> Any:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER = msgspec.msgpack.Decoder(TokenOutput, dec_hook=_as_declared, ext_hook=_decode_array)
+_DECODER = msgspec.msgpack.Decoder(list[dict[str, Any]], ext_hook=_decode_array)

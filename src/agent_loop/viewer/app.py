@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agent_loop.errors import DataError
-from agent_loop.runtime.boundary import one_line
+from agent_loop.runtime.describe import one_line
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
 from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
 from agent_loop.viewer.plain_json import as_bytes

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agent_loop.errors import ConfigError
 from agent_loop.serving.hosts import answered_hosts
-from agent_loop.serving.process import base_url, bound_socket, run_app
+from agent_loop.serving.process import base_url, listening_socket, run_app
 from agent_loop.viewer.app import create_viewer_app
 from agent_loop.viewer.source import RunSource
 
@@ -52,13 +52,13 @@ def free_listener(host: str, port: int | None) -> socket.socket:
         ConfigError: It is taken, or all of those that were tried are.
     """
     if port is not None:
-        return bound_socket(host, port)
+        return listening_socket(host, port)
     for candidate in range(FIRST_PORT, FIRST_PORT + PORTS_TRIED - 1):
         try:
-            return bound_socket(host, candidate)
+            return listening_socket(host, candidate)
         except ConfigError:
             continue
-    return bound_socket(host, FIRST_PORT + PORTS_TRIED - 1)
+    return listening_socket(host, FIRST_PORT + PORTS_TRIED - 1)
 
 
 def _open(url: str) -> None:

@@ -116,7 +116,7 @@ def test_a_call_that_is_cut_off_is_malformed(written: Format) -> None:
 @every_format
 def test_a_completion_that_was_stopped_where_a_call_opens_has_an_unfinished_call(written: Format) -> None:
     start = ToolParser.get(written.name).call_start
-    if start is not None:
+    if start:
         [call] = parse(written, f"Let me see. {start}").calls
         assert isinstance(call, MalformedCall)
 

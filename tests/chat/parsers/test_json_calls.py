@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent_loop.chat.parsers.json_calls import Body, read_body, read_call, scan_json
-from agent_loop.chat.parsers.walking import find_first, skip_space
+from agent_loop.chat.parsers.completion_walker import find_first, skip_space
+from agent_loop.chat.parsers.json_calls import JsonBody, read_body, read_call, scan_json
 
 CLOSINGS, STOPS = ("```]", "]]"), ("<<", "[[")
 PIECES = (
@@ -41,19 +41,19 @@ values = st.recursive(
 calls = st.fixed_dictionaries({"name": texts, "arguments": values})
 
 
-def carefully_read(text: str) -> Body:
+def carefully_read(text: str) -> JsonBody:
     """Brackets first, then whether a closing follows."""
     scanned = scan_json(text, 0)
     after = skip_space(text, scanned.end)
     for closing in CLOSINGS:
         if scanned.is_closed and text.startswith(closing, after):
-            return Body(scanned.text, after + len(closing), is_closed=True)
+            return JsonBody(scanned.text, after + len(closing), is_closed=True)
     end, marker = find_first(text, 0, CLOSINGS + STOPS)
     is_closed = marker in CLOSINGS
-    return Body(text[:end], end + len(marker) * is_closed, is_closed)
+    return JsonBody(text[:end], end + len(marker) * is_closed, is_closed)
 
 
-def extent(body: Body) -> tuple[str, int, bool]:
+def extent(body: JsonBody) -> tuple[str, int, bool]:
     return body.text.strip(), body.end, body.is_closed
 
 

@@ -1,17 +1,119 @@
-"""A tool parser of one's own under a name that ships."""
+"""A tool parser that a user wrote: by name, by file, and under a name that the package uses."""
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent_loop.chat.parsers import HermesToolParser, ToolParser
+from agent_loop.chat.template import ChatTemplate
+from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
+from agent_loop.completions.stream_markers import stream_markers
+from agent_loop.errors import ConfigError
 from agent_loop.integrations import verl
-from agent_loop.types import ParsedCompletion
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from tests.helpers import HERMES_TEMPLATE
 
 WAS_HERMES = r"tool parser 'hermes' was agent_loop.chat.parsers.hermes.HermesToolParser; .* replaces it"
+PARSER_FILE = '''\
+"""Calls written as `[call]search {"query": "rain"}[/call]`."""
+
+import json
+
+from agent_loop import ToolParser
+from agent_loop.chat.parsers import THINK
+from agent_loop.types import ToolCall
+
+
+@ToolParser.register("bracketed")
+class BracketedToolParser(ToolParser):
+    call_start = "[call]"
+    call_end = "[/call]"
+    reasoning_marks = (THINK,)
+
+    def parse_call(self, text, *, tools=()):
+        name, _, arguments = text.strip().partition(" ")
+        return ToolCall(name, json.loads(arguments))
+'''
+CALL = '[call]search {"query": "rain"}[/call]'
+
+
+@pytest.fixture
+def parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToolParser:
+    """Return the parser of a user's file, selected as in a configuration."""
+    monkeypatch.setattr(ToolParser, "_registry", dict(ToolParser.registered()))
+    file = tmp_path / "parser.py"
+    file.write_text(PARSER_FILE)
+    return ToolParser.get(f"{file}:BracketedToolParser")
+
+
+def test_a_parser_of_twenty_lines_reads_calls_text_and_reasoning(parser: ToolParser) -> None:
+    assert len(PARSER_FILE.splitlines()) <= 20
+    parsed = parser.parse(f"<think>It may {CALL}</think>Let me see. {CALL}")
+    assert parsed.reasoning == f"It may {CALL}"
+    assert parsed.content == "Let me see."
+    assert parsed.calls == (ToolCall("search", {"query": "rain"}),)
+
+
+def test_a_parser_is_registered_by_the_file_that_the_configuration_names(parser: ToolParser) -> None:
+    assert type(ToolParser.get("bracketed")) is type(parser)
+
+
+def test_a_call_that_a_users_parser_cannot_parse_is_malformed(parser: ToolParser) -> None:
+    [broken, whole, cut] = parser.parse(f"[call]search {{query[/call]{CALL}[call]search").calls
+    assert isinstance(broken, MalformedCall)
+    assert broken.error.startswith("the call cannot be parsed: Expecting property name")
+    assert isinstance(whole, ToolCall)
+    assert cut == MalformedCall("search", "the call is not closed with [/call]")
+
+
+def test_a_users_parser_is_streamed_up_to_its_first_call(parser: ToolParser) -> None:
+    markers = stream_markers(parser)
+    assert markers is not None
+    assert markers.openings == ("[call]",)
+
+
+def test_a_chat_template_takes_the_parser_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "other_parser.py"
+    file.write_text(PARSER_FILE.replace('@ToolParser.register("bracketed")\n', ""))
+    tokenizer = placeholder_tokenizer(HERMES_TEMPLATE)
+    template = ChatTemplate(tokenizer, tool_parser=f"{file}:BracketedToolParser")
+    [call] = template.parse(template.encode(CALL)).tool_calls
+    assert call.name == "search"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hermis", "did you mean 'hermes'"),
+        ("no_such_file.py:Parser", "no_such_file.py' does not exist"),
+        ("agent_loop.types:ToolCall", "subclass of ToolParser"),
+    ],
+)
+def test_a_parser_that_cannot_be_found_is_refused_with_the_key(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.multi_turn.format.*{message}"):
+        ToolParser.get(name)
+
+
+def test_a_parser_without_marks_and_without_parse_is_refused_where_it_is_defined() -> None:
+    with pytest.raises(TypeError, match="Unmarked has no call_start and call_end"):
+        type("Unmarked", (ToolParser,), {"call_start": "<call>"})
+
+
+def test_without_parse_call_a_call_is_a_json_object() -> None:
+    parser = type("JsonToolParser", (ToolParser,), {"call_start": "<call>", "call_end": "</call>"})()
+    [call] = parser.parse(f"<call>{json.dumps({'name': 'add', 'arguments': {'a': 1}})}</call>").calls
+    assert call == ToolCall("add", {"a": 1})
+
+
+def test_the_hermes_parser_only_declares_its_marks() -> None:
+    assert {"parse", "parse_call"}.isdisjoint(vars(HermesToolParser))
+    assert len(inspect.getsource(HermesToolParser).splitlines()) < 20
 
 
 def test_a_shipped_parser_that_is_registered_again_is_replaced_with_a_warning(

@@ -1,6 +1,6 @@
 """Tool parsers by name. Importing this package registers the ones that ship."""
 
-from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.completion_walker import THINK, ReasoningMarks
 from agent_loop.chat.parsers.deepseek_v3 import DeepSeekV3ToolParser
 from agent_loop.chat.parsers.detect import detect_parser
 from agent_loop.chat.parsers.gemma import GemmaToolParser
@@ -12,8 +12,10 @@ from agent_loop.chat.parsers.llama3_json import Llama3JsonToolParser
 from agent_loop.chat.parsers.mistral import MistralToolParser
 from agent_loop.chat.parsers.qwen3_coder import Qwen3CoderToolParser
 from agent_loop.chat.parsers.response_template import ResponseTemplateParser
+from agent_loop.chat.parsers.tool_parser import ToolParser
 
 __all__ = [
+    "THINK",
     "DeepSeekV3ToolParser",
     "GemmaToolParser",
     "GlmToolParser",
@@ -23,6 +25,7 @@ __all__ = [
     "Llama3JsonToolParser",
     "MistralToolParser",
     "Qwen3CoderToolParser",
+    "ReasoningMarks",
     "ResponseTemplateParser",
     "ToolParser",
     "detect_parser",

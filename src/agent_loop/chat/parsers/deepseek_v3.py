@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.completion_walker import THINK, CallBlock, find_first, malformed
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
 from agent_loop.chat.parsers.sections import SectionMarks, section_walker
-from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 MARKS = SectionMarks(
@@ -28,7 +28,8 @@ class DeepSeekV3ToolParser(ToolParser):
     ``name<sep>{...}``. Which of the two shows in each call."""
 
     call_start = MARKS.section_open
-    thoughts = (THINK,)
+    stream_stops = (MARKS.section_open, MARKS.section_close, MARKS.call_open)
+    reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
@@ -38,12 +39,12 @@ class DeepSeekV3ToolParser(ToolParser):
         return MARKS.call_open in chat_template
 
 
-def _read_call(text: str, start: int) -> Block:
+def _read_call(text: str, start: int) -> CallBlock:
     end, marker = find_first(text, start, (SEPARATOR, *MARKS.stops))
     if marker != SEPARATOR:
         after = end + len(marker) if marker == MARKS.call_close else end
         error = f"{MARKS.call_open} is not followed by a name and {SEPARATOR}"
-        return Block((malformed(text[start:end], error),), after)
+        return CallBlock((malformed(text[start:end], error),), after)
     name = text[start:end].strip()
     closings: tuple[str, ...] = (MARKS.call_close,)
     position = end + len(marker)
@@ -55,8 +56,8 @@ def _read_call(text: str, start: int) -> Block:
     if not body.is_closed:
         error = f"the call is not closed with {closings[0]}"
         after = body.end + len(MARKS.call_close) * text.startswith(MARKS.call_close, body.end)
-        return Block((malformed(text[start : body.end], error),), after)
-    return Block((read_arguments(body, name=name, accepts_text=True),), body.end)
+        return CallBlock((malformed(text[start : body.end], error),), after)
+    return CallBlock((read_arguments(body, name=name, accepts_text=True),), body.end)
 
 
 _FENCED = re.compile(r"\s*+(?P<name>[^\s<`{]++)\s*+```(?:json)?+\s*+")

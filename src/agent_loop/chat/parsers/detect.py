@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_loop.chat.parsers.base import ToolParser
 from agent_loop.chat.parsers.response_template import ResponseTemplateParser
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.errors import ConfigError
 
 

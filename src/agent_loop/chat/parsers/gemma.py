@@ -8,13 +8,21 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.completion_walker import (
+    CallBlock,
+    CompletionWalker,
+    ReasoningMarks,
+    find_first,
+    malformed,
+    quoted,
+    skip_space,
+)
 from agent_loop.chat.parsers.json_calls import MAX_DEPTH, JsonFault, decode_json
-from agent_loop.chat.parsers.values import PYTHON_WORDS
-from agent_loop.chat.parsers.walking import Block, Thought, Walker, find_first, malformed, quoted, skip_space
+from agent_loop.chat.parsers.tool_parser import ToolParser
+from agent_loop.chat.parsers.untyped_values import PYTHON_WORDS
 from agent_loop.types import ParsedCompletion, ToolCall
 
-THOUGHT = Thought("<|channel>", "<channel|>", label="thought")
+REASONING = ReasoningMarks("<|channel>", "<channel|>", label="thought")
 ENDS = ("<|tool_response>", "<turn|>", "<start_function_response>", "<end_of_turn>", "<eos>")
 
 
@@ -37,7 +45,8 @@ class GemmaToolParser(ToolParser):
     the templates write it so. Other bare words are malformed."""
 
     call_start = GEMMA_4.opening
-    thoughts = (THOUGHT,)
+    stream_stops = (GEMMA_4.opening, FUNCTION_GEMMA.opening)
+    reasoning_marks = (REASONING,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
@@ -47,7 +56,7 @@ class GemmaToolParser(ToolParser):
         return GEMMA_4.opening in chat_template or FUNCTION_GEMMA.opening in chat_template
 
 
-def _read_block(text: str, start: int, *, dialect: Dialect) -> Block:
+def _read_block(text: str, start: int, *, dialect: Dialect) -> CallBlock:
     try:
         name = _NAME.match(text, start)
         if name is None:
@@ -58,11 +67,11 @@ def _read_block(text: str, start: int, *, dialect: Dialect) -> Block:
         if not text.startswith(dialect.closing, end):
             raise _ValueFault(f"behind the arguments comes no {dialect.closing}")
     except _ValueFault as fault:
-        stops = (dialect.closing, dialect.opening, THOUGHT.opening, THOUGHT.closing)
+        stops = (dialect.closing, dialect.opening, REASONING.opening, REASONING.closing)
         end, marker = find_first(text, start, stops)
         after = end + len(marker) if marker == dialect.closing else end
-        return Block((malformed(text[start:end], str(fault)),), after)
-    return Block((ToolCall(name["name"], arguments),), end + len(dialect.closing))
+        return CallBlock((malformed(text[start:end], str(fault)),), after)
+    return CallBlock((ToolCall(name["name"], arguments),), end + len(dialect.closing))
 
 
 class _ValueFault(ValueError):
@@ -155,8 +164,8 @@ class _Values:
 _NAME = re.compile(r"\s*+call:(?P<name>[^\s{}<>|]++)\s*+\{")
 _WORD = re.compile(r"[^\s,:{}\[\]<>|]++")
 _KEY = re.compile(r"[^,:{}\[\]<>|\n]++")
-_WALKER = Walker(
+_WALKER = CompletionWalker(
     {dialect.opening: partial(_read_block, dialect=dialect) for dialect in (GEMMA_4, FUNCTION_GEMMA)},
-    thoughts=(THOUGHT,),
+    reasoning_marks=(REASONING,),
     ends=ENDS,
 )

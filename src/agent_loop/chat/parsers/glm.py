@@ -15,9 +15,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agent_loop.chat.parsers.base import ToolParser
-from agent_loop.chat.parsers.tagged import TagFault, TagMarks, read_tagged_call
-from agent_loop.chat.parsers.walking import THINK, Block, Walker, find_first, malformed
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    CallBlock,
+    CompletionWalker,
+    find_first,
+    malformed,
+)
+from agent_loop.chat.parsers.tagged_arguments import TagFault, TagMarks, read_tagged_call
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 OPEN, CLOSE, KEY = "<tool_call>", "</tool_call>", "<arg_key>"
@@ -34,20 +40,20 @@ ENDS = ("<|observation|>", "<|user|>", "<|endoftext|>")
 @ToolParser.register("glm")
 class GlmToolParser(ToolParser):
     """The name may be followed by a line break or at once by the first argument (GLM-4.7). A value cannot hold the
-    format's own tags. Types: see `values.py`."""
+    format's own tags. Types: see `untyped_values.py`."""
 
     call_start = OPEN
-    thoughts = (THINK,)
+    reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
-        return Walker({OPEN: partial(_read_block, tools=tools)}, ends=ENDS).read(text)
+        return CompletionWalker({OPEN: partial(_read_block, tools=tools)}, ends=ENDS).read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
         return OPEN in chat_template and KEY in chat_template
 
 
-def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> Block:
+def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
     try:
         name = _NAME.match(text, start)
         if name is None:
@@ -56,9 +62,9 @@ def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) ->
     except TagFault as fault:
         end, marker = find_first(text, start, (CLOSE, OPEN, THINK.opening, THINK.closing))
         if marker == CLOSE:
-            return Block((malformed(text[start:end], str(fault)),), end + len(CLOSE))
-        return Block((malformed(text[start:end], f"{fault}; the call is not closed with {CLOSE}"),), end)
-    return Block((call,), end)
+            return CallBlock((malformed(text[start:end], str(fault)),), end + len(CLOSE))
+        return CallBlock((malformed(text[start:end], f"{fault}; the call is not closed with {CLOSE}"),), end)
+    return CallBlock((call,), end)
 
 
 _NAME = re.compile(r"\s*+(?P<name>[^\s<>{}]++)")

@@ -13,9 +13,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.completion_walker import find_first, malformed
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
-from agent_loop.chat.parsers.walking import find_first, malformed
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

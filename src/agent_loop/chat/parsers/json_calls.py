@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from agent_loop.chat.parsers.walking import find_first, malformed, quoted, shortened, skip_space
+from agent_loop.chat.parsers.completion_walker import find_first, malformed, quoted, shortened, skip_space
 from agent_loop.types import MalformedCall, ToolCall
 
 MAX_DEPTH = 100
@@ -25,7 +25,7 @@ class JsonFault(ValueError):
     """Text is not the JSON it should be; the message says why, to the model."""
 
 
-class Body(Struct, frozen=True):
+class JsonBody(Struct, frozen=True):
     """What stands between the opening and the closing of a call."""
 
     text: str
@@ -69,8 +69,13 @@ def decode_json(text: str) -> Any:
     return value
 
 
+def parse_json_call(text: str) -> ToolCall | MalformedCall:
+    """Return the call that a text of `{"name": ..., "arguments": {...}}` holds."""
+    return read_call(JsonBody(text, len(text), is_closed=True))
+
+
 def read_call(
-    body: Body, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
+    body: JsonBody, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
 ) -> ToolCall | MalformedCall:
     """The call that a JSON object like `{"name": ..., "arguments": {...}}` holds.
 
@@ -109,7 +114,7 @@ def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool)
 
 
 def read_arguments(
-    body: Body, *, name: str, call_id: str = "", accepts_text: bool = False
+    body: JsonBody, *, name: str, call_id: str = "", accepts_text: bool = False
 ) -> ToolCall | MalformedCall:
     """The call of a tool whose name stands elsewhere and whose arguments are a JSON object."""
     if not name:
@@ -123,7 +128,7 @@ def read_arguments(
     )
 
 
-def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[str, ...]) -> Body:
+def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[str, ...]) -> JsonBody:
     """What stands before one of `closings`.
 
     A JSON value at `start` is passed as a whole, so that its strings may hold anything. What is no JSON ends at the
@@ -134,16 +139,16 @@ def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[
     body = text[start:end]
     value = _decoded(body) if is_closed else None
     if value is not None:
-        return Body(body, end + len(marker), is_closed, value)
+        return JsonBody(body, end + len(marker), is_closed, value)
     scanned = scan_json(text, start)  # (the closing may stand in a string)
     after = skip_space(text, scanned.end)
     for closing in closings if scanned.is_closed else ():
         if text.startswith(closing, after):
-            return Body(scanned.text, after + len(closing), is_closed=True)
-    return Body(body, end + len(marker) if is_closed else end, is_closed)
+            return JsonBody(scanned.text, after + len(closing), is_closed=True)
+    return JsonBody(body, end + len(marker) if is_closed else end, is_closed)
 
 
-def scan_json(text: str, start: int) -> Body:
+def scan_json(text: str, start: int) -> JsonBody:
     """What stands at `start`, behind white space or not, up to where the brackets that open there are closed again,
     brackets in strings aside; else up to where that is found to be hopeless. What is closed need not be JSON."""
     depth = 0
@@ -158,8 +163,8 @@ def scan_json(text: str, start: int) -> Body:
         if first in "]}":
             depth -= 1
             if not depth:
-                return Body(text[start:position], position, is_closed=True)
-    return Body(text[start:position], position, is_closed=False)
+                return JsonBody(text[start:position], position, is_closed=True)
+    return JsonBody(text[start:position], position, is_closed=False)
 
 
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|[\s,:+\-.0-9Eaeflnrstu]++', re.DOTALL)

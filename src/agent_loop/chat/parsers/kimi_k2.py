@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.completion_walker import THINK, CallBlock, find_first, malformed
 from agent_loop.chat.parsers.json_calls import read_arguments, read_body
 from agent_loop.chat.parsers.sections import SectionMarks, section_walker
-from agent_loop.chat.parsers.walking import THINK, Block, find_first, malformed
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 MARKS = SectionMarks(
@@ -27,7 +27,8 @@ class KimiK2ToolParser(ToolParser):
     """The id `functions.name:0` names the tool and is kept in the call, as the template wants it back."""
 
     call_start = MARKS.section_open
-    thoughts = (THINK,)
+    stream_stops = (MARKS.section_open, MARKS.section_close, MARKS.call_open)
+    reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
@@ -37,17 +38,19 @@ class KimiK2ToolParser(ToolParser):
         return ARGUMENTS in chat_template
 
 
-def _read_call(text: str, start: int) -> Block:
+def _read_call(text: str, start: int) -> CallBlock:
     end, marker = find_first(text, start, (ARGUMENTS, *MARKS.stops))
     call_id = text[start:end].strip()
     if marker != ARGUMENTS:
         after = end + len(marker) if marker == MARKS.call_close else end
-        return Block((malformed(text[start:end], f"the call's id is not followed by {ARGUMENTS}"),), after)
+        return CallBlock(
+            (malformed(text[start:end], f"the call's id is not followed by {ARGUMENTS}"),), after
+        )
     body = read_body(text, end + len(marker), closings=(MARKS.call_close,), stops=MARKS.stops)
     if not body.is_closed:
         error = f"the call is not closed with {MARKS.call_close}"
-        return Block((malformed(call_id + body.text, error),), body.end)
-    return Block((read_arguments(body, name=_name_in(call_id), call_id=call_id),), body.end)
+        return CallBlock((malformed(call_id + body.text, error),), body.end)
+    return CallBlock((read_arguments(body, name=_name_in(call_id), call_id=call_id),), body.end)
 
 
 def _name_in(call_id: str) -> str:

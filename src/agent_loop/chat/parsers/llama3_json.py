@@ -6,9 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.chat.parsers.base import ToolParser
-from agent_loop.chat.parsers.json_calls import Body, JsonFault, as_call, read_call, scan_json
-from agent_loop.chat.parsers.walking import THINK, Block, Walker, malformed, skip_space
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    CallBlock,
+    CompletionWalker,
+    malformed,
+    skip_space,
+)
+from agent_loop.chat.parsers.json_calls import JsonBody, JsonFault, as_call, read_call, scan_json
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 PYTHON_TAG = "<|python_tag|>"
@@ -23,7 +29,8 @@ class Llama3JsonToolParser(ToolParser):
     cannot be read is malformed if it mentions parameters or opens the completion; else it is text."""
 
     call_start = PYTHON_TAG
-    thoughts = (THINK,)
+    stream_stops = ("{", PYTHON_TAG)
+    reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
@@ -33,7 +40,7 @@ class Llama3JsonToolParser(ToolParser):
         return '"parameters": ' in chat_template and "ipython" in chat_template
 
 
-def _read_object(text: str, start: int) -> Block:
+def _read_object(text: str, start: int) -> CallBlock:
     begin = start - 1
     body = scan_json(text, begin)
     if not body.is_closed:
@@ -42,39 +49,39 @@ def _read_object(text: str, start: int) -> Block:
         value = body.decode()
     except JsonFault:
         is_meant = _BEGINNING.match(body.text) and _PARAMETERS.search(body.text)
-        return _call_block(body, text=text) if is_meant else Block((), body.end, text=body.text)
+        return _call_block(body, text=text) if is_meant else CallBlock((), body.end, text=body.text)
     fields = cast(dict[str, Any], value)
     if not isinstance(fields.get("name"), str) or not fields.keys() & set(KEYS):
-        return Block((), body.end, text=body.text)
+        return CallBlock((), body.end, text=body.text)
     call = as_call(value, text=body.text, keys=KEYS, accepts_text=True)
-    return Block((call,), _behind_separator(text, body.end))
+    return CallBlock((call,), _behind_separator(text, body.end))
 
 
-def _read_broken(text: str, begin: int, *, reached: int) -> Block:
+def _read_broken(text: str, begin: int, *, reached: int) -> CallBlock:
     """An object whose brackets do not match. One that is meant as a call takes what follows with it up to the next
     call that stands by itself, so that no part of it is read as a call."""
     if not _BEGINNING.match(text, begin):
-        return Block((), reached, text=text[begin:reached])
+        return CallBlock((), reached, text=text[begin:reached])
     end = _start_of(_ANY_CALL, text, reached)
     opens_completion = skip_space(text, 0) == begin
     if not opens_completion and not _PARAMETERS.search(text, begin, end):
-        return Block((), end, text=text[begin:end])
+        return CallBlock((), end, text=text[begin:end])
     end = _start_of(_NEXT_CALL, text, reached)
-    return _call_block(Body(text[begin:end], end, is_closed=False), text=text)
+    return _call_block(JsonBody(text[begin:end], end, is_closed=False), text=text)
 
 
-def _read_tagged(text: str, start: int) -> Block:
+def _read_tagged(text: str, start: int) -> CallBlock:
     begin = skip_space(text, start)
     if _BEGINNING.match(text, begin):
-        return Block((), begin)
+        return CallBlock((), begin)
     end = _start_of(_NEXT_CALL, text, start)
     error = f'{PYTHON_TAG} is not followed by a JSON object with "name" and "parameters"'
-    return Block((malformed(text[start:end], error),), end)
+    return CallBlock((malformed(text[start:end], error),), end)
 
 
-def _call_block(body: Body, *, text: str) -> Block:
+def _call_block(body: JsonBody, *, text: str) -> CallBlock:
     call = read_call(body, keys=KEYS, accepts_text=True)
-    return Block((call,), _behind_separator(text, body.end))
+    return CallBlock((call,), _behind_separator(text, body.end))
 
 
 def _behind_separator(text: str, end: int) -> int:
@@ -95,4 +102,4 @@ _ANY_CALL = re.compile(_BEGINNING.pattern + _OR_STOP)
 _NEXT_CALL = re.compile(r"(?<=[;\n])[ \t]*+" + _BEGINNING.pattern + _OR_STOP)
 _PARAMETERS = re.compile(r"[\"'](?:parameters|arguments)[\"']\s*+:")
 _SEPARATOR = re.compile(r"\s*+;\s*+")
-_WALKER = Walker({"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)
+_WALKER = CompletionWalker({"{": _read_object, PYTHON_TAG: _read_tagged}, ends=ENDS)

@@ -7,13 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agent_loop.chat.parsers.base import ToolParser
-from agent_loop.chat.parsers.json_calls import Body, JsonFault, as_call, read_arguments, scan_json
-from agent_loop.chat.parsers.walking import THINK, Block, Thought, Walker, find_first, malformed, skip_space
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    CallBlock,
+    CompletionWalker,
+    ReasoningMarks,
+    find_first,
+    malformed,
+    skip_space,
+)
+from agent_loop.chat.parsers.json_calls import JsonBody, JsonFault, as_call, read_arguments, scan_json
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 OPEN, CALL_ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-THOUGHTS = (Thought("[THINK]", "[/THINK]"), THINK)
+REASONING_MARKS = (ReasoningMarks("[THINK]", "[/THINK]"), THINK)
 
 
 @ToolParser.register("mistral")
@@ -22,7 +30,7 @@ class MistralToolParser(ToolParser):
     it. A list's calls are read one by one, so that one that cannot be read leaves the others whole."""
 
     call_start = OPEN
-    thoughts = THOUGHTS
+    reasoning_marks = REASONING_MARKS
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return _WALKER.read(text)
@@ -32,36 +40,36 @@ class MistralToolParser(ToolParser):
         return OPEN in chat_template
 
 
-def _read_calls(text: str, start: int) -> Block:
+def _read_calls(text: str, start: int) -> CallBlock:
     begin = skip_space(text, start)
     if header := _HEADER.match(text, begin):
         body = _take_json(text, header.end(), opening="{")
         call = read_arguments(body, name=header["name"], call_id=header["id"] or "", accepts_text=True)
-        return Block((call,), body.end)
+        return CallBlock((call,), body.end)
     body = _take_json(text, begin, opening="[")
     try:
         values = body.decode()
     except JsonFault as fault:
-        return Block((malformed(body.text, f"the list of calls is not valid JSON: {fault}"),), body.end)
+        return CallBlock((malformed(body.text, f"the list of calls is not valid JSON: {fault}"),), body.end)
     if not isinstance(values, list) or not values:
         error = f"{OPEN} must be followed by a JSON list of calls, or by name{ARGUMENTS} and a JSON object"
-        return Block((malformed(body.text, error),), body.end)
+        return CallBlock((malformed(body.text, error),), body.end)
     calls = [
         as_call(value, text=body.text, keys=("arguments",), accepts_text=True)
         for value in cast(list[Any], values)
     ]
-    return Block(tuple(calls), body.end)
+    return CallBlock(tuple(calls), body.end)
 
 
-def _take_json(text: str, start: int, *, opening: str) -> Body:
+def _take_json(text: str, start: int, *, opening: str) -> JsonBody:
     """The JSON at `start`; without brackets that match, all text up to the next marker."""
     body = scan_json(text, start)
     if body.is_closed and text.startswith(opening, skip_space(text, start)):
         return body
     end, _ = find_first(text, start, _STOPS)
-    return Body(text[start:end], end, is_closed=False)
+    return JsonBody(text[start:end], end, is_closed=False)
 
 
-_STOPS = (OPEN, *(mark for thought in THOUGHTS for mark in (thought.opening, thought.closing)))
+_STOPS = (OPEN, *(mark for thought in REASONING_MARKS for mark in (thought.opening, thought.closing)))
 _HEADER = re.compile(r"(?P<name>[^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+(?P<id>[^\s\[\]{}]++)\s*+)?\[ARGS\]")
-_WALKER = Walker({OPEN: _read_calls}, thoughts=THOUGHTS)
+_WALKER = CompletionWalker({OPEN: _read_calls}, reasoning_marks=REASONING_MARKS)

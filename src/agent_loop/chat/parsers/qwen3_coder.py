@@ -18,9 +18,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from agent_loop.chat.parsers.base import ToolParser
-from agent_loop.chat.parsers.tagged import TagFault, TagMarks, read_tagged_call
-from agent_loop.chat.parsers.walking import THINK, Block, Walker, find_first, malformed
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    CallBlock,
+    CompletionWalker,
+    find_first,
+    malformed,
+)
+from agent_loop.chat.parsers.tagged_arguments import TagFault, TagMarks, read_tagged_call
+from agent_loop.chat.parsers.tool_parser import ToolParser
 from agent_loop.types import ParsedCompletion
 
 OPEN, CLOSE, FUNCTION = "<tool_call>", "</tool_call>", "<function="
@@ -36,21 +42,22 @@ MARKS = TagMarks(
 @ToolParser.register("qwen3_coder")
 class Qwen3CoderToolParser(ToolParser):
     """One function per block; two are malformed, and so is one without the block around it. A value cannot hold the
-    format's own `<parameter=`, `</parameter>` and `</tool_call>`. Types: see `values.py`."""
+    format's own `<parameter=`, `</parameter>` and `</tool_call>`. Types: see `untyped_values.py`."""
 
     call_start = OPEN
-    thoughts = (THINK,)
+    stream_stops = (OPEN, FUNCTION)
+    reasoning_marks = (THINK,)
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         readers = {OPEN: partial(_read_block, tools=tools), FUNCTION: _read_bare_function}
-        return Walker(readers).read(text)
+        return CompletionWalker(readers).read(text)
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
         return OPEN in chat_template and FUNCTION in chat_template
 
 
-def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> Block:
+def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
     try:
         function = _FUNCTION.match(text, start)
         if function is None:
@@ -60,18 +67,18 @@ def _read_block(text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) ->
         )
     except TagFault as fault:
         return _skip(text, start, error=str(fault), stops=(OPEN,))
-    return Block((call,), end)
+    return CallBlock((call,), end)
 
 
-def _read_bare_function(text: str, start: int) -> Block:
+def _read_bare_function(text: str, start: int) -> CallBlock:
     return _skip(text, start, error=f"the function is not inside {OPEN}...{CLOSE}", stops=(OPEN, FUNCTION))
 
 
-def _skip(text: str, start: int, *, error: str, stops: tuple[str, ...]) -> Block:
+def _skip(text: str, start: int, *, error: str, stops: tuple[str, ...]) -> CallBlock:
     end, marker = find_first(text, start, (CLOSE, *stops, THINK.opening, THINK.closing))
     is_closed = marker == CLOSE
     call = malformed(text[start:end], error if is_closed else f"{error}; the call is not closed with {CLOSE}")
-    return Block((call,), end + len(marker) if is_closed else end)
+    return CallBlock((call,), end + len(marker) if is_closed else end)
 
 
 _FUNCTION = re.compile(r"\s*+<function=(?P<name>[^<>\n]++)>")

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from agent_loop.chat.parsers.base import ToolParser
+from agent_loop.chat.parsers.completion_walker import malformed
 from agent_loop.chat.parsers.json_calls import JsonFault, as_call, decode_json, is_too_deep
-from agent_loop.chat.parsers.values import parameter_schemas, read_value
-from agent_loop.chat.parsers.walking import malformed
+from agent_loop.chat.parsers.tool_parser import ToolParser
+from agent_loop.chat.parsers.untyped_values import parameter_schemas, read_value
 from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
@@ -63,7 +63,7 @@ class ResponseTemplateParser(ToolParser):
         has_anchor = spec.start_anchor_re.search(prompt) is not None
         self._opened = cast(str, spec.truncate_past_last_anchor(prompt)) if has_anchor else ""
         literals = getattr(self._fields.get(CALLS), "open_literals", None)
-        self.call_start = literals[0] if literals and len(literals) == 1 else None
+        self.call_start = str(literals[0]) if literals and len(literals) == 1 else ""
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         content: list[str] = []

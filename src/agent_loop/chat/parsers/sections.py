@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_loop.chat.parsers.walking import THINK, Block, Reader, Walker, find_first, malformed, skip_space
+from agent_loop.chat.parsers.completion_walker import (
+    THINK,
+    BlockReader,
+    CallBlock,
+    CompletionWalker,
+    find_first,
+    malformed,
+    skip_space,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +37,16 @@ class SectionMarks:
         )
 
 
-def section_walker(marks: SectionMarks, *, read_call: Reader) -> Walker:
+def section_walker(marks: SectionMarks, *, read_call: BlockReader) -> CompletionWalker:
     """Reads completions. A section that begins without a call is malformed; the calls of a section that is not closed,
     and calls outside any section, count if they are whole themselves."""
 
-    def read_section(text: str, start: int) -> Block:
+    def read_section(text: str, start: int) -> CallBlock:
         if text.startswith(marks.call_open, skip_space(text, start)):
-            return Block((), start)
+            return CallBlock((), start)
         end, _ = find_first(text, start, marks.stops)
         error = f"{marks.section_open} is not followed by {marks.call_open}"
-        return Block((malformed(text[start:end], error),), end)
+        return CallBlock((malformed(text[start:end], error),), end)
 
     readers = {marks.section_open: read_section, marks.call_open: read_call}
-    return Walker(readers, ignored=(marks.section_close,))
+    return CompletionWalker(readers, ignored=(marks.section_close,))

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from agent_loop.completions.replies import ErrorReply
+from agent_loop.completions.response_models import ErrorResponse
 from agent_loop.gateway.anthropic.events import event
 
 _KINDS = {
@@ -21,16 +21,16 @@ _KINDS = {
 }
 
 
-def messages_error(reply: ErrorReply, *, status: int, headers: Mapping[str, str] | None) -> JSONResponse:
+def messages_error(reply: ErrorResponse, *, status: int, headers: Mapping[str, str] | None) -> JSONResponse:
     """The answer to a request that failed."""
     body = {"type": "error", "error": _error(reply, kind=_KINDS.get(status, "api_error"))}
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-def messages_error_event(reply: ErrorReply) -> bytes:
+def messages_error_event(reply: ErrorResponse) -> bytes:
     """The end of a stream that failed."""
     return event("error", error=_error(reply, kind="api_error"))
 
 
-def _error(reply: ErrorReply, *, kind: str) -> dict[str, Any]:
+def _error(reply: ErrorResponse, *, kind: str) -> dict[str, Any]:
     return {"type": kind, "message": reply.error.message, "code": reply.error.code}

@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agent_loop.completions.replies import ChatCompletionChunk, FinishReason, Reply, ToolCallDelta, Usage
+from agent_loop.completions.response_models import (
+    ChatCompletionChunk,
+    FinishReason,
+    ResponseModel,
+    ToolCallDelta,
+    Usage,
+)
 from agent_loop.gateway.anthropic.translation import stop_reason_of, usage_of
 
 
@@ -26,7 +32,7 @@ class EventWriter:
         self._stop_text: str | None = None
         self._usage: Usage | None = None
 
-    def write(self, reply: Reply) -> bytes:
+    def write(self, reply: ResponseModel) -> bytes:
         """The events of one chunk."""
         assert isinstance(reply, ChatCompletionChunk)
         events = b"" if self._has_begun else self._begin(reply)

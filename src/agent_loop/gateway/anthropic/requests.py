@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from agent_loop.completions.fields import MAX_STOPS, Body, FiniteFloat, Ignored, Only, StopText
+from agent_loop.completions.fields import MAX_STOPS, FiniteFloat, Ignored, Only, RequestModel, StopText
 
 
-class InputMessage(Body):
+class InputMessage(RequestModel):
     """One message of the conversation so far."""
 
     role: Literal["user", "assistant"]
@@ -17,7 +17,7 @@ class InputMessage(Body):
     """Text, or blocks: `text`, `image` (base64), `tool_use`, `tool_result`, `thinking`."""
 
 
-class ToolDefinition(Body):
+class ToolDefinition(RequestModel):
     """A tool that the client runs."""
 
     name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
@@ -28,7 +28,7 @@ class ToolDefinition(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class ToolChoice(RequestModel):
     """Whether tools may be called."""
 
     type: Annotated[str, Only("auto", "none")]
@@ -36,7 +36,7 @@ class ToolChoice(Body):
     disable_parallel_tool_use: Annotated[Any, Only(False)] = None
 
 
-class MessagesRequest(Body):
+class MessagesRequest(RequestModel):
     """The body of `/v1/messages`."""
 
     model: str

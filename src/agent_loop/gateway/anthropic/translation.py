@@ -7,12 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, cast
 
-from agent_loop.completions.replies import AssistantMessage, ChatCompletion, FinishReason, Usage
 from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import AssistantMessage, ChatCompletion, FinishReason, Usage
 from agent_loop.errors import RequestError
-from agent_loop.gateway.anthropic.replies import ContentBlock, MessageReply, MessageUsage, StopReasonName
 from agent_loop.gateway.anthropic.requests import InputMessage, MessagesRequest
-from agent_loop.runtime.boundary import one_line
+from agent_loop.gateway.anthropic.response_models import (
+    ContentBlock,
+    MessageResponse,
+    MessageUsage,
+    StopReasonName,
+)
+from agent_loop.runtime.describe import one_line
 
 _STOP_REASONS: Mapping[FinishReason, StopReasonName] = {
     "stop": "end_turn",
@@ -55,10 +60,10 @@ def chat_request_of(request: MessagesRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest.read({key: value for key, value in fields.items() if value is not None})
 
 
-def message_of(completion: ChatCompletion, *, shows_thinking: bool) -> MessageReply:
+def message_of(completion: ChatCompletion, *, shows_thinking: bool) -> MessageResponse:
     """The completion as a message."""
     [choice] = completion.choices
-    return MessageReply(
+    return MessageResponse(
         id=completion.id.replace("chatcmpl-", "msg_"),
         model=completion.model,
         content=list(_blocks(choice.message, shows_thinking=shows_thinking)),

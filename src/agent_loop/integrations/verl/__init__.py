@@ -7,6 +7,8 @@ from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, registe
 docs/from-verl.md says what stands for what, and what differs.
 """
 
+from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction as Gsm8kInteraction
+from agent_loop.integrations.verl.gsm8k import Gsm8kTool as Gsm8kTool
 from agent_loop.integrations.verl.interactions import (
     initialize_interactions_from_config as initialize_interactions_from_config,
 )
@@ -34,12 +36,10 @@ from agent_loop.integrations.verl.tools import OpenAIFunctionSchema as OpenAIFun
 from agent_loop.integrations.verl.tools import OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
 from agent_loop.integrations.verl.tools import initialize_tools_from_config as initialize_tools_from_config
 from agent_loop.interactions.base import BaseInteraction as BaseInteraction
-from agent_loop.interactions.gsm8k import Gsm8kInteraction as Gsm8kInteraction
 from agent_loop.loops.registry import register as register
 from agent_loop.rollout.manager import AgentLoopManager as AgentLoopManager
 from agent_loop.rollout.worker import AgentLoopWorker as AgentLoopWorker
 from agent_loop.tools.base import ToolResponse as ToolResponse
-from agent_loop.tools.gsm8k import Gsm8kTool as Gsm8kTool
 from agent_loop.tracing import rollout_trace_attr as rollout_trace_attr
 from agent_loop.tracing import rollout_trace_op as rollout_trace_op
 from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics

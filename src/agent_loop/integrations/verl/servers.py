@@ -10,7 +10,7 @@ from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import BadServerReply, ConfigError
-from agent_loop.runtime.boundary import describe_value
+from agent_loop.runtime.describe import describe_value
 from agent_loop.servers import base
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenOutput

@@ -12,7 +12,7 @@ from agent_loop.errors import JournalError
 from agent_loop.recording.record import Kind, RowRecord
 from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.frames import HEADER, Scan, framed, scan
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.whole_file import sync_to_disk, whole_file
 from agent_loop.types import Row
 

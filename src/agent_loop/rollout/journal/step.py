@@ -16,9 +16,9 @@ from agent_loop.recording.record import Kind, RowRecord
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, pack
+from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.contents import Contents, StepKey, read_contents
 from agent_loop.rollout.journal.writer import JournalWriter
-from agent_loop.rollout.worker import Job
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.storage.exclusive import exclusive_file
 from agent_loop.trajectory import Trajectory

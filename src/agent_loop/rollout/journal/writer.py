@@ -14,8 +14,8 @@ from typing import Self
 
 from agent_loop.errors import JournalError
 from agent_loop.rollout.journal.frames import HEADER, framed
-from agent_loop.runtime.boundary import describe_error
 from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.describe import describe_error
 
 CLOSE_TIMEOUT_S = 60.0
 

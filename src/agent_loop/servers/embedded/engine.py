@@ -224,7 +224,9 @@ class Engine:
             return
         self.stats.decoded_tokens += 1
         self.computation.append(request, row.token_id)
-        reason = request.append(row.token_id, row.logprob, weight_version=self.weight_version)
+        reason = request.append(
+            row.token_id, row.logprob, weight_version=self.weight_version, extras=row.extras
+        )
         if reason is not None:
             self._finish(request, reason)
 

@@ -20,9 +20,11 @@ from agent_loop.types import (
     IntArray,
     SamplingParams,
     ServerStopReason,
+    TokenArrays,
     TokenChunk,
     TokenOutput,
     as_token_ids,
+    stacked_arrays,
 )
 
 LOWEST_TEMPERATURE = 1e-4
@@ -59,6 +61,8 @@ class GenerationRequest:
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
+    extras: list[TokenArrays] = field(default_factory=list[TokenArrays])
+    """By token, without the axis of tokens."""
     num_preempted: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the cache when it got its slot."""
@@ -80,13 +84,16 @@ class GenerationRequest:
             self._stream = uniform_stream(self.seed)
         return uniform_at(self._stream, self.params.num_sampled + len(self.token_ids))
 
-    def append(self, token_id: int, logprob: float, *, weight_version: int) -> ServerStopReason | None:
+    def append(
+        self, token_id: int, logprob: float, *, weight_version: int, extras: TokenArrays
+    ) -> ServerStopReason | None:
         """Adds a sampled token; returns why the completion ends with it, None if it goes on."""
         if self.prefill_s is None:
             self.prefill_s = time.monotonic() - self.asked_at
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
+        self.extras.append(extras)
         if token_id in self.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
@@ -126,6 +133,7 @@ class GenerationRequest:
                     self.logprobs[start:end],
                     weight_version=version,
                     prefill_s=None if start else self.prefill_s,
+                    extras=stacked_arrays(self.extras[start:end]),
                 )
             )
             start = end

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from agent_loop.types import SamplingParams
+from agent_loop.servers.base import Ability
+from agent_loop.types import SamplingParams, TokenArrays
 
+SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.SEED, Ability.FREE_SEEDS})
+"""What `sample_rows` offers."""
 BELOW_ONE = 1.0 - 2.0**-50
 """Keeps a point on the cumulative scale under its end, whatever the rounding."""
 
@@ -47,6 +50,8 @@ class SampledRow(NamedTuple):
     """As `TokenOutput.logprobs` defines it."""
     is_finite: bool
     """False if the row's logits hold NaN or infinity, and the rest means nothing."""
+    extras: TokenArrays
+    """More values of the token, without the axis of tokens."""
 
 
 def sample_rows(
@@ -81,7 +86,7 @@ def sample_rows(
     # One transfer from the device for all three; a double holds any token id.
     columns = torch.cat([column.double() for column in (token_ids, logprobs, is_finite)], dim=1)
     rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
-    return [SampledRow(int(token), logprob, bool(finite)) for token, logprob, finite in rows]
+    return [SampledRow(int(token), logprob, bool(finite), {}) for token, logprob, finite in rows]
 
 
 def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

@@ -21,6 +21,7 @@ from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import Engine, EngineStats
 from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
+from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
 from agent_loop.servers.embedded.thread import EngineThread
 from agent_loop.servers.embedded.vision import auto_model_class
 from agent_loop.trajectory.attachments import Attachment
@@ -29,9 +30,7 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 NO_CONFIG = EmbeddedConfig()
 ABILITIES = frozenset(
     {
-        Ability.LOG_PROBS,
-        Ability.SEED,
-        Ability.FREE_SEEDS,
+        *SAMPLING_ABILITIES,
         Ability.STREAMING,
         Ability.PREFIX_REUSE,
         Ability.WEIGHT_UPDATE,

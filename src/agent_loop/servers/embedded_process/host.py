@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agent_loop.errors import AgentLoopError, ServerError
-from agent_loop.runtime.boundary import describe_error
-from agent_loop.runtime.collector import freeze_objects
+from agent_loop.runtime.describe import describe_error
+from agent_loop.runtime.garbage_collection import freeze_objects
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded.server import EmbeddedServer

@@ -24,6 +24,7 @@ from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang.options import CONTEXT_MARGIN
+from agent_loop.servers.sglang.requests import SAMPLING_ABILITIES
 from agent_loop.servers.sglang.server import CONTROL_TIMEOUT_S, Connection, SGLangBase
 from agent_loop.servers.sglang.versions import SUPPORTED
 
@@ -144,7 +145,7 @@ class SGLangClient(SGLangBase):
         if about.get("enable_memory_saver") and about.get("enable_weights_cpu_backup"):
             self.abilities |= {Ability.SLEEP}
         if not await _are_scaled(connection):
-            self.abilities -= {Ability.LOG_PROBS}
+            self.abilities -= SAMPLING_ABILITIES
 
     async def _load(self, connection: Connection, handle: WeightHandle) -> None:
         body = {

@@ -8,8 +8,11 @@ from itertools import groupby
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
+from agent_loop.servers.base import Ability
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk
 
+SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS})
+"""What a SGLang with exact log-probs offers."""
 LOWEST_TEMPERATURE = 1e-4
 """Below this, dividing logits by the temperature loses them in float32, and SGLang takes it for greedy."""
 ONLY_THE_BEST = 1e-6

@@ -15,6 +15,7 @@ from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, Serv
 from agent_loop.servers.prompt_limits import PromptLimits
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.sglang.requests import (
+    SAMPLING_ABILITIES,
     GenerateReply,
     check_params,
     generate_body,
@@ -68,7 +69,7 @@ class SGLangBase(AsyncServerBase):
         self.name = spec.name
         self.abilities = frozenset(
             {
-                Ability.LOG_PROBS,
+                *SAMPLING_ABILITIES,
                 Ability.STREAMING,
                 Ability.PREFIX_REUSE,
                 Ability.WEIGHT_UPDATE,
@@ -269,7 +270,7 @@ class SGLangBase(AsyncServerBase):
         return read_reply(answer, num_seen=num_seen, server=self.name, request_id=request_id)
 
     def _offered(self, chunk: TokenChunk) -> TokenChunk:
-        return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, logprobs=None)
+        return chunk if Ability.LOG_PROBS in self.abilities else replace(chunk, logprobs=None, extras={})
 
     @asynccontextmanager
     async def _paused(self, connection: Connection) -> AsyncGenerator[None]:

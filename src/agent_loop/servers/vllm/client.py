@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from agent_loop.errors import ConfigError, ServerDied, ServerError, ServerTimeout
-from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
 from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.publishing import WeightPublisher
 from agent_loop.servers.vllm.gauges import Gauges
 from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.loading import mixed_weights
-from agent_loop.servers.vllm.logprobs import LogProbs
+from agent_loop.servers.vllm.logprobs import SAMPLING_ABILITIES, LogProbs
 from agent_loop.servers.vllm.remote import FOR_WEIGHTS, GENERATE, RemoteFacts, find_out
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, stamped
@@ -130,6 +131,7 @@ class VLLMClient(AsyncServerBase):
                 request_id=call.request_id,
                 weight_version=self._weight_version,
                 has_logprobs=self._are_exact(sampling_params),
+                params=sampling_params,
             )
 
     async def stream(
@@ -142,7 +144,7 @@ class VLLMClient(AsyncServerBase):
     ) -> AsyncGenerator[TokenChunk]:
         with self._call(request_id, prompt_ids, sampling_params, attachments) as (_, body):
             async with self._typed_errors(request_id):
-                parts = self._parts(body, request_id, has_logprobs=self._are_exact(sampling_params))
+                parts = self._parts(body, request_id, params=sampling_params)
                 async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                     async for chunk in chunks:
                         yield chunk
@@ -243,12 +245,12 @@ class VLLMClient(AsyncServerBase):
                     "request_id": call.engine_request_id,
                     "model": self._facts.model,
                     "token_ids": prompt_ids.tolist(),
-                    "sampling_params": {"logprobs": 0, "detokenize": False, **wanted},
+                    "sampling_params": {"detokenize": False, **wanted},
                 },
             )
 
     async def _parts(
-        self, body: dict[str, Any], request_id: str, *, has_logprobs: bool
+        self, body: dict[str, Any], request_id: str, *, params: SamplingParams
     ) -> AsyncGenerator[UnstampedChunk]:
         events = self._http.stream_events(GENERATE, {**body, "stream": True}, request_id=request_id)
         async with aclosing(events):
@@ -257,7 +259,8 @@ class VLLMClient(AsyncServerBase):
                     event,
                     request_id=request_id,
                     weight_version=self._weight_version,
-                    has_logprobs=has_logprobs,
+                    has_logprobs=self._are_exact(params),
+                    params=params,
                 )
 
     def _are_exact(self, params: SamplingParams) -> bool:
@@ -307,7 +310,7 @@ class VLLMClient(AsyncServerBase):
 def _abilities(facts: RemoteFacts) -> frozenset[Ability]:
     found = {Ability.SEED, Ability.STREAMING}
     if facts.logprobs in (LogProbs.SCALED, LogProbs.PROCESSED):
-        found.add(Ability.LOG_PROBS)
+        found |= SAMPLING_ABILITIES
     if facts.tells_cached_tokens:
         found.add(Ability.PREFIX_REUSE)
     if facts.takes_weights:

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.errors import AgentLoopError, ConfigError, ServerError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec
 from agent_loop.servers.packages import import_engine, require_version
@@ -21,6 +21,7 @@ from agent_loop.servers.vllm.logprobs import (
     NUM_TOKENS,
     PROBE_HOT_AND_CUT,
     PROBE_PLAIN,
+    SAMPLING_ABILITIES,
     LogProbs,
     tell_apart,
 )
@@ -60,7 +61,7 @@ class VLLMServer(AsyncServerBase):
         self.name = spec.name
         self.abilities = frozenset(
             {
-                Ability.LOG_PROBS,
+                *SAMPLING_ABILITIES,
                 Ability.SEED,
                 Ability.STREAMING,
                 Ability.PREFIX_REUSE,
@@ -125,7 +126,7 @@ class VLLMServer(AsyncServerBase):
             last: Any = None
             async for last in self._ask(core, call, prompt_ids, wanted, parts="FINAL_ONLY"):  # noqa: B007
                 pass
-            part = self._read(call, last)
+            part = self._read(call, last, sampling_params)
             return TokenOutput.from_chunks(stamp(part))
 
     async def stream(
@@ -141,7 +142,8 @@ class VLLMServer(AsyncServerBase):
             request_id, prompt_ids=prompt_ids, params=sampling_params, attachments=attachments
         )
         with self._calls.enter(request_id) as call, self._typed_errors(core, request_id):
-            parts = self._parts(call, self._ask(core, call, prompt_ids, wanted, parts="DELTA"))
+            answers = self._ask(core, call, prompt_ids, wanted, parts="DELTA")
+            parts = self._parts(call, answers, sampling_params)
             async with aclosing(stamped(parts, current_version=lambda: self._weight_version)) as chunks:
                 async for chunk in chunks:
                     yield chunk
@@ -250,7 +252,7 @@ class VLLMServer(AsyncServerBase):
     ) -> AsyncGenerator[Any]:
         """vLLM's own outputs. Up to the first of them nothing is awaited before the request is known to the engine's
         client, so that an abort always finds it."""
-        options = {"logprobs": 0, "flat_logprobs": True, "detokenize": False, **wanted}
+        options = {"flat_logprobs": True, "detokenize": False, **wanted}
         kind = getattr(self._vllm.sampling_params.RequestOutputKind, parts)
         return core.llm.generate(
             {"type": "token", "prompt_token_ids": prompt_ids.tolist()},
@@ -298,12 +300,16 @@ class VLLMServer(AsyncServerBase):
                 f"vLLM failed the request ({describe_error(error)})", server=self.name, request_id=request_id
             ) from error
 
-    async def _parts(self, call: Call, answers: AsyncGenerator[Any]) -> AsyncGenerator[UnstampedChunk]:
+    async def _parts(
+        self, call: Call, answers: AsyncGenerator[Any], params: SamplingParams
+    ) -> AsyncGenerator[UnstampedChunk]:
         async with aclosing(answers):
             async for answer in answers:
-                yield self._read(call, answer)
+                yield self._read(call, answer, params)
 
-    def _read(self, call: Call, answer: Any) -> UnstampedChunk:
+    def _read(self, call: Call, answer: Any, params: SamplingParams) -> UnstampedChunk:
         if self._core is None:
             raise ServerError(CLOSED, server=self.name, request_id=call.request_id)
-        return read_part(answer, call=call, server=self.name, weight_version=self._weight_version)
+        return read_part(
+            answer, call=call, server=self.name, weight_version=self._weight_version, params=params
+        )

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from agent_loop.errors import ConfigError, ServerDied, ServerTimeout
-from agent_loop.runtime.boundary import DeadlineExpired, run_bounded
 from agent_loop.runtime.concurrency import run_shielded
+from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.threads import run_in_thread
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.servers.base import refuse_unknown_options
 from agent_loop.servers.packages import import_engine
 from agent_loop.servers.vllm.logs import EngineLog

@@ -12,6 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerError
 from agent_loop.servers.prompt_limits import PromptLimits
+from agent_loop.servers.vllm.logprobs import num_logprobs
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams
 
@@ -89,6 +90,7 @@ class RequestLimits:
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,
             "seed": params.seed,
+            "logprobs": num_logprobs(params),
         }
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from agent_loop.types import SamplingParams
+from agent_loop.servers.base import Ability
+from agent_loop.types import SamplingParams, TokenArrays
 
+SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS})
+"""What a vLLM with exact log-probs offers."""
 NUM_TOKENS = 5
 """Candidates that a probe asks for."""
+MAX_LOGPROBS = 20
+"""vLLM's default of its option `max_logprobs`."""
 PROBE_PLAIN = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
 PROBE_HOT_AND_CUT = SamplingParams(temperature=2.0, top_k=1, max_tokens=1, seed=0)
 NOTHING = -1e3
@@ -39,6 +46,46 @@ class LogProbs(StrEnum):
                 return params.temperature == 0.0 or (params.top_p == 1.0 and params.top_k == -1)
             case LogProbs.UNKNOWN:
                 return False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Log-probs of sampled tokens, and more values of each."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    extras: TokenArrays
+
+
+def num_logprobs(params: SamplingParams) -> int:
+    """Return vLLM's parameter `logprobs`: how many candidates it returns beside each sampled token."""
+    return 0
+
+
+def max_logprobs(params: SamplingParams) -> int:
+    """Return vLLM's option `max_logprobs` for requests with these parameters."""
+    return max(MAX_LOGPROBS, num_logprobs(params))
+
+
+def read_flat(flat: Any, *, params: SamplingParams) -> ScoredTokens:
+    """Read the `FlatLogprobs` of a completion, which have the sampled token of each position first.
+
+    Raises:
+        ValueError: Positions have different numbers of candidates.
+    """
+    num_candidates = 1 + num_logprobs(params)
+    return ScoredTokens(flat.token_ids[::num_candidates], flat.logprobs[::num_candidates], {})
+
+
+def read_content(content: Sequence[Mapping[str, Any]], *, params: SamplingParams) -> ScoredTokens:
+    """Read the log-probs in a reply of `/inference/v1/generate`.
+
+    Raises:
+        KeyError, TypeError, ValueError: They have another form.
+    """
+    return ScoredTokens(
+        [int(entry["token_id"]) for entry in content], [float(entry["logprob"]) for entry in content], {}
+    )
 
 
 def tell_apart(plain: Mapping[int, float], hot_and_cut: Mapping[int, float]) -> LogProbs:

@@ -7,6 +7,7 @@ from typing import Any
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
+from agent_loop.servers.vllm.logprobs import MAX_LOGPROBS, max_logprobs
 
 PACKAGE = "vllm"
 SUPPORTED = ">=0.32,<0.33"
@@ -42,6 +43,8 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
     }
+    if max_logprobs(spec.sampling) > MAX_LOGPROBS:
+        ours["max_logprobs"] = max_logprobs(spec.sampling)
     set_by = {
         "model": "model.path",
         "trust_remote_code": "model.trust_remote_code",

@@ -7,14 +7,17 @@ from typing import Any
 
 from agent_loop.errors import BadServerReply
 from agent_loop.servers.vllm.limits import Call
+from agent_loop.servers.vllm.logprobs import read_flat
 from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan
-from agent_loop.types import ServerStopReason, TokenChunk
+from agent_loop.types import SamplingParams, ServerStopReason, TokenChunk
 
 STOP_REASONS: Mapping[str, ServerStopReason] = {"stop": "stop", "length": "length", "abort": "aborted"}
 """vLLM's finish reasons. All others are failures."""
 
 
-def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> UnstampedChunk:
+def read_part(
+    answer: Any, *, call: Call, server: str, weight_version: int, params: SamplingParams
+) -> UnstampedChunk:
     """Read a `RequestOutput` with flat log-probs.
 
     Raises:
@@ -28,10 +31,14 @@ def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> U
             server=server,
             request_id=call.request_id,
         )
-    token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
-    if len(token_ids) != len(logprobs):
+    token_ids = list(output.token_ids)
+    try:
+        scored = read_flat(output.logprobs, params=params)
+    except ValueError as error:
+        raise BadServerReply(str(error), server=server, request_id=call.request_id) from error
+    if token_ids != scored.token_ids:
         raise BadServerReply(
-            f"vLLM gave {len(logprobs)} log-probs for {len(token_ids)} tokens",
+            f"vLLM returned log-probs of {len(scored.token_ids)} tokens for {len(token_ids)} tokens",
             server=server,
             request_id=call.request_id,
         )
@@ -39,11 +46,12 @@ def read_part(answer: Any, *, call: Call, server: str, weight_version: int) -> U
     new_ones, call.num_preempted = num_preempted - call.num_preempted, num_preempted
     chunk = TokenChunk(
         token_ids=token_ids,
-        logprobs=logprobs,
+        logprobs=scored.logprobs,
         weight_version=weight_version,
         stop_reason=None if reason is None else STOP_REASONS[reason],
         num_preempted=new_ones,
         num_cached_tokens=None if reason is None else answer.num_cached_tokens,
+        extras=scored.extras,
     )
     spans = [VersionSpan(int(s.version), s.end - s.start) for s in output.weight_versions or ()]
     return UnstampedChunk(chunk, spans=spans)

@@ -13,6 +13,7 @@ from agent_loop.errors import BadServerReply, ConfigError
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.http import HttpClient, HttpStatusError
 from agent_loop.servers.vllm.logprobs import NUM_TOKENS, LogProbs, tell_apart
+from agent_loop.servers.vllm.logprobs import num_logprobs as num_logprobs_of
 from agent_loop.servers.vllm.options import SUPPORTED, WORKER_EXTENSION
 from agent_loop.servers.vllm.replies import ReplyReader, as_version, cached_tokens
 
@@ -58,8 +59,9 @@ async def find_out(http: HttpClient, *, spec: ServerSpec) -> RemoteFacts:
             "/update_weight_version", {"new_version": str(version)}, timeout_s=PROBE_TIMEOUT_S
         )
     reader = ReplyReader(spec.name)
-    plain = await _probe(http, model=model, url=http.url, temperature=1.0, top_k=-1)
-    hot_and_cut = await _probe(http, model=model, url=http.url, temperature=2.0, top_k=1)
+    num_logprobs = max(NUM_TOKENS, num_logprobs_of(spec.sampling))
+    plain = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=1.0, top_k=-1)
+    hot_and_cut = await _probe(http, model=model, num_logprobs=num_logprobs, temperature=2.0, top_k=1)
     return RemoteFacts(
         model=model,
         logprobs=tell_apart(
@@ -126,7 +128,9 @@ async def _ask_workers(http: HttpClient, method: str) -> list[dict[str, Any]]:
         return [dict[str, Any](result) for result in answer["results"]]
 
 
-async def _probe(http: HttpClient, *, model: str, url: str, temperature: float, top_k: int) -> dict[str, Any]:
+async def _probe(
+    http: HttpClient, *, model: str, num_logprobs: int, temperature: float, top_k: int
+) -> dict[str, Any]:
     body = {
         "model": model,
         "token_ids": PROBE_PROMPT,
@@ -135,15 +139,20 @@ async def _probe(http: HttpClient, *, model: str, url: str, temperature: float, 
             "top_k": top_k,
             "max_tokens": 1,
             "seed": 0,
-            "logprobs": NUM_TOKENS,
+            "logprobs": num_logprobs,
             "ignore_eos": True,
         },
     }
     try:
         return await http.post_json(GENERATE, body, request_id="probe", timeout_s=PROBE_TIMEOUT_S)
     except HttpStatusError as error:
+        if error.status == 400 and num_logprobs > NUM_TOKENS:
+            raise ConfigError(
+                f"{http.url} does not return {num_logprobs} log-probs per token ({error}); start it with "
+                f"--max-logprobs {num_logprobs}, or lower the number that the rollout asks for"
+            ) from error
         if error.status != 404:
             raise
         raise ConfigError(
-            f"{url} offers no {GENERATE}, which takes and gives tokens; start it with --enable-scale-out"
+            f"{http.url} offers no {GENERATE}, which takes and gives tokens; start it with --enable-scale-out"
         ) from error

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from agent_loop.errors import BadServerReply
-from agent_loop.runtime.boundary import one_line
+from agent_loop.runtime.describe import one_line
+from agent_loop.servers.vllm.logprobs import read_content
 from agent_loop.servers.vllm.outputs import STOP_REASONS
 from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamp
-from agent_loop.types import TokenChunk, TokenOutput
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
+
+DEFAULTS = SamplingParams()
 
 
 class ReplyReader:
@@ -18,12 +21,21 @@ class ReplyReader:
     def __init__(self, server: str) -> None:
         self._server = server
 
-    def chunk(self, reply: Any, *, request_id: str, weight_version: int, has_logprobs: bool) -> TokenChunk:
+    def chunk(
+        self,
+        reply: Any,
+        *,
+        request_id: str,
+        weight_version: int,
+        has_logprobs: bool,
+        params: SamplingParams = DEFAULTS,
+    ) -> TokenChunk:
         """The tokens of one part of a stream, or of a whole completion.
 
         Args:
             weight_version: For a part whose version the reply does not tell.
             has_logprobs: Whether the log-probs in the reply are what `TokenOutput.logprobs` is defined as.
+            params: Sampling parameters of the request.
 
         Raises:
             BadServerReply: It is no completion.
@@ -34,33 +46,58 @@ class ReplyReader:
             found = cast("dict[str, Any]", choice["logprobs"] or {})
             entries = cast(list[dict[str, Any]], found.get("content") or [])
             reason = cast("str | None", choice["finish_reason"])
-            scored = [int(entry["token_id"]) for entry in entries]
-            logprobs = [float(entry["logprob"]) for entry in entries]
+            scored = read_content(entries, params=params)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self._bad(f"an answer has no completion in it ({error!r})", reply, request_id) from error
-        if scored != token_ids:
-            raise self._bad(f"log-probs are for {len(scored)} tokens of {len(token_ids)}", reply, request_id)
+        if scored.token_ids != token_ids:
+            why = f"log-probs are for {len(scored.token_ids)} tokens of {len(token_ids)}"
+            raise self._bad(why, reply, request_id)
         if reason is not None and reason not in STOP_REASONS:
             raise self._bad(f"the completion ended with {reason!r}", reply, request_id)
         return TokenChunk(
             token_ids=token_ids,
-            logprobs=logprobs if has_logprobs else None,
+            logprobs=scored.logprobs if has_logprobs else None,
             weight_version=weight_version,
             stop_reason=None if reason is None else STOP_REASONS[reason],
             num_cached_tokens=cached_tokens(reply),
+            extras=scored.extras if has_logprobs else {},
         )
 
-    def part(self, event: Any, *, request_id: str, weight_version: int, has_logprobs: bool) -> UnstampedChunk:
+    def part(
+        self,
+        event: Any,
+        *,
+        request_id: str,
+        weight_version: int,
+        has_logprobs: bool,
+        params: SamplingParams = DEFAULTS,
+    ) -> UnstampedChunk:
         """Return one part of a stream. See `chunk`."""
         chunk = self.chunk(
-            event, request_id=request_id, weight_version=weight_version, has_logprobs=has_logprobs
+            event,
+            request_id=request_id,
+            weight_version=weight_version,
+            has_logprobs=has_logprobs,
+            params=params,
         )
         return UnstampedChunk(chunk, spans=self._spans(event, request_id, default=weight_version))
 
-    def output(self, reply: Any, *, request_id: str, weight_version: int, has_logprobs: bool) -> TokenOutput:
+    def output(
+        self,
+        reply: Any,
+        *,
+        request_id: str,
+        weight_version: int,
+        has_logprobs: bool,
+        params: SamplingParams = DEFAULTS,
+    ) -> TokenOutput:
         """A whole completion, stamped by the engine itself. See `chunk`."""
         part = self.part(
-            reply, request_id=request_id, weight_version=weight_version, has_logprobs=has_logprobs
+            reply,
+            request_id=request_id,
+            weight_version=weight_version,
+            has_logprobs=has_logprobs,
+            params=params,
         )
         # The server reports no preemptions. Each weight update preempts the requests in flight.
         preempted = TokenChunk([], [], num_preempted=max(0, len(part.spans) - 1))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from agent_loop.errors import WeightsError
-from agent_loop.runtime.boundary import describe_error
+from agent_loop.runtime.describe import describe_error
 from agent_loop.weights import WeightReceiver
 
 if TYPE_CHECKING:

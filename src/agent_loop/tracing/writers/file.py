@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from agent_loop.config import TraceConfig
-from agent_loop.runtime.foreign_values import finite, plain_value
+from agent_loop.runtime.user_values import finite, plain_value
 from agent_loop.tracing.bounded import bounded
 from agent_loop.tracing.forms import Form
 

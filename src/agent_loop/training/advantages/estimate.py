@@ -1,148 +1,183 @@
-"""From rewards to what each token is to learn, by the estimator that the configuration names."""
+"""Advantages of a batch, by the estimator that the configuration names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from agent_loop.config import AlgorithmConfig
-from agent_loop.training.advantages.groups import (
-    grpo_advantages,
-    has_signal,
-    rloo_advantages,
-    share_weights,
-    turn_advantages,
-)
+from agent_loop.errors import AlgorithmError
+from agent_loop.registries import RegisteredFunction
+from agent_loop.runtime.describe import describe_value
+from agent_loop.training.advantages.estimators import Advantages
+from agent_loop.training.advantages.groups import has_signal, share_weights
 from agent_loop.training.advantages.rewards import Rewards
-from agent_loop.training.advantages.tokens import discounted_returns, gae, whiten
-
-COMPARES_IN_GROUP = frozenset({"grpo", "rloo", "reinforce_plus_plus_baseline"})
-"""Estimators for which a group of equal rewards carries no signal, and a group of one neither."""
+from agent_loop.training.advantages.tokens import whiten
+from agent_loop.training.registry import ESTIMATORS, EstimatorNeeds, call
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a batch teaches."""
+class BatchAdvantages:
+    """Advantages of a batch, and the rows to train on."""
 
     advantages_BR: Tensor
-    """float32; a token's value counts where the model said it and its row is kept."""
+    """float32; values count at sampled tokens of rows that are kept."""
     has_signal_B: Tensor
-    """Bool: the trajectory can be told from what it is compared with."""
+    """Bool: rows that the estimator can learn from."""
     keep_B: Tensor
     """Bool: rows to train on."""
     returns_BR: Tensor | None = None
-    """What the critic is to predict, float32; None without one."""
+    """Returns that the critic is trained to predict, float32; None without a critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """Advantage estimator of a run."""
+
+    registered: RegisteredFunction
+    needs: EstimatorNeeds = field(default=EstimatorNeeds())
+
+
+def estimator_needs(reference: str) -> EstimatorNeeds:
+    """Return the needs of the estimator that `algorithm.adv_estimator` names.
+
+    Raises:
+        ConfigError: The estimator does not exist.
+    """
+    return ESTIMATORS.options_of(reference) or EstimatorNeeds()
+
+
+def load_estimator(reference: str) -> Estimator:
+    """Return the estimator that `algorithm.adv_estimator` names.
+
+    Raises:
+        ConfigError: The estimator does not exist, or does not take the parameters of an estimator.
+    """
+    needs = estimator_needs(reference)
+    example = "rewards, *, config"
+    example += ", values_BR" if needs.critic else ""
+    example += ", baselines_B" if needs.greedy_rollouts else ""
+    return Estimator(ESTIMATORS.load(reference, example=example), needs)
 
 
 def estimate_advantages(
     rewards: Rewards,
     *,
     config: AlgorithmConfig,
+    estimator: Estimator | None = None,
     is_allowed_B: Tensor | None = None,
     values_BR: Tensor | None = None,
     baselines_B: Tensor | None = None,
-) -> Estimate:
-    """The advantages of a batch.
+) -> BatchAdvantages:
+    """Return the advantages of a batch.
 
     Args:
-        rewards: What was earned.
-        config: Which estimator, and its settings.
+        rewards: Rewards of the batch.
+        config: Settings of the estimator.
+        estimator: The estimator; None loads the one that `config.adv_estimator` names.
         is_allowed_B: Bool: rows that may be trained; None is all. The others still count in their groups.
-        values_BR: What the critic expects just before each token; `gae` needs it.
-        baselines_B: What a greedy trajectory of the same prompt earned, NaN where nothing scored it; `remax` needs it.
+        values_BR: Values that the critic predicts before each token; `gae` needs them.
+        baselines_B: Reward of a greedy rollout of the same prompt, NaN if it was not scored; `remax` needs it.
 
     Raises:
-        ValueError: `gae` has no values, or `remax` no baselines.
+        ValueError: The estimator needs values or baselines, and they are None.
+        AlgorithmError: The estimator raised, or did not return advantages.
     """
-    estimator, returns_BR = config.adv_estimator, None
-    match estimator:
-        case "grpo":
-            compared_BR, signal_B = _grpo(rewards, norm_by_std=config.norm_adv_by_std_in_grpo)
-        case "rloo":
-            compared_BR, signal_B = _rloo(rewards)
-        case "remax":
-            compared_BR, signal_B = _remax(rewards, baselines_B)
-        case "reinforce_plus_plus":
-            compared_BR, signal_B = _returns(rewards, gamma=config.gamma), rewards.is_scored_B
-        case "reinforce_plus_plus_baseline":
-            compared_BR, signal_B = _returns_in_group(rewards, gamma=config.gamma)
-        case "gae":
-            compared_BR, returns_BR = _gae(rewards, values_BR, gamma=config.gamma, lam=config.lam)
-            signal_B = rewards.is_scored_B
+    estimator = estimator or load_estimator(config.adv_estimator)
+    result = _call(estimator, rewards, config=config, values_BR=values_BR, baselines_B=baselines_B)
+    signal_B = result.has_signal_B
+    if signal_B is None:
+        signal_B = _default_signal(rewards, compares_in_group=estimator.needs.groups)
     keep_B = rewards.is_scored_B if is_allowed_B is None else rewards.is_scored_B & is_allowed_B
-    if config.drop_zero_variance_groups or estimator not in COMPARES_IN_GROUP:
+    if config.drop_zero_variance_groups or not estimator.needs.groups:
         keep_B = keep_B & signal_B
-    if estimator.startswith("reinforce") or (estimator == "gae" and config.whiten_advantages):
-        is_trained_BR = rewards.mask_BR.bool() & keep_B[:, None]
+    advantages_BR = result.advantages
+    if advantages_BR.dim() == 1:
+        advantages_BR = advantages_BR[:, None].expand(rewards.mask_BR.shape)
+    is_trained_BR = rewards.mask_BR.bool() & keep_B[:, None]
+    inputs = [rewards.penalties_BR] if values_BR is None else [rewards.penalties_BR, values_BR]
+    if all(bool(values.isfinite().all()) for values in inputs):  # else the estimator is not at fault
+        _check_finite(advantages_BR, is_trained_BR, where=_where(estimator))
+    advantages_BR = torch.where(is_trained_BR | advantages_BR.isfinite(), advantages_BR, 0.0)
+    if result.whiten:
         weights_B = share_weights(
             is_trained_BR.any(dim=1), groups_B=rewards.groups_B, rollouts_B=rewards.rollouts_B
         )
-        compared_BR = whiten(compared_BR, mask_BR=is_trained_BR, weights_B=weights_B)
-    return Estimate(
-        advantages_BR=compared_BR.float(), has_signal_B=signal_B, keep_B=keep_B, returns_BR=returns_BR
+        advantages_BR = whiten(advantages_BR, mask_BR=is_trained_BR, weights_B=weights_B)
+    return BatchAdvantages(
+        advantages_BR=advantages_BR.float(),
+        has_signal_B=signal_B,
+        keep_B=keep_B,
+        returns_BR=result.returns_BR,
     )
 
 
-def _grpo(rewards: Rewards, *, norm_by_std: bool) -> tuple[Tensor, Tensor]:
-    scores_B = rewards.outcome_B - rewards.penalties_BR.sum(dim=1)
-    groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
-    advantages_B = grpo_advantages(
-        scores_B, groups_B=groups_B, rollouts_B=rollouts_B, norm_by_std=norm_by_std
-    )
-    advantages_BR = advantages_B[:, None].expand(rewards.mask_BR.shape)
-    signal_B = has_signal(scores_B, groups_B=groups_B, rollouts_B=rollouts_B)
-    if rewards.turn_weight:
-        turns_BR = rewards.turn_weight * turn_advantages(
-            rewards.turns_BR,
-            is_rewarded_BR=rewards.has_turn_BR,
-            groups_B=groups_B,
-            rollouts_B=rollouts_B,
-            norm_by_std=norm_by_std,
+@torch.no_grad()
+def _call(
+    estimator: Estimator,
+    rewards: Rewards,
+    *,
+    config: AlgorithmConfig,
+    values_BR: Tensor | None,
+    baselines_B: Tensor | None,
+) -> Advantages:
+    """Call the estimator and check the shapes of its result."""
+    name, inputs = estimator.registered.name, dict[str, Any](config=config)
+    if estimator.needs.critic:
+        if values_BR is None:
+            raise ValueError(f"adv_estimator is {name}, which needs values_BR; give the values of a critic")
+        inputs["values_BR"] = values_BR
+    if estimator.needs.greedy_rollouts:
+        if baselines_B is None:
+            raise ValueError(
+                f"adv_estimator is {name}, which needs baselines_B; give the rewards of greedy rollouts"
+            )
+        inputs["baselines_B"] = baselines_B
+    returned = call(estimator.registered, rewards, key=ESTIMATORS.key, **inputs)
+    result = returned if isinstance(returned, Advantages) else Advantages(returned)
+    num_rows, num_tokens = rewards.mask_BR.shape
+    by_row, by_token = [num_rows], [num_rows, num_tokens]
+    where = _where(estimator)
+    _check_shape(result.advantages, [by_row, by_token], what="advantages", where=where)
+    if result.has_signal_B is not None:
+        _check_shape(result.has_signal_B, [by_row], what="has_signal_B", where=where)
+    if result.returns_BR is not None:
+        _check_shape(result.returns_BR, [by_token], what="returns_BR", where=where)
+    elif estimator.needs.critic:
+        raise AlgorithmError(f"{where} no returns_BR for the critic; return Advantages(..., returns_BR=...)")
+    return result
+
+
+def _where(estimator: Estimator) -> str:
+    return f"{ESTIMATORS.key}={estimator.registered.name} returned"
+
+
+def _check_shape(value: Any, shapes: list[list[int]], *, what: str, where: str) -> None:
+    expected = " or ".join(map(str, shapes))
+    if not isinstance(value, Tensor):
+        raise AlgorithmError(
+            f"{where} {describe_value(value)} as {what}; return a tensor of shape {expected}"
         )
-        advantages_BR, signal_B = advantages_BR + turns_BR, signal_B | (turns_BR != 0).any(dim=1)
-    return advantages_BR, signal_B
-
-
-def _rloo(rewards: Rewards) -> tuple[Tensor, Tensor]:
-    totals_B = rewards.per_row()
-    groups_B, rollouts_B = rewards.groups_B, rewards.rollouts_B
-    advantages_B = rloo_advantages(totals_B, groups_B=groups_B, rollouts_B=rollouts_B)
-    signal_B = has_signal(totals_B, groups_B=groups_B, rollouts_B=rollouts_B)
-    return advantages_B[:, None].expand(rewards.mask_BR.shape), signal_B
-
-
-def _remax(rewards: Rewards, baselines_B: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The reward less that of a greedy trajectory (ReMax, arXiv 2310.10505)."""
-    if baselines_B is None:
-        raise ValueError(
-            "adv_estimator is remax, which needs baselines_B; give a greedy trajectory's rewards"
+    if list(value.shape) not in shapes:
+        raise AlgorithmError(
+            f"{where} {what} of shape {list(value.shape)}; return a tensor of shape {expected}"
         )
-    advantages_B = rewards.per_row() - baselines_B
-    signal_B = ~advantages_B.isnan()
-    return torch.where(signal_B, advantages_B, 0.0)[:, None].expand(rewards.mask_BR.shape), signal_B
 
 
-def _returns(rewards: Rewards, *, gamma: float) -> Tensor:
-    """REINFORCE++ (arXiv 2501.03262), before it is whitened."""
-    return discounted_returns(rewards.per_token(), mask_BR=rewards.mask_BR, gamma=gamma)
+def _check_finite(advantages_BR: Tensor, is_trained_BR: Tensor, *, where: str) -> None:
+    is_bad_BR = is_trained_BR & ~advantages_BR.isfinite()
+    if is_bad_BR.any():
+        row, token = map(int, is_bad_BR.nonzero()[0])
+        raise AlgorithmError(
+            f"{where} {float(advantages_BR[row, token])} as the advantage of row {row}, token {token}, and of "
+            f"{int(is_bad_BR.sum()) - 1} more trained tokens; return finite values at trained tokens"
+        )
 
 
-def _returns_in_group(rewards: Rewards, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """REINFORCE++-baseline (the same): each reward less its group's mean, before it is whitened."""
-    centred = rewards.centred()
-    has_outcome_signal_B = has_signal(
-        rewards.outcome_B, groups_B=rewards.groups_B, rollouts_B=rewards.rollouts_B
-    )
-    signal_B = has_outcome_signal_B | (centred.per_token() != 0).any(dim=1)
-    return _returns(centred, gamma=gamma), signal_B
-
-
-def _gae(rewards: Rewards, values_BR: Tensor | None, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    if values_BR is None:
-        raise ValueError("adv_estimator is gae, which needs values_BR; give what a critic expects")
-    advantages_BR = gae(
-        rewards.per_token(), values_BR=values_BR, mask_BR=rewards.mask_BR, gamma=gamma, lam=lam
-    )
-    return advantages_BR, (advantages_BR + values_BR).float()
+def _default_signal(rewards: Rewards, *, compares_in_group: bool) -> Tensor:
+    if not compares_in_group:
+        return rewards.is_scored_B
+    return has_signal(rewards.per_row(), groups_B=rewards.groups_B, rollouts_B=rewards.rollouts_B)

@@ -1,7 +1,6 @@
-"""The losses of policy and critic and their parts. Pure functions of tensors.
+"""Losses of policy and critic: pure functions of tensors. B rows, T response tokens, V tokens of the vocabulary.
 
-B rows, T response tokens, V tokens known.
-A value at a masked token changes no result and gets a gradient of exactly 0, be it infinite or NaN.
+A value at a masked token changes no result and gets a gradient of exactly 0, even if it is infinite or NaN.
 """
 
 from agent_loop.training.losses.aggregation import (
@@ -15,7 +14,7 @@ from agent_loop.training.losses.aggregation import (
 )
 from agent_loop.training.losses.correction import Correction, correct
 from agent_loop.training.losses.kl import kl_penalty
-from agent_loop.training.losses.policy import PolicyLoss, policy_loss
+from agent_loop.training.losses.policy import TokenLoss, clipped_loss, load_policy_loss, token_loss
 from agent_loop.training.losses.tokens import entropy, token_logprobs
 from agent_loop.training.losses.value import ValueLoss, value_loss
 
@@ -23,17 +22,19 @@ __all__ = [
     "MAX_LOG_RATIO",
     "Aggregation",
     "Correction",
-    "PolicyLoss",
+    "TokenLoss",
     "ValueLoss",
     "aggregate",
+    "clipped_loss",
     "correct",
     "entropy",
     "kl_penalty",
+    "load_policy_loss",
     "loss_denominator",
     "masked_difference",
     "masked_mean",
-    "policy_loss",
     "rollout_lengths",
     "token_logprobs",
+    "token_loss",
     "value_loss",
 ]

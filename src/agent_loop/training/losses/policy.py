@@ -1,31 +1,79 @@
-"""The losses of the policy."""
+"""Losses of the policy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from agent_loop.config import AggregationMode, Level
-from agent_loop.training.losses.aggregation import Aggregation, loss_denominator, masked_difference
+from agent_loop.config import ActorConfig, Level
+from agent_loop.errors import AlgorithmError
+from agent_loop.registries import RegisteredFunction
+from agent_loop.runtime.describe import describe_value
+from agent_loop.training.losses.aggregation import masked_difference
+from agent_loop.training.registry import POLICY_LOSSES, call, policy_loss
+
+RESERVED_METRICS = frozenset({"loss", "ppo_kl", "entropy", "kl_loss", "grad_norm", "lr"})
+"""Metrics of the actor that a policy loss cannot return."""
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """The loss and what it was made of; all scalars."""
+class TokenLoss:
+    """Loss of each token, and metrics."""
 
-    loss: Tensor
+    loss_BT: Tensor
     """With gradient."""
-    ppo_kl: Tensor
-    """Estimate of the KL divergence from the old policy: the mean of old minus new log-prob."""
-    clip_fraction: Tensor
-    """Share of tokens whose gradient the clip took away."""
-    dual_clip_fraction: Tensor
-    """Share of tokens whose gradient the dual clip took away."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Values of each token, [B, T], by metric name. They are aggregated like the loss and logged as `actor/NAME`."""
 
 
-def policy_loss(
+@policy_loss("ppo")
+def ppo(
+    logprobs_BT: Tensor,
+    *,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    config: ActorConfig,
+) -> TokenLoss:
+    """Return PPO's clipped loss with one ratio per token (arXiv 1707.06347)."""
+    return clipped_loss(
+        logprobs_BT,
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+    )
+
+
+@policy_loss("gspo")
+def gspo(
+    logprobs_BT: Tensor,
+    *,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    config: ActorConfig,
+) -> TokenLoss:
+    """Return the clipped loss with one ratio per row (GSPO-token, arXiv 2507.18071)."""
+    return clipped_loss(
+        logprobs_BT,
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+        level="sequence",
+    )
+
+
+def clipped_loss(
     logprobs_BT: Tensor,
     *,
     old_logprobs_BT: Tensor,
@@ -35,29 +83,24 @@ def policy_loss(
     clip_ratio_high: float,
     clip_ratio_c: float | None = None,
     level: Level = "token",
-    weights_BT: Tensor | None = None,
-    agg_mode: AggregationMode = "token-mean",
-    denominator: float | None = None,
-    lengths_B: Tensor | None = None,
-) -> PolicyLoss:
-    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7), with separate bounds (arXiv 2503.14476).
+) -> TokenLoss:
+    """Return PPO's clipped loss (arXiv 1707.06347, equation 7), with separate bounds (arXiv 2503.14476).
 
-    `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)`, where `ratio = exp(logprobs - old_log_probs)`; where the
-    advantage is negative, at most `-c * A` (arXiv 1912.09729).
+    The loss is `-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)` with `ratio = exp(logprobs - old_logprobs)`. If
+    the advantage is negative, the loss is at most `-c * A` (arXiv 1912.09729).
 
     Args:
-        logprobs_BT: Of the policy that is trained, with gradient.
-        old_logprobs_BT: Of the policy that sampled.
-        advantages_BT: Or anything that broadcasts to it.
+        logprobs_BT: Log-probs under the policy that is trained, with gradient.
+        old_logprobs_BT: Log-probs under the policy that sampled.
+        advantages_BT: Advantages, or a tensor that broadcasts to [B, T].
         mask_BT: 1 for tokens to train on.
-        clip_ratio_low: How far the ratio may fall below 1.
-        clip_ratio_high: How far it may rise above 1.
-        clip_ratio_c: The dual clip; None is none.
-        level: Whose ratio: each token's, or its row's as `sequence_log_ratio` has it.
-        weights_BT: Tokens' losses are multiplied by these; None is 1.
-        agg_mode: How tokens are weighed against each other.
-        denominator: See `aggregate`.
-        lengths_B: See `aggregate`.
+        clip_ratio_low: Clip ratios below 1 minus this.
+        clip_ratio_high: Clip ratios above 1 plus this.
+        clip_ratio_c: Bound of the dual clip; None is no bound.
+        level: Use the ratio of each token, or that of the row as `sequence_log_ratio` computes it.
+
+    Returns:
+        The loss with the metrics `clip_fraction` and `dual_clip_fraction`: 1 for tokens whose gradient a clip removed.
     """
     log_ratio_BT = masked_difference(logprobs_BT, old_logprobs_BT, mask_BT=mask_BT)
     used_BT = log_ratio_BT if level == "token" else sequence_log_ratio(log_ratio_BT, mask_BT=mask_BT)
@@ -65,30 +108,92 @@ def policy_loss(
     clipped_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     plain_loss_BT, clipped_loss_BT = -advantages_BT * ratio_BT, -advantages_BT * clipped_BT
     loss_BT = torch.maximum(plain_loss_BT, clipped_loss_BT)
-    is_bounded_BT = torch.zeros_like(loss_BT, dtype=torch.bool)
+    metrics = {"clip_fraction": (clipped_loss_BT > plain_loss_BT).to(ratio_BT.dtype)}
     if clip_ratio_c is not None:
         bound_BT = -advantages_BT * clip_ratio_c
         is_bounded_BT = (advantages_BT < 0) & (loss_BT > bound_BT)
         loss_BT = torch.where(is_bounded_BT, bound_BT, loss_BT)
-    if weights_BT is not None:
-        loss_BT = loss_BT * weights_BT
-    if denominator is None:
-        denominator = loss_denominator(mask_BT, mode=agg_mode)
-    reduce = Aggregation(mode=agg_mode, denominator=denominator, lengths_B=lengths_B)
-    return PolicyLoss(
-        loss=reduce(loss_BT, mask_BT=mask_BT),
-        ppo_kl=reduce(-log_ratio_BT.detach(), mask_BT=mask_BT),
-        clip_fraction=reduce((clipped_loss_BT > plain_loss_BT).to(ratio_BT.dtype), mask_BT=mask_BT),
-        dual_clip_fraction=reduce(is_bounded_BT.to(ratio_BT.dtype), mask_BT=mask_BT),
-    )
+        metrics["dual_clip_fraction"] = is_bounded_BT.to(ratio_BT.dtype)
+    return TokenLoss(loss_BT, metrics)
 
 
 def sequence_log_ratio(log_ratio_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
-    """The mean log-ratio of each row at each of its tokens, [B, T]: the ratio of GSPO (arXiv 2507.18071).
+    """Return the mean log-ratio of each row at each of its tokens, [B, T]: the ratio of GSPO (arXiv 2507.18071).
 
-    Each token has the gradient of its own log-prob only (GSPO-token), which adds up to the same where the
-    advantages of a row are equal, and lets them differ.
+    Each token has the gradient of its own log-prob only (GSPO-token). If the advantages of a row are equal, the sum is
+    GSPO's gradient.
     """
     lengths_B1 = mask_BT.sum(dim=-1, keepdim=True).clamp(min=1)
     mean_B1 = (log_ratio_BT.sum(dim=-1, keepdim=True) / lengths_B1).detach()
     return mean_B1 + log_ratio_BT - log_ratio_BT.detach()
+
+
+def load_policy_loss(reference: str) -> RegisteredFunction:
+    """Return the policy loss that `actor.policy_loss` names.
+
+    Raises:
+        ConfigError: The loss does not exist, or does not take the parameters of a policy loss.
+    """
+    example = "logprobs_BT, *, old_logprobs_BT, advantages_BT, mask_BT, config"
+    return POLICY_LOSSES.load(reference, example=example)
+
+
+def token_loss(
+    loss: RegisteredFunction,
+    logprobs_BT: Tensor,
+    *,
+    old_logprobs_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    config: ActorConfig,
+) -> TokenLoss:
+    """Call a policy loss and check its result.
+
+    Raises:
+        AlgorithmError: The loss raised, or did not return a finite loss of each trained token.
+    """
+    returned = call(
+        loss,
+        logprobs_BT,
+        key=POLICY_LOSSES.key,
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_BT=advantages_BT,
+        mask_BT=mask_BT,
+        config=config,
+    )
+    result = returned if isinstance(returned, TokenLoss) else TokenLoss(returned)
+    where = f"{POLICY_LOSSES.key}={loss.name} returned"
+    for name, values_BT in {"a loss": result.loss_BT, **result.metrics}.items():
+        _check_shape(values_BT, logprobs_BT, what=name, where=where)
+    reserved = sorted(RESERVED_METRICS & set(result.metrics))
+    if reserved:
+        raise AlgorithmError(f"{where} the metric {reserved[0]!r}, which the actor computes; rename it")
+    if logprobs_BT.requires_grad and not result.loss_BT.requires_grad:
+        raise AlgorithmError(f"{where} a loss without a gradient; compute it from logprobs_BT")
+    is_trained_BT = mask_BT.bool()
+    is_bad_BT = is_trained_BT & ~result.loss_BT.isfinite()
+    if is_bad_BT.any() and not _has_nan(
+        logprobs_BT, old_logprobs_BT, advantages_BT, is_trained_BT=is_trained_BT
+    ):
+        raise AlgorithmError(
+            f"{where} a loss that is not finite at {int(is_bad_BT.sum())} trained tokens; return finite values "
+            "(agent_loop.training.masked_difference bounds log-ratios)"
+        )
+    return result
+
+
+def _check_shape(values_BT: Any, like_BT: Tensor, *, what: str, where: str) -> None:
+    expected = list(like_BT.shape)
+    if not isinstance(values_BT, Tensor):
+        raise AlgorithmError(
+            f"{where} {describe_value(values_BT)} as {what}; return a tensor of shape {expected}, one value per token"
+        )
+    if list(values_BT.shape) != expected:
+        raise AlgorithmError(
+            f"{where} {what} of shape {list(values_BT.shape)}; return a tensor of shape {expected}, one value per token"
+        )
+
+
+def _has_nan(*inputs: Tensor, is_trained_BT: Tensor) -> bool:
+    """Return whether an input holds a NaN, as after an update that diverged; then the loss is not at fault."""
+    return any(bool((values_BT.isnan() & is_trained_BT).any()) for values_BT in inputs)

@@ -1,0 +1,136 @@
+"""Base class of tool parsers, and their registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from agent_loop.chat.parsers.completion_walker import CallBlock, CompletionWalker, ReasoningMarks, malformed
+from agent_loop.chat.parsers.json_calls import parse_json_call, read_body
+from agent_loop.errors import ConfigError, did_you_mean
+from agent_loop.registries import construct, load_class, warn_if_replaced
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+
+ParserT = TypeVar("ParserT", bound="type[ToolParser]")
+FORMAT_KEY = "rollout.multi_turn.format"
+
+
+class ToolParser:
+    """Base class of tool parsers, which read text, reasoning and tool calls out of a completion.
+
+    A subclass declares the marks of its format as class attributes. If each call stands between `call_start` and
+    `call_end`, the subclass overrides `parse_call`, or nothing where a call is a JSON object with `name` and
+    `arguments`. Other formats override `parse`.
+
+    `rollout.multi_turn.format` selects the parser: by the name that `@ToolParser.register("name")` gave it, or as
+    `file.py:ClassName`. A parser is stateless: one instance serves all trajectories.
+
+    Every parser of the package keeps these promises, and so should yours. `parse` does not raise. A call that cannot
+    be parsed, that is not closed, or whose arguments are not an object is returned as a `MalformedCall` in its place.
+    Nothing inside reasoning is a call. Text around calls is kept. The time is linear in the length of the text.
+    """
+
+    _registry: ClassVar[dict[str, type[ToolParser]]] = {}
+
+    call_start: str = ""
+    """Text that opens a call, where the format has a text that means nothing else."""
+
+    call_end: str = ""
+    """Text that closes a call. Only the default `parse` uses it. A call that begins with JSON may hold the text inside
+    its strings."""
+
+    stream_stops: ClassVar[tuple[str, ...]] = ()
+    """Texts after which a call may follow. A streamed completion is held back from the first of these texts on. The
+    default is `call_start`; a format without either is not streamed."""
+
+    reasoning_marks: ClassVar[tuple[ReasoningMarks, ...]] = ()
+    """Texts around reasoning: `(THINK,)` is `<think>...</think>`. A generation prompt may open reasoning with them."""
+
+    reads_end_tokens: ClassVar[bool] = False
+    """Whether `parse` gets the completion with the tokens that end the turn. The default is without them."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise TypeError if a subclass neither declares its marks nor overrides `parse`."""
+        super().__init_subclass__(**options)
+        if cls.parse is ToolParser.parse and not (cls.call_start and cls.call_end):
+            raise TypeError(f"{cls.__name__} has no call_start and call_end; set both, or override parse")
+
+    def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
+        """Parse a completion.
+
+        Args:
+            text: The completion, with the control tokens of the format.
+            tools: OpenAI function schemas. Formats that write strings without quotes take the types of arguments from
+                the schemas; the other formats ignore the schemas.
+        """
+        readers = {self.call_start: partial(self._read_block, tools=tools)}
+        return CompletionWalker(readers, reasoning_marks=self.reasoning_marks).read(text)
+
+    def parse_call(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ToolCall | MalformedCall:
+        """Parse one call. Called by the default `parse`.
+
+        The default parses a JSON object with `name` and `arguments`.
+
+        Args:
+            text: The text between `call_start` and `call_end`.
+            tools: See `parse`.
+
+        Raises:
+            ValueError: The call cannot be parsed. The message is the model's reply to its malformed call.
+        """
+        return parse_json_call(text)
+
+    @classmethod
+    def recognises(cls, chat_template: str) -> bool:
+        """Return whether the source of a chat template shows this format. `rollout.multi_turn.format: auto` asks every
+        registered parser; no two parsers of the package recognise the same template."""
+        return False
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[ParserT], ParserT]:
+        """Register a parser under a name. Registering a name again replaces the earlier class, with a warning."""
+
+        def decorate(parser: ParserT) -> ParserT:
+            warn_if_replaced(cls._registry.get(name), parser, what=f"tool parser {name!r}")
+            cls._registry[name] = parser
+            return parser
+
+        return decorate
+
+    @classmethod
+    def get(cls, name: str) -> ToolParser:
+        """Return a new parser.
+
+        Args:
+            name: A registered name, or a class as `file.py:ClassName` or `package.module:ClassName`.
+
+        Raises:
+            ConfigError: No parser has that name, or the class cannot be loaded.
+        """
+        if name in cls._registry:
+            return cls._registry[name]()
+        if ":" in name:
+            return construct(load_class(name, base=ToolParser, key=FORMAT_KEY), where=FORMAT_KEY)
+        raise ConfigError(
+            f"{FORMAT_KEY} is {name!r}: unknown tool parser{did_you_mean(name, cls._registry)}; "
+            "name a parser of your own as file.py:ClassName"
+        )
+
+    @classmethod
+    def registered(cls) -> Mapping[str, type[ToolParser]]:
+        """Return all registered parsers by name."""
+        return dict(cls._registry)
+
+    def _read_block(self, text: str, start: int, *, tools: Sequence[Mapping[str, Any]]) -> CallBlock:
+        reasoning = [mark for marks in self.reasoning_marks for mark in (marks.opening, marks.closing)]
+        body = read_body(text, start, closings=(self.call_end,), stops=(self.call_start, *reasoning))
+        if not body.is_closed:
+            return CallBlock(
+                (malformed(body.text, f"the call is not closed with {self.call_end}"),), body.end
+            )
+        try:
+            call = self.parse_call(body.text, tools=tools)
+        except ValueError as error:
+            call = malformed(body.text, f"the call cannot be parsed: {error}")
+        return CallBlock((call,), body.end)

@@ -1,0 +1,54 @@
+"""Conformance checks of servers, tools, interactions and sandboxes.
+
+```python
+from agent_loop.checks import check_tool
+
+report = await check_tool(tool, calls=[{"expression": "1 + 1"}])
+report.raise_if_failed()
+```
+
+`agent-loop check` runs the same checks from a shell. The names below are imported at first use: the checks of servers
+load torch and transformers, the others do not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from agent_loop.testing.conformance import CheckReport, CheckResult
+
+if TYPE_CHECKING:
+    from agent_loop.checks.interaction.suite import check_interaction
+    from agent_loop.checks.sandbox import check_sandbox
+    from agent_loop.checks.server.reference import Reference, vocab_size_of
+    from agent_loop.checks.server.suite import check_server
+    from agent_loop.checks.tool.suite import check_tool
+
+__all__ = [
+    "CheckReport",
+    "CheckResult",
+    "Reference",
+    "check_interaction",
+    "check_sandbox",
+    "check_server",
+    "check_tool",
+    "vocab_size_of",
+]
+
+_MODULE_OF = {
+    "Reference": "server.reference",
+    "check_interaction": "interaction.suite",
+    "check_sandbox": "sandbox",
+    "check_server": "server.suite",
+    "check_tool": "tool.suite",
+    "vocab_size_of": "server.reference",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'agent_loop.checks' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"agent_loop.checks.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,1 @@
+"""Conformance checks of interactions: does an implementation of `BaseInteraction` follow its contract?"""

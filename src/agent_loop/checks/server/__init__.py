@@ -1,0 +1,1 @@
+"""Conformance checks of servers: does an implementation of `AsyncServerBase` follow its contract?"""

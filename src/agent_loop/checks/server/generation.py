@@ -1,0 +1,256 @@
+"""Checks of completions: exact tokens and log-probs, stop reasons, seeds, sessions and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import partial
+from typing import Any
+
+from agent_loop.checks.server.checked_server import CheckedServer, add_check
+from agent_loop.checks.server.reference import largest_difference
+from agent_loop.runtime.concurrency import run_together
+from agent_loop.servers.base import Ability
+from agent_loop.testing.conformance import CheckFailed, CheckSuite, require
+from agent_loop.types import SamplingParams, TokenOutput, as_token_ids
+
+GENERATION_CHECKS = CheckSuite[CheckedServer]()
+_check = partial(add_check, suite=GENERATION_CHECKS)
+
+
+@_check("a completion has valid token ids and ends at max_tokens")
+async def _length(subject: CheckedServer) -> None:
+    for num_tokens in (1, 5):
+        output = await subject.generate(subject.prompt(9), max_tokens=num_tokens, ignore_eos=True)
+        require(
+            len(output.token_ids) == num_tokens,
+            f"max_tokens is {num_tokens}, but {len(output.token_ids)} tokens were returned",
+        )
+        require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
+        _require_valid(subject, output)
+
+
+@_check("without max_tokens, a completion runs to the end of the context")
+async def _to_the_end(subject: CheckedServer) -> None:
+    prompt = subject.prompt(max(1, subject.max_model_len - 12))
+    output = await subject.generate(prompt, ignore_eos=True)
+    require(output.stop_reason == "length", f"stop reason is {output.stop_reason!r}, not 'length'")
+    room = subject.max_model_len - len(prompt)
+    require(
+        room - 1 <= len(output.token_ids) <= room,
+        f"the prompt has {len(prompt)} tokens of a context of {subject.max_model_len}, "
+        f"but {len(output.token_ids)} tokens were returned",
+    )
+
+
+@_check("a stop token ends the completion and is returned")
+async def _stop_token(subject: CheckedServer) -> None:
+    prompt = subject.prompt(11, seed=1)
+    tokens = await subject.greedy(prompt, 12)
+    position = max(tokens.index(token) for token in tokens)
+    unseen = next(token for token in range(subject.vocab_size) if token not in tokens)
+    for ignore_eos in (True, False):
+        output = await subject.generate(
+            prompt,
+            temperature=0.0,
+            max_tokens=12,
+            stop_token_ids=(tokens[position], unseen),
+            ignore_eos=ignore_eos,
+        )
+        got = output.token_ids
+        if (
+            not ignore_eos
+            and got == tokens[: len(got)]
+            and output.stop_reason == "stop"
+            and len(got) <= position
+        ):
+            continue  # one of the model's own end tokens came first
+        subject.require_same(got, tokens[: position + 1], prompt=prompt, what=f"ignore_eos={ignore_eos}")
+        require(output.stop_reason == "stop", f"stop reason is {output.stop_reason!r}, not 'stop'")
+
+
+@_check("tokens sent back in a prompt are read as the same tokens")
+async def _continuity(subject: CheckedServer) -> None:
+    for seed in range(3):
+        prompt = subject.prompt(24, seed=seed)
+        whole = await subject.greedy(prompt, 12)
+        context = as_token_ids([*prompt.tolist(), *whole[:5]])
+        rest = await subject.greedy(context, 7)
+        subject.require_same(rest, whole[5:], prompt=context, what="after 5 sampled tokens in the prompt")
+
+
+@_check("greedy completions match the reference model", needs_reference=True)
+async def _greedy(subject: CheckedServer) -> None:
+    assert subject.reference is not None
+    for seed, num_tokens in ((0, 1), (1, 17), (2, 64)):
+        prompt = subject.prompt(num_tokens, seed=seed)
+        tokens = await subject.greedy(prompt, 16)
+        reason = subject.reference.disagreement(prompt.tolist(), tokens)
+        require(not reason, f"prompt of {num_tokens} tokens: {reason}")
+
+
+@_check("log-probs match the reference model", ability=Ability.LOG_PROBS, needs_reference=True)
+async def _logprobs(subject: CheckedServer) -> str:
+    assert subject.reference is not None
+    variants: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 0.7, "top_k": 5},
+    ]
+    worst, num_without = 0.0, 0
+    for seed, variant in enumerate(variants):
+        prompt = subject.prompt(31, seed=seed)
+        output = await subject.generate(prompt, max_tokens=16, ignore_eos=True, **variant)
+        is_truncated = "top_p" in variant or "top_k" in variant
+        if output.log_probs is None and is_truncated:
+            num_without += 1
+            continue
+        require(output.log_probs is not None, f"no log-probs were returned with {variant}")
+        difference = largest_difference(
+            subject.reference,
+            prompt.tolist(),
+            token_ids=output.token_ids,
+            logprobs=output.log_probs or (),
+            params=SamplingParams(**variant),
+        )
+        require(
+            difference <= subject.tolerance,
+            f"with {variant} log-probs differ from the reference by up to {difference:.2g} nats; return "
+            "log_softmax(logits / temperature), before top-k and top-p",
+        )
+        worst = max(worst, difference)
+    suffix = "; no log-probs with top-k or top-p" if num_without else ""
+    return f"largest difference {worst:.1g} nats{suffix}"
+
+
+@_check("sampling with top_k=1 is greedy")
+async def _top_k_one(subject: CheckedServer) -> None:
+    prompt = subject.prompt(14, seed=4)
+    output = await subject.generate(prompt, top_k=1, max_tokens=8, ignore_eos=True)
+    subject.require_same(output.token_ids, await subject.greedy(prompt, 8), prompt=prompt, what="top_k=1")
+
+
+@_check("a seed makes a completion reproducible", ability=Ability.SEED)
+async def _seed(subject: CheckedServer) -> None:
+    prompt = subject.prompt(13, seed=5)
+
+    async def sample(seed: int) -> list[int]:
+        output = await subject.generate(prompt, seed=seed, max_tokens=24, ignore_eos=True)
+        return output.token_ids
+
+    alone = await sample(7)
+    together = await run_together(sample(seed) for seed in (7, 8, 9, 7))
+    require(alone == together[0] == together[3], "the same seed gave different completions")
+    require(len({tuple(tokens) for tokens in together}) > 1, "different seeds gave the same completion")
+
+
+@_check("a resumed completion with a seed samples the same tokens", ability=Ability.FREE_SEEDS)
+async def _continued_seed(subject: CheckedServer) -> None:
+    for seed, kept in ((5, 1), (2**62 + 3, 9)):
+        prompt = subject.prompt(17, seed=seed % 100)
+        params: dict[str, Any] = {"seed": seed, "ignore_eos": True}
+        whole = await subject.generate(prompt, max_tokens=20, **params)
+        context = as_token_ids([*prompt.tolist(), *whole.token_ids[:kept]])
+        rest = await subject.generate(context, max_tokens=20 - kept, num_sampled=kept, **params)
+        require(
+            rest.token_ids == whole.token_ids[kept:],
+            f"resumed after {kept} tokens, it samples {rest.token_ids}, not {whole.token_ids[kept:]}",
+        )
+
+
+@_check("concurrent requests do not affect each other")
+async def _concurrency(subject: CheckedServer) -> None:
+    prompts = [subject.prompt(5 + 3 * i, seed=i) for i in range(16)]
+    together = await run_together(subject.greedy(prompt, 6 + i) for i, prompt in enumerate(prompts))
+    for i, (prompt, tokens) in enumerate(zip(prompts, together, strict=True)):
+        alone = await subject.greedy(prompt, 6 + i)
+        subject.require_same(tokens, alone, prompt=prompt, what=f"request {i} of {len(prompts)}")
+
+
+@_check("the next turn of a session sees all earlier tokens")
+async def _session(subject: CheckedServer) -> None:
+    session = subject.session()
+    prompt = subject.prompt(40, seed=6)
+    first = await subject.greedy(prompt, 8, session=session)
+    context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(7, seed=7).tolist()])
+    second = await subject.greedy(context, 8, session=session)
+    subject.server.end_session(session)
+    subject.require_same(second, await subject.greedy(context, 8), prompt=context, what="the second turn")
+
+
+@_check("the next turn of a session reuses the cached prefix", ability=Ability.PREFIX_REUSE)
+async def _prefix_reuse(subject: CheckedServer) -> str:
+    try:
+        return await _require_reuse(subject, seed=8)
+    except CheckFailed:  # a working cache may evict one prefix, but not two in a row
+        return await _require_reuse(subject, seed=80)
+
+
+async def _require_reuse(subject: CheckedServer, *, seed: int) -> str:
+    session = subject.session()
+    prompt = subject.prompt(subject.max_model_len // 2, seed=seed)
+    first = await subject.greedy(prompt, 8, session=session)
+    context = as_token_ids([*prompt.tolist(), *first, *subject.prompt(5, seed=9).tolist()])
+    output = await subject.generate(context, session=session, temperature=0.0, max_tokens=2)
+    subject.server.end_session(session)
+    cached = output.num_cached_tokens
+    require(cached is not None, "num_cached_tokens is None; return the number of cached prompt tokens")
+    require(
+        (cached or 0) >= len(prompt) // 2,
+        f"only {cached} of the {len(prompt)} prompt tokens of the first turn were cached",
+    )
+    return f"{cached} of {len(prompt) + len(first)} tokens cached"
+
+
+@_check("a stream returns the whole completion in chunks")
+async def _stream(subject: CheckedServer) -> str:
+    prompt = subject.prompt(15, seed=10)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    session = subject.session()
+    chunks = [chunk async for chunk in subject.server.stream(prompt, params, session)]
+    subject.server.end_session(session)
+    output = TokenOutput.from_chunks(chunks)
+    _require_valid(subject, output)
+    subject.require_same(output.token_ids, await subject.greedy(prompt, 24), prompt=prompt, what="the stream")
+    require(
+        [chunk.stop_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        and output.stop_reason == "length",
+        f"the stop reasons of the chunks are {[chunk.stop_reason for chunk in chunks]}; "
+        "set 'length' on the last one and None on the others",
+    )
+    if Ability.STREAMING in subject.server.abilities:
+        require(len(chunks) > 1, "24 tokens were returned in a single chunk")
+    return f"{len(chunks)} chunks"
+
+
+@_check("closing a stream aborts its request", ability=Ability.STREAMING)
+async def _closed_stream(subject: CheckedServer) -> str:
+    clock = asyncio.get_running_loop().time
+    params = SamplingParams(max_tokens=subject.long_tokens, ignore_eos=True)
+    session, prompt = subject.session(), subject.prompt(8, seed=11)
+    started = clock()
+    num_tokens = sum([len(c.token_ids) async for c in subject.server.stream(prompt, params, session)])
+    whole_s = clock() - started
+    require(num_tokens == subject.long_tokens, f"{num_tokens} of {subject.long_tokens} tokens were streamed")
+
+    async def start_and_close() -> None:
+        stream = subject.server.stream(prompt, params, session)
+        await anext(stream)
+        await stream.aclose()
+
+    share = await subject.require_early_end(start_and_close, whole_s=whole_s)
+    subject.server.end_session(session)
+    return share
+
+
+def _require_valid(subject: CheckedServer, output: TokenOutput) -> None:
+    invalid = [token for token in output.token_ids if not 0 <= token < subject.vocab_size]
+    require(not invalid, f"token ids {invalid[:3]} are not below the vocabulary size {subject.vocab_size}")
+    if Ability.LOG_PROBS not in subject.server.abilities:
+        return
+    if output.log_probs is None:
+        raise CheckFailed("no log-probs were returned, although the server claims them")
+    wrong = [p for p in output.log_probs if not math.isfinite(p) or p > 1e-4]
+    require(not wrong, f"{wrong[:3]} are not log-probs; they must be finite and at most 0")

@@ -1,0 +1,1 @@
+"""Conformance checks of tools: does an implementation of `BaseTool` follow its contract?"""

@@ -1,0 +1,33 @@
+"""The texts at which streaming has to hold a completion back, by tool parser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agent_loop.chat.parsers import THINK, ReasoningMarks, ToolParser
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMarkers:
+    """Markers of a format of completions."""
+
+    openings: tuple[str, ...]
+    """Texts after which a call may follow."""
+    reasoning_marks: tuple[ReasoningMarks, ...] = (THINK,)
+
+    @property
+    def reasoning_openings(self) -> Mapping[str, ReasoningMarks]:
+        return {marks.opening: marks for marks in self.reasoning_marks}
+
+    @property
+    def reasoning_closings(self) -> frozenset[str]:
+        return frozenset(marks.closing for marks in self.reasoning_marks)
+
+
+def stream_markers(parser: ToolParser) -> StreamMarkers | None:
+    """Return the markers of a parser's format, or None if the parser can only read whole completions."""
+    openings = parser.stream_stops or ((parser.call_start,) if parser.call_start else ())
+    if not openings or parser.reads_end_tokens:
+        return None
+    return StreamMarkers(openings, parser.reasoning_marks or (THINK,))

@@ -1,0 +1,230 @@
+"""Prometheus metrics of a rollout: servers, balancer, trajectories, tools and traces."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from agent_loop.errors import ConfigError
+from agent_loop.runtime.activity import WaitKind
+from agent_loop.servers.metric_names import ALIVE, COMPLETION_TOKENS, PROMPT_TOKENS, RUNNING, WAITING
+from agent_loop.servers.pool import ServerPool
+from agent_loop.trajectory import Trajectory
+
+SNAPSHOT_TIMEOUT_S = 2.0
+"""A scrape that waits longer than this for the event loop returns the previous snapshot."""
+
+
+class AdmissionQueue(Protocol):
+    """Queue of trajectories that have not started yet."""
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
+class RolloutMetrics(Collector):
+    """Counts finished trajectories, and reads the state of servers and trajectories on each scrape.
+
+    Args:
+        pool: The servers.
+        gates: Admission queues of the workers in this process.
+        has_balancer: Whether requests go through the balancer of `pool`, and not through balancers of other processes.
+        num_dropped: Returns the number of traces that were not written, by writer.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool,
+        *,
+        gates: Collection[AdmissionQueue],
+        has_balancer: bool,
+        num_dropped: Callable[[], Mapping[str, int]],
+    ) -> None:
+        self.port = 0
+        """Port of the endpoint; 0 before `start`."""
+        self._pool = pool
+        self._gates = gates
+        self._has_balancer = has_balancer
+        self._num_dropped = num_dropped
+        self._num_unfinished = 0
+        self._snapshot: list[Metric] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        own: dict[str, Any] = {"registry": self.registry}
+        self._ended = Counter(
+            "agent_loop_trajectories_ended", "Trajectories that ended, by reason.", ["stop_reason"], **own
+        )
+        self._incidents = Counter(
+            "agent_loop_incidents", "Incidents of trajectories, by kind.", ["kind"], **own
+        )
+        self._tool_calls = Counter("agent_loop_tool_calls", "Tool calls.", ["tool"], **own)
+        self._spans = Counter("agent_loop_spans", "Waits of trajectories, by kind.", ["kind"], **own)
+        self._span_seconds = Counter(
+            "agent_loop_span_seconds", "Seconds that trajectories waited, by kind.", ["kind"], **own
+        )
+        self._prompt_tokens = Counter(*PROMPT_TOKENS, **own)
+        self._cached_tokens = Counter(
+            "agent_loop_cached_prompt_tokens", "Prompt tokens found in the servers' prefix caches.", **own
+        )
+        self._completion_tokens = Counter(*COMPLETION_TOKENS, **own)
+
+    def start(self, *, host: str, port: int) -> None:
+        """Serve `/metrics` from a thread. Call this on the rollout's event loop.
+
+        Raises:
+            ConfigError: The port is taken.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            self._server = start_http_server(port, addr=host, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.metrics_port is {port} at {host}: {error}; give another port, or 0 for any free port"
+            ) from error
+        self.port = self._server[0].server_port
+
+    def close(self) -> None:
+        """Stop the endpoint. Do nothing if it was not started."""
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            self._server = None
+
+    @contextmanager
+    def running(self, num_trajectories: int) -> Generator[Callable[[], None]]:
+        """Count trajectories as unfinished. Call the yielded function once for each trajectory that ends."""
+        left = num_trajectories
+        self._num_unfinished += num_trajectories
+
+        def end_one() -> None:
+            nonlocal left
+            left -= 1
+            self._num_unfinished -= 1
+
+        try:
+            yield end_one
+        finally:
+            self._num_unfinished -= left
+
+    def count(self, trajectory: Trajectory) -> None:
+        """Count a finished trajectory. Spans that branches share are counted once."""
+        self._ended.labels(str(trajectory.output.stop_reason)).inc()
+        for incident in trajectory.output.incidents:
+            self._incidents.labels(str(incident.kind)).inc()
+        if trajectory.trace is None or trajectory.branch:
+            return
+        for span in trajectory.trace.spans:
+            self._spans.labels(str(span.kind)).inc()
+            self._span_seconds.labels(str(span.kind)).inc(span.seconds)
+            if span.kind == WaitKind.TOOL:
+                self._tool_calls.labels(span.name).inc()
+            elif span.kind == WaitKind.GENERATE:
+                self._prompt_tokens.inc(span.details.get("num_prompt_tokens") or 0)
+                self._cached_tokens.inc(span.details.get("num_cached_tokens") or 0)
+                self._completion_tokens.inc(span.details.get("num_tokens") or 0)
+
+    def describe(self) -> Iterable[Metric]:
+        """Return the metric families. Called by the registry at registration."""
+        return self._snapshot_metrics()
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the current metrics. Called by Prometheus' client in a thread of the endpoint."""
+        if self._loop is None or self._loop.is_closed():
+            return self._snapshot_metrics()
+        snapshot = asyncio.run_coroutine_threadsafe(self._snapshot_on_loop(), self._loop)
+        try:
+            self._snapshot = snapshot.result(SNAPSHOT_TIMEOUT_S)
+        except TimeoutError:
+            snapshot.cancel()
+        return self._snapshot
+
+    async def _snapshot_on_loop(self) -> list[Metric]:
+        return self._snapshot_metrics()
+
+    def _snapshot_metrics(self) -> list[Metric]:
+        balancer = [*self._balancer_metrics()] if self._has_balancer else []
+        return [
+            *self._server_metrics(),
+            *balancer,
+            *self._trajectory_metrics(),
+            self._trace_metrics(),
+        ]
+
+    def _server_metrics(self) -> Iterable[Metric]:
+        pool = self._pool
+        names = [server.name for server in pool.servers]
+        healths = {name: pool.healths[name] for name in names if name in pool.healths}
+        yield _gauge(*ALIVE, {name: int(name not in pool.lost) for name in names})
+        yield _gauge(*RUNNING, {name: health.num_running for name, health in healths.items()})
+        yield _gauge(*WAITING, {name: health.num_waiting for name, health in healths.items()})
+        yield _gauge(
+            "agent_loop_kv_cache_share",
+            "Share of the KV cache that running requests use, for servers that report it.",
+            {name: h.kv_cache_share for name, h in healths.items() if h.kv_cache_share is not None},
+        )
+        yield _gauge(
+            "agent_loop_weight_version",
+            "Version of the weights that the server samples from.",
+            {name: health.weight_version for name, health in healths.items()},
+        )
+        yield GaugeMetricFamily(
+            "agent_loop_servers_lost",
+            "Servers that receive no requests because they failed.",
+            value=len(pool.lost),
+        )
+
+    def _balancer_metrics(self) -> Iterable[Metric]:
+        balancer = self._pool.balancer
+        yield _gauge("agent_loop_in_flight", "Requests that hold a lease on a server.", balancer.in_flight)
+        yield GaugeMetricFamily(
+            "agent_loop_waiting_for_place",
+            "Requests that wait for a lease on any server.",
+            value=balancer.num_waiting,
+        )
+        yield GaugeMetricFamily(
+            "agent_loop_sessions", "Sessions that are assigned to a server.", value=balancer.num_sessions
+        )
+        yield CounterMetricFamily(
+            "agent_loop_failovers",
+            "Requests whose server failed while they ran.",
+            value=self._pool.num_failovers,
+        )
+
+    def _trajectory_metrics(self) -> Iterable[Metric]:
+        num_held_back = sum(gate.num_waiting for gate in self._gates)
+        states = {"in_flight": self._num_unfinished - num_held_back, "held_back": num_held_back}
+        yield _gauge(
+            "agent_loop_trajectories",
+            "Trajectories in flight, and trajectories held back by rollout.max_concurrent.",
+            states,
+            label="state",
+        )
+
+    def _trace_metrics(self) -> Metric:
+        family = CounterMetricFamily(
+            "agent_loop_traces_dropped",
+            "Trajectories whose trace was not written, by writer.",
+            labels=["writer"],
+        )
+        for writer, count in self._num_dropped().items():
+            family.add_metric([writer], count)
+        return family
+
+
+def _gauge(name: str, help_text: str, values: Mapping[str, float], *, label: str = "server") -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=[label])
+    for which, value in values.items():
+        family.add_metric([which], value)
+    return family

@@ -1,0 +1,63 @@
+"""Check that the loops, tools and interactions that rows name exist."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from agent_loop.errors import DataError, did_you_mean
+from agent_loop.interactions.selection import read_interaction_name
+from agent_loop.loops import ToolAgentLoop
+from agent_loop.loops.base import LoopContext
+from agent_loop.loops.registry import LoopRegistry
+from agent_loop.rollout.rows import refuse_bad_columns
+from agent_loop.tools.selection import read_selection
+from agent_loop.types import Row
+
+
+class RowChecks:
+    """Checks of the rows of a run.
+
+    Args:
+        context: The tools, interactions and environments that rows may name.
+        loops: The agent loops that rows may name.
+        default_agent_loop: The loop of rows without `agent_name`.
+    """
+
+    def __init__(self, context: LoopContext, *, loops: LoopRegistry, default_agent_loop: str) -> None:
+        self._context = context
+        self._loops = loops
+        self._default_agent_loop = default_agent_loop
+
+    def check(self, rows: Iterable[Row]) -> None:
+        """Check all rows.
+
+        Raises:
+            DataError: A row has no prompt, has a column of the wrong form, or names a loop, tool or interaction that
+                does not exist.
+        """
+        methods = [name for factory in self._context.environments.values() for name in factory.schemas]
+        known_tools = {*self._context.tools, *methods}
+        for number, row in enumerate(rows):
+            self._check_row(row, number=number, known_tools=known_tools)
+
+    def _check_row(self, row: Row, *, number: int, known_tools: Collection[str]) -> None:
+        if "raw_prompt" not in row:
+            raise DataError(f"row {number} has no raw_prompt; its columns are {', '.join(sorted(row))}")
+        refuse_bad_columns(row, where=f"row {number}")
+        agent_name = str(row.get("agent_name") or self._default_agent_loop)
+        loop_class = self._loops.get(agent_name, where=f"row {number}: agent_name").loop_class
+        if kwargs := row.get("tools_kwargs"):
+            _refuse_unknown(kwargs, self._context.tools, f"row {number}: tools_kwargs")
+        if "tool_selection" in row:
+            read_selection(row["tool_selection"], known=known_tools, where=f"row {number}: tool_selection")
+        interaction_kwargs: Mapping[str, Any] = row.get("interaction_kwargs") or {}
+        if issubclass(loop_class, ToolAgentLoop) or interaction_kwargs.get("name") is not None:
+            where = f"row {number}: interaction_kwargs"
+            read_interaction_name(interaction_kwargs, known=self._context.interactions, where=where)
+
+
+def _refuse_unknown(names: Iterable[str], known: Collection[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            raise DataError(f"{where}: there is no {name!r}{did_you_mean(name, known)}")

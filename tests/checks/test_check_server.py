@@ -1,0 +1,232 @@
+"""The checks of servers pass those that run in this process, and find each kind of fault."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from agent_loop.checks import Reference, check_server
+from agent_loop.checks.server import suite
+from agent_loop.errors import ConfigError, ContractError, ServerError, WeightsError
+from agent_loop.servers.base import ServerHealth
+from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
+from agent_loop.testing import run_virtual
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
+from tests.servers.tiny_embedded import tiny_model
+
+LENGTH = 160
+VOCAB = 97
+
+
+class Embedded(EmbeddedServer):
+    """The embedded server; a subclass has one fault."""
+
+    def __init__(self) -> None:
+        super().__init__(make_model(), config=EmbeddedConfig(max_model_len=LENGTH))
+
+
+def make_model() -> Any:
+    return tiny_model(initializer_range=0.06)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(make_model())
+
+
+def test_the_embedded_server_keeps_the_whole_contract(reference: Reference) -> None:
+    report = asyncio.run(check_server(Embedded(), max_model_len=LENGTH, reference=reference))
+    report.raise_if_failed()
+    assert report.named("skipped") == []
+
+
+@pytest.mark.parametrize("cache", ["per_request", "none"])
+def test_the_embedded_server_keeps_the_contract_with_any_cache(reference: Reference, cache: Any) -> None:
+    server = EmbeddedServer(make_model(), config=EmbeddedConfig(max_model_len=LENGTH, cache=cache))
+    report = asyncio.run(check_server(server, max_model_len=LENGTH, reference=reference))
+    report.raise_if_failed()
+    assert len(report.named("skipped")) == (cache == "none")
+
+
+def say_more(request: ScriptedRequest) -> ScriptedReply:
+    """A model of sorts: the next token depends on all tokens before it."""
+    context = request.prompt_ids.tolist()
+    num_prompt = len(context)
+    for _ in range(request.sampling_params.max_tokens or LENGTH - num_prompt):
+        context.append((31 * sum(context) + len(context)) % VOCAB)
+    tokens = context[num_prompt:]
+    return ScriptedReply(token_ids=tokens, stops=False, latency_s=0.1 * len(tokens))
+
+
+def test_the_scripted_server_keeps_what_it_claims() -> None:
+    server = ScriptedServer(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
+    report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB))
+    report.raise_if_failed()
+    assert len(report.named("passed")) >= 14
+
+
+def test_a_server_that_is_faster_than_its_health_keeps_the_contract() -> None:
+    class TellsLate(ScriptedServer):
+        async def health(self) -> ServerHealth:
+            await asyncio.sleep(60.0)
+            return await super().health()
+
+    server = TellsLate(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
+    report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=3600.0))
+    report.raise_if_failed()
+
+
+class LosesStopTokens(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        if output.stop_reason != "stop":
+            return output
+        return replace(output, token_ids=output.token_ids[:-1], logprobs=(output.log_probs or [])[:-1])
+
+
+class GivesRawLogProbs(Embedded):
+    async def generate(
+        self, prompt_ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> TokenOutput:
+        output = await super().generate(prompt_ids, params, *args, **kwargs)
+        raw = Reference(make_model()).logprobs(prompt_ids.tolist(), output.token_ids)
+        return replace(output, logprobs=raw.tolist())
+
+
+class AbortsLate(Embedded):
+    async def abort(self, request_id: str) -> None:
+        pass
+
+
+class SaysLengthForAborted(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        return replace(output, stop_reason="length") if output.stop_reason == "aborted" else output
+
+
+class ForgetsToCancel(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        return await asyncio.shield(asyncio.ensure_future(super().generate(*args, **kwargs)))
+
+
+class LosesUpdates(Embedded):
+    async def update_weights(self, weights: Any, *, weight_version: int) -> None:
+        own = Reference(make_model()).weights()
+        await super().update_weights(own if list(weights) else weights, weight_version=weight_version)
+
+
+class StampsOldVersions(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        output = await super().generate(*args, **kwargs)
+        return TokenOutput.from_chunks([replace(chunk, weight_version=0) for chunk in output.chunks])
+
+
+class TakesAnyWeights(Embedded):
+    async def update_weights(self, weights: Any, *, weight_version: int) -> None:
+        with contextlib.suppress(WeightsError):
+            await super().update_weights(weights, weight_version=weight_version)
+
+
+class MixesRequests(Embedded):
+    num_inside = 0
+
+    async def generate(self, prompt_ids: IntArray, *args: Any, **kwargs: Any) -> TokenOutput:
+        self.num_inside += 1
+        prompt_ids = prompt_ids[::-1].copy() if self.num_inside > 4 else prompt_ids
+        try:
+            return await super().generate(prompt_ids, *args, **kwargs)
+        finally:
+            self.num_inside -= 1
+
+
+class IgnoresSeeds(Embedded):
+    async def generate(self, ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any) -> TokenOutput:
+        return await super().generate(ids, structs.replace(params, seed=None), *args, **kwargs)
+
+
+class DrawsFromTheStartAgain(Embedded):
+    async def generate(self, ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any) -> TokenOutput:
+        return await super().generate(ids, structs.replace(params, num_sampled=0), *args, **kwargs)
+
+
+class RaisesWhatItWants(Embedded):
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        try:
+            return await super().generate(*args, **kwargs)
+        except ServerError as error:
+            raise KeyError("no such thing") from error
+
+
+class QueuesASecondRequest(Embedded):
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def generate(
+        self, ids: IntArray, params: SamplingParams, request_id: str, **kwargs: Any
+    ) -> TokenOutput:
+        async with self._lines[request_id]:
+            return await super().generate(ids, params, request_id, **kwargs)
+
+
+class NeverAnswersTwice(Embedded):
+    async def wake_up(self) -> None:
+        pass
+
+
+FAULTS: Sequence[tuple[type[Embedded], str]] = [
+    (LosesStopTokens, "a stop token ends the completion and is returned"),
+    (GivesRawLogProbs, "log-probs match the reference model"),
+    (AbortsLate, "an aborted request returns the tokens sampled so far"),
+    (SaysLengthForAborted, "an aborted request returns the tokens sampled so far"),
+    (ForgetsToCancel, "cancelling a request frees its slot"),
+    (LosesUpdates, "completions after a weight update come from the new weights"),
+    (StampsOldVersions, "completions after a weight update come from the new weights"),
+    (TakesAnyWeights, "invalid weights are refused and change nothing"),
+    (MixesRequests, "concurrent requests do not affect each other"),
+    (QueuesASecondRequest, "a second request of a session is refused while the first runs"),
+    (IgnoresSeeds, "a seed makes a completion reproducible"),
+    (DrawsFromTheStartAgain, "a resumed completion with a seed samples the same tokens"),
+    (RaisesWhatItWants, "invalid requests are refused, and the server keeps running"),
+    (NeverAnswersTwice, "a sleeping server refuses requests, and wakes up unchanged"),
+]
+
+
+@pytest.mark.parametrize(("faulty", "check"), FAULTS, ids=[faulty.__name__ for faulty, _ in FAULTS])
+def test_a_fault_is_found(
+    faulty: type[Embedded], check: str, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "SERVER_CHECKS", suite.SERVER_CHECKS.only(check))
+    report = asyncio.run(check_server(faulty(), max_model_len=LENGTH, reference=reference, timeout_s=20))
+    assert [result.name for result in report.failures] == [check]
+
+
+def test_a_check_that_hangs_has_failed() -> None:
+    def hang(request: ScriptedRequest) -> ScriptedReply:
+        return ScriptedReply(token_ids=[1], latency_s=math.inf)
+
+    report = run_virtual(
+        check_server(ScriptedServer(hang), max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=5)
+    )
+    assert "it took longer than 5 s" in report.failures[0].detail
+    with pytest.raises(
+        ContractError, match=r"server 'scripted-0': \d+ of \d+ checks failed\n  a completion has valid"
+    ):
+        report.raise_if_failed()
+
+
+def test_the_suite_needs_a_vocabulary_and_room() -> None:
+    server = ScriptedServer(say_more)
+    with pytest.raises(ConfigError, match="give vocab_size or a reference"):
+        asyncio.run(check_server(server, max_model_len=LENGTH))
+    with pytest.raises(ConfigError, match="at least 64"):
+        asyncio.run(check_server(server, max_model_len=20, vocab_size=VOCAB))

@@ -1,0 +1,475 @@
+"""The checks of tools pass tools that follow the contract, and find each kind of fault."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from agent_loop.checks import check_tool
+from agent_loop.checks.tool import checked_tool, contract
+from agent_loop.checks.tool.checked_tool import CheckedTool
+from agent_loop.checks.tool.contract import TOOL_CHECKS
+from agent_loop.checks.tool.edge_arguments import edge_arguments
+from agent_loop.cli import app
+from agent_loop.errors import ConfigError, ContractError, ToolError
+from agent_loop.integrations.verl.gsm8k import Gsm8kTool
+from agent_loop.testing.conformance import CheckReport
+from agent_loop.tools.base import BaseTool, ToolResponse
+from agent_loop.tools.calculator import CalculatorTool
+from agent_loop.tools.function import function_tool
+from agent_loop.tools.search.tool import SearchTool
+
+PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+SCHEMA = {"type": "function", "function": {"name": "notes", "parameters": PARAMETERS}}
+CALLS = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
+
+
+class Notes(BaseTool):
+    """Keeps notes and counts them: a tool without fault. A subclass has one."""
+
+    on_replay = "rerun"
+
+    def __init__(self) -> None:
+        super().__init__({}, SCHEMA)
+        self.notes: dict[str, list[str]] = {}
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.notes[instance_id] = []
+        await asyncio.sleep(0.001)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+        return await self.answer(instance_id, parameters["text"])
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        await asyncio.sleep(0.001)
+        if not text.strip():
+            raise ToolError("there is nothing to note")
+        notes = self.notes[instance_id]
+        notes.append(text)
+        return ToolResponse(text=f"{len(notes)} notes"), 0.5, {"length": len(notes)}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return float(len(self.notes[instance_id]))
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self.notes.pop(instance_id, None)
+
+
+class NoSchema(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tool_schema = {
+            "type": "function",
+            "function": {"name": "notes", "parameters": {"type": "banana"}},
+        }
+
+
+class RetriesWhatHasEffects(Notes):
+    retries = 2
+
+
+class ReturnsNumber(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        return 7
+
+
+class RewardsNaN(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        return ToolResponse(text="noted"), float("nan"), {}
+
+
+class RefusesAll(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        raise ToolError("closed today")
+
+
+class RecordsObjects(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        response, reward, extra = await super().answer(instance_id, text)
+        return response, reward, {**extra, "tool": self}
+
+
+class JudgesInWords(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return "well done"
+
+
+class JudgesOnlyWhatWasUsed(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return 1 / len(self.notes[instance_id])
+
+
+class StumblesOverOddText(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        text.encode("ascii")
+        return await super().answer(instance_id, text)
+
+
+class OneForAll(Notes):
+    """What belongs to a trajectory is kept on the object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine: list[str] = []
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.mine = self.notes[instance_id] = []
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        self.mine.append(text)
+        return ToolResponse(text=f"{len(self.mine)} notes"), None, {}
+
+
+class OneAtATime(Notes):
+    """Breaks when it is called while it works."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_busy = False
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        if self.is_busy:
+            raise RuntimeError("busy")
+        self.is_busy = True
+        try:
+            return await super().answer(instance_id, text)
+        finally:
+            self.is_busy = False
+
+
+class SaysRecorded(Notes):
+    on_replay = "recorded"
+
+
+class SaysRerun(Notes):
+    """Its answers are never the same."""
+
+    num_calls = 0
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        self.num_calls += 1
+        return ToolResponse(text=str(self.num_calls)), None, {}
+
+
+class Blocks(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
+        return ToolResponse(text="noted"), None, {}
+
+
+class NeverForgets(Notes):
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        pass
+
+
+class LeavesTasks(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        self.tasks.add(asyncio.create_task(asyncio.sleep(0.3)))
+
+
+class ReleasesOnlyWhatIsThere(Notes):
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        del self.notes[instance_id]
+
+
+class ForgetsLateStarts(Notes):
+    """A create that is cancelled leaves a trace that release does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starting: set[str] = set()
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        self.starting.add(instance_id)
+        await super().create(instance_id)
+        self.starting.discard(instance_id)
+
+
+class KeepsItsLock(Notes):
+    """A call that is cancelled never gives its place back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = asyncio.Semaphore()
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        await self.place.acquire()
+        await asyncio.sleep(0.01)
+        self.place.release()
+        return await super().answer(instance_id, text)
+
+
+class BelongsToALoop(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        if not hasattr(self, "ready"):
+            self.ready = asyncio.get_running_loop().create_future()
+            self.ready.set_result(None)
+        await asyncio.gather(self.ready)
+        return await super().answer(instance_id, text)
+
+
+class Exits(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        raise SystemExit(3)
+
+
+class AnswersWithNoList(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        return ToolResponse(text="noted", image="note.png"), None, {}  # type: ignore[arg-type]
+
+
+class JudgesAllTogether(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        return float(sum(map(len, self.notes.values())))
+
+
+class BlocksWhenItJudges(Notes):
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
+        time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
+
+
+class LeavesFiles(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[int] = []
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        self.files.append(os.dup(0))
+
+    def __del__(self) -> None:
+        for file in self.files:
+            os.close(file)
+
+
+class LeavesProcesses(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        self.processes.append(subprocess.Popen(["sleep", "60"]))  # noqa: ASYNC220  (a careless tool)
+
+    def __del__(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+class LeavesThreads(Notes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = threading.Event()
+
+    async def create(self, instance_id: str, **kwargs: Any) -> None:
+        await super().create(instance_id)
+        threading.Thread(target=self.is_over.wait, args=(5,), daemon=True).start()
+
+
+class KeepsItsLockLate(KeepsItsLock):
+    """As the other, if it is cancelled a few awaits later."""
+
+    async def answer(self, instance_id: str, text: str) -> Any:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return await super().answer(instance_id, text)
+
+
+class CannotBeCancelled(Notes):
+    async def answer(self, instance_id: str, text: str) -> Any:
+        over = time.monotonic() + 0.6
+        while time.monotonic() < over:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(over - time.monotonic())
+        return await super().answer(instance_id, text)
+
+
+def checked(tool: BaseTool, **options: Any) -> CheckReport:
+    async def main() -> CheckReport:
+        return await check_tool(tool, **{"calls": CALLS, "timeout_s": 5, **options})
+
+    return asyncio.run(main())
+
+
+def test_a_tool_without_fault_passes() -> None:
+    report = checked(Notes())
+    report.raise_if_failed()
+    assert report.named("passed") == TOOL_CHECKS.names
+
+
+@pytest.mark.parametrize(
+    ("faulty", "sentence", "reason"),
+    [
+        (NoSchema, "the schema is valid, and the calls match it", "not a valid JSON schema"),
+        (RetriesWhatHasEffects, "on_replay and retries are compatible", "set retries to 0"),
+        (
+            ReturnsNumber,
+            "a call returns a response, an optional reward and extra data",
+            "return [(]ToolResp",
+        ),
+        (RewardsNaN, "a call returns a response, an optional reward and extra data", "finite number"),
+        (
+            RefusesAll,
+            "a call returns a response, an optional reward and extra data",
+            "every call failed",
+        ),
+        (RecordsObjects, "the extra data of a call can be written as JSON", "cannot be written as JSON"),
+        (
+            Exits,
+            "a call returns a response, an optional reward and extra data",
+            "SystemExit.* to end the process",
+        ),
+        (
+            AnswersWithNoList,
+            "a call returns a response, an optional reward and extra data",
+            "return a list of them",
+        ),
+        (JudgesInWords, "calc_reward returns a number or None", "finite number"),
+        (JudgesOnlyWhatWasUsed, "a trajectory may end before its first call", "ZeroDivisionError"),
+        (StumblesOverOddText, "unusual arguments that match the schema get a response", "UnicodeEncodeError"),
+        (OneForAll, "concurrent trajectories do not share state", "beside another trajectory"),
+        (JudgesAllTogether, "concurrent trajectories do not share state", "calc_reward returns 6.0, not 3.0"),
+        (OneAtATime, "many concurrent trajectories all get responses", "RuntimeError: busy"),
+        (OneAtATime, "concurrent calls of one trajectory all get responses", "RuntimeError: busy"),
+        (SaysRecorded, "repeated calls behave as on_replay declares", "recorded, but after other calls"),
+        (SaysRerun, "repeated calls behave as on_replay declares", "rerun, but the same calls"),
+        (Blocks, "the tool does not block the event loop", "the event loop was blocked"),
+        (BlocksWhenItJudges, "the tool does not block the event loop", "the event loop was blocked"),
+        (NeverForgets, "release leaves nothing behind", "its id is still in self.notes"),
+        (LeavesTasks, "release leaves nothing behind", "tasks still run"),
+        (LeavesFiles, "release leaves nothing behind", "leaks one open file"),
+        (LeavesProcesses, "release leaves nothing behind", "leaks one process"),
+        (LeavesThreads, "release leaves nothing behind", "leaks one thread"),
+        (ReleasesOnlyWhatIsThere, "an instance whose create failed can be released", "KeyError"),
+        (
+            ForgetsLateStarts,
+            "an instance whose create was cancelled can be released",
+            "still in self.starting",
+        ),
+        (KeepsItsLock, "a cancelled call ends quickly and does not affect later calls", "took longer than"),
+        (
+            KeepsItsLockLate,
+            "a cancelled call ends quickly and does not affect later calls",
+            "took longer than",
+        ),
+        (
+            CannotBeCancelled,
+            "a cancelled call ends quickly and does not affect later calls",
+            "still ran 0.2 s after it was cancelled",
+        ),
+        (BelongsToALoop, "the tool works on a second event loop", "loop"),
+    ],
+)
+def test_each_fault_is_found(
+    faulty: type[Notes], sentence: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (contract, checked_tool):
+        monkeypatch.setattr(module, "END_S", 0.2)
+    tool = CheckedTool(faulty(), CALLS, {}, {}, _numbers=count())
+    timeout_s = 0.5 if issubclass(faulty, KeepsItsLock) else 5
+    report = asyncio.run(TOOL_CHECKS.only(sentence).run(tool, name="a tool", timeout_s=timeout_s))
+    (result,) = report.results
+    assert result.verdict == "failed"
+    assert re.search(reason, result.detail), result.detail
+
+
+def test_a_faulty_tool_is_reported_with_each_reason() -> None:
+    report = checked(ReturnsNumber())
+    assert len(report.results) == len(TOOL_CHECKS.names)
+    with pytest.raises(
+        ContractError, match=r"tool 'notes': \d+ of \d+ checks failed(.|\n)*return [(]ToolResponse"
+    ):
+        report.raise_if_failed()
+
+
+def test_calls_that_do_not_fit_the_schema_are_the_callers_fault() -> None:
+    report = checked(Notes(), calls=[{"txt": "a"}])
+    assert "has no argument 'txt'; did you mean 'text'?" in report.failures[0].detail
+    with pytest.raises(ConfigError, match="at least one call"):
+        checked(Notes(), calls=[])
+
+
+@function_tool
+def shout(text: str, times: int = 1) -> str:
+    """Repeats a text in capitals."""
+    return text.upper() * min(times, 3)
+
+
+@pytest.mark.slow
+def test_the_kits_tools_keep_the_contract(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"title": "Oak", "text": "A tree."}\n{"title": "Otter", "text": "A mammal."}\n')
+    search = SearchTool({"corpus": [str(corpus)], "cache_dir": str(tmp_path)})
+    checked(search, calls=[{"query_list": ["tree"]}, {"query_list": ["otter", "zebra"]}]).raise_if_failed()
+    checked(CalculatorTool(), calls=[{"expression": "1 + 1"}, {"expression": "1 / 0"}]).raise_if_failed()
+    answers = [{"answer": "41"}, {"answer": "#### 42"}]
+    checked(Gsm8kTool({}), calls=answers, create_kwargs={"ground_truth": 42}).raise_if_failed()
+    checked(shout, calls=[{"text": "a"}, {"text": "b", "times": 2}]).raise_if_failed()
+
+
+def test_edges_fit_the_schema_and_differ_from_the_example() -> None:
+    edges = edge_arguments(shout.tool_schema, {"text": "a", "times": 2})
+    assert {"text": "a"} in edges
+    assert {"text": "", "times": 2} in edges
+    assert {"text": "a", "times": -1} in edges
+    assert all(isinstance(edge["text"], str) for edge in edges)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["check", "tool", *arguments])
+    return (
+        result.exit_code,
+        result.output if result.exception is None else f"{result.output}{result.exception}",
+    )
+
+
+def test_the_command_checks_a_tool_by_its_name() -> None:
+    code, output = run("calculator", "--call", '{"expression": "1+1"}')
+    assert code == 0, output
+    assert f"tool 'calculator': {len(TOOL_CHECKS.names)} passed, 0 failed, 0 skipped" in output
+
+
+def test_the_command_reads_a_config_and_tells_by_its_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "from agent_loop.tools.base import BaseTool, ToolResponse\n"
+        "class Faulty(BaseTool):\n"
+        "    async def execute(self, instance_id, parameters, **kwargs):\n"
+        "        return ToolResponse(text=self.config['text']), 'high', {}\n"
+    )
+    schema = json.dumps(SCHEMA)
+    (tmp_path / "tool.yaml").write_text(f"config: {{text: hello}}\ntool_schema: {schema}\n")
+    code, output = run(
+        f"{tmp_path}/faulty.py:Faulty",
+        "--config",
+        str(tmp_path / "tool.yaml"),
+        "--call",
+        '{"text": "a"}',
+        "--json",
+    )
+    assert code == 1
+    assert "'high' (str) as its reward; return a finite number, or None" in output
+    code, output = run(f"{tmp_path}/faulty.py:Faulty", "--call", '{"text": "a"}')
+    assert "has no schema; give tool_schema in the YAML" in output
+    code, output = run("calculator", "--call", "[1]")
+    assert "give a JSON object" in output

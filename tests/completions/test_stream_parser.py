@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.chat.parsers import ToolParser
+from agent_loop.completions.stream_parser import ParsedDelta, StreamParser
+from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
+from tests.chat.parsers.formats import FORMATS, Format
+from tests.helpers import call_text
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+HERMES = ToolParser.get("hermes")
+
+
+def read(
+    text: str, cuts: list[int] | None = None, *, parser: ToolParser = HERMES, **options
+) -> list[ParsedDelta]:
+    reader = StreamParser(parser, **{"tools": [ADD], **options})
+    places = sorted({cut % (len(text) + 1) for cut in cuts or []})
+    parts = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    return [*(reader.feed(part) for part in parts), reader.finish()]
+
+
+def whole(text: str, **options) -> ParsedDelta:
+    return sum(read(text, **options), ParsedDelta())
+
+
+def calls_in(form: Format) -> list[ToolCall]:
+    ids = ("functions.add:0", "functions.add:1") if form.has_ids else ("", "")
+    return [ToolCall("add", {"a": "x y", "b": [1, 2]}, ids[0]), ToolCall("add", {}, ids[1])]
+
+
+def test_text_reasoning_and_calls_are_told_apart() -> None:
+    text = f"<think>\nWhich?\n</think>\n\nLet me add. {call_text('add', a=1)}\n{call_text('add', a=2)}"
+    assert whole(text) == ParsedDelta(
+        "Let me add.", "Which?", (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2}))
+    )
+
+
+def test_text_flows_until_it_may_be_the_beginning_of_a_call() -> None:
+    reader = StreamParser(HERMES, tools=[ADD])
+    said = [
+        reader.feed(part).content for part in ("So: 1 <", " 2 and <tool", "box> then", " <tool_c", "all>{")
+    ]
+    assert said == ["So: 1", " < 2 and", " <toolbox> then", "", ""]
+
+
+def test_reasoning_flows_too_and_the_prompt_may_have_opened_it() -> None:
+    reader = StreamParser(HERMES, prompt_end="<|im_start|>assistant\n<think>\n")
+    parts = [reader.feed(part) for part in ("\nI thi", "nk.\n", "So.\n</th", "ink>\n", "\nYes", ".")]
+    assert [part.reasoning for part in parts] == ["I thi", "nk.", "\nSo.", "", "", ""]
+    assert "".join(part.content for part in parts) == "Yes."
+
+
+def test_reasoning_that_is_cut_is_no_content() -> None:
+    assert whole("Hm, <tool_call>", prompt_end="<think>\n") == ParsedDelta(reasoning="Hm, <tool_call>")
+
+
+def test_a_call_inside_reasoning_is_none() -> None:
+    assert whole(f"<think>{call_text('add')}</think>No.") == ParsedDelta("No.", call_text("add"))
+
+
+def test_calls_that_cannot_be_read_stay_in_the_content_as_they_were_written() -> None:
+    for broken in ("<tool_call>\n{'name': 'add'}\n</tool_call>", '<tool_call>{"name": "add", "argum'):
+        assert whole(f"Now: {broken}") == ParsedDelta(f"Now: {broken}")
+    mixed = whole(f"Now: {call_text('add', a=1)}<tool_call>nonsense</tool_call>")
+    assert mixed == ParsedDelta("Now:\nnonsense", "", (ToolCall("add", {"a": 1}),))
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    text = f"Write {call_text('add', a=1)} to add."
+    assert whole(text, tools=[]) == ParsedDelta(text)
+
+
+def test_a_parser_whose_marks_are_unknown_is_asked_at_the_end() -> None:
+    class Shouting(ToolParser):
+        def parse(self, text, *, tools=()):
+            words = text.split()
+            calls = [
+                ToolCall(word, {}) if word != "BAD" else MalformedCall(word, "")
+                for word in words
+                if word.isupper()
+            ]
+            return ParsedCompletion(" ".join(word for word in words if not word.isupper()), tuple(calls))
+
+    assert [part.content for part in read("please ADD it", [4, 9], parser=Shouting())] == [
+        "",
+        "",
+        "",
+        "please it",
+    ]
+    assert whole("please ADD it", parser=Shouting()).tool_calls == (ToolCall("ADD", {}),)
+    assert whole("please ADD it", parser=Shouting(), tools=[]) == ParsedDelta("please ADD it")
+    assert whole("please BAD it", parser=Shouting()) == ParsedDelta("please BAD it")
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@given(data=st.data())
+def test_however_a_completion_is_cut_it_reads_the_same(form: Format, data: st.DataObject) -> None:
+    parser = ToolParser.get(form.name)
+    calls = calls_in(form)
+    pieces = st.sampled_from(
+        [
+            "Hi ",
+            " ",
+            "\n",
+            "a < b",
+            *form.reasoning,
+            *form.markers,
+            form.cut,
+            form.render(calls[:1]),
+            form.render(calls),
+        ]
+    )
+    text = "".join(data.draw(st.lists(pieces, max_size=6)))
+    cuts = data.draw(st.lists(st.integers(0, 400), max_size=12))
+    tools = data.draw(st.sampled_from([[], [ADD]]))
+    assert sum(read(text, cuts, parser=parser, tools=tools), ParsedDelta()) == whole(
+        text, parser=parser, tools=tools
+    )
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_what_is_streamed_is_what_the_parser_of_the_loops_reads(form: Format) -> None:
+    parser = ToolParser.get(form.name)
+    calls = calls_in(form)
+    opening, closing = form.reasoning
+    for text in (
+        form.render(calls),
+        f"{opening}Hm.{closing}{form.render(calls)}",
+        f"{opening}Hm.{closing}\nSo it is.",
+    ):
+        parsed = parser.parse(text, tools=[ADD])
+        reading = sum(read(text, list(range(0, 400, 3)), parser=parser), ParsedDelta())
+        assert (reading.content, reading.reasoning) == (parsed.content, parsed.reasoning or "")
+        assert list(reading.tool_calls) == parsed.tool_calls

@@ -1,0 +1,230 @@
+"""A finished trajectory is run again with what it was answered."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from msgspec import structs
+
+from agent_loop.config import Config, load_config
+from agent_loop.errors import DataError
+from agent_loop.recording.spoken import spoken_in
+from agent_loop.recording.token_difference import first_difference
+from agent_loop.rollout.manager import AgentLoopManager
+from agent_loop.rollout.replay import replay_trajectory
+from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
+from agent_loop.trajectory import Incident, IncidentKind, Trajectory
+from agent_loop.types import StopReason
+from tests.helpers import call_text, calls, encoded, hermes_template, says, small_tokenizer
+
+TASK = '''
+from pathlib import Path
+
+from agent_loop import BaseInteraction, BaseTool, ToolResponse, function_tool
+from tests.helpers import calls, says
+
+@function_tool
+def shout(word: str) -> str:
+    """Shout.
+
+    Args:
+        word: What.
+    """
+    Path("shouted.log").write_text(word)
+    return word.upper() * 40
+
+def never(request):
+    raise AssertionError("the model is not asked")
+
+def farewell(request):
+    return says("farewell")
+
+def count_again(request):
+    return calls("count")
+
+class Counter(BaseTool):
+    """Counts its calls, and does not say that it can be replayed."""
+
+    tool_schema = {
+        "type": "function",
+        "function": {
+            "name": "count", "description": "Count.", "parameters": {"type": "object", "properties": {}}
+        },
+    }
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="one more"), 0.5, {"counted": 1}
+
+class Guide(BaseInteraction):
+    opens_conversation = True
+    on_replay = "recorded"
+
+    async def start_interaction(self, instance_id=None, **kwargs):
+        self.asked = 0
+        return "Welcome."
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        Path("guided.log").write_text("x")
+        is_over = messages[-1]["content"].endswith("bye")
+        return is_over, "Well done." if is_over else "Go on.", 1.0 if is_over else 0.25, {"seen": len(messages)}
+'''
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(tmp_path)
+    small_tokenizer().save_pretrained("model")
+    Path("task.py").write_text(TASK, encoding="utf-8")
+    interactions = {"interaction": [{"name": "guide", "class_name": "task.py:Guide", "config": {}}]}
+    Path("interactions.yaml").write_text(yaml.safe_dump(interactions), encoding="utf-8")
+    settings = {
+        "model": {"path": "model"},
+        "rollout": {
+            "engine": "scripted",
+            "prompt_length": 800,
+            "response_length": 800,
+            "agent": {"default_agent_loop": "tool_agent"},
+            "multi_turn": {
+                "tools": ["task.py:shout", "task.py:Counter"],
+                "interaction_config_path": "interactions.yaml",
+                "format": "hermes",
+                "max_tool_response_length": 40,
+            },
+        },
+    }
+    Path("config.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return load_config("config.yaml")
+
+
+def run(config: Config, replies: list[ScriptedReply], **row: object) -> Trajectory:
+    async def run_once() -> Trajectory:
+        manager = AgentLoopManager(
+            config.rollout, servers=[ScriptedServer(replies)], template=hermes_template()
+        )
+        async with manager:
+            rows = [{"raw_prompt": [{"role": "user", "content": "hello"}], **row}]
+            return (await manager.run(rows, n=1))[0]
+
+    return asyncio.run(run_once())
+
+
+def again(config: Config, trajectory: Trajectory) -> Trajectory:
+    spoken = spoken_in(trajectory)
+    return asyncio.run(replay_trajectory(config, trajectory, recorded=spoken, continue_live=False))[0]
+
+
+def assert_identical(old: Trajectory, new: Trajectory) -> None:
+    assert new.output.failure is None
+    assert first_difference(old.output, new.output) is None
+    assert new.output.stop_reason is old.output.stop_reason
+    assert new.output.messages == old.output.messages
+    assert [i.kind for i in new.output.incidents] == [i.kind for i in old.output.incidents]
+    assert [(f.name, f.place, f.reward) for f in new.output.feedback] == [
+        (f.name, f.place, f.reward) for f in old.output.feedback
+    ]
+
+
+def test_calls_of_several_kinds_in_one_turn(config: Config) -> None:
+    both = (
+        call_text("shout", word="a")
+        + call_text("count")
+        + call_text("unknown")
+        + "<tool_call>\n{broken\n</tool_call>"
+    )
+    old = run(config, [says(both), calls("shout", word="b"), says("done")])
+    assert old.output.stop_reason is StopReason.ANSWERED
+    kinds = {incident.kind for incident in old.output.incidents}
+    assert {IncidentKind.UNKNOWN_TOOL, IncidentKind.MALFORMED_CALL, IncidentKind.TRUNCATED_REPLY} <= kinds
+    Path("shouted.log").unlink()
+
+    new = again(config, old)
+
+    assert_identical(old, new)
+    assert not Path("shouted.log").exists()
+
+
+def test_an_interaction_that_opens_the_conversation(config: Config) -> None:
+    old = run(config, [says("first"), says("bye")], interaction_kwargs={"name": "guide"})
+    assert old.output.stop_reason is StopReason.INTERACTION_FINISHED
+    assert old.output.messages[0]["content"] == "hello\n\nWelcome."
+    Path("guided.log").unlink()
+
+    new = again(config, old)
+
+    assert_identical(old, new)
+    assert not Path("guided.log").exists()
+
+
+@pytest.mark.parametrize("replies", [[says("a" * 30, ends=False)], [says("cut", ends=False)]])
+def test_a_turn_that_was_cut(config: Config, replies: list[ScriptedReply]) -> None:
+    old = run(config, replies)
+    assert_identical(old, again(config, old))
+
+
+def test_a_turn_that_two_versions_sampled(config: Config) -> None:
+    old = run(config, [says("answer in two parts")])
+    prompt, said = old.output.segments
+    half = len(said) // 2
+    parts = [
+        structs.replace(said, token_ids=said.token_ids[:half], logprobs=said.logprobs[:half]),
+        structs.replace(
+            said, token_ids=said.token_ids[half:], logprobs=said.logprobs[half:], weight_version=1
+        ),
+    ]
+    old = structs.replace(old, output=replace(old.output, segments=[prompt, *parts]))
+    new = again(config, old)
+    assert_identical(old, new)
+    assert [segment.weight_version for segment in new.output.segments] == [None, 0, 1]
+
+
+def test_another_limit_shows_where_it_bites(config: Config) -> None:
+    old = run(config, [calls("shout", word="a"), says("done")])
+    config = load_config("config.yaml", overrides=["rollout.multi_turn.max_tool_response_length=20"])
+    difference = first_difference(old.output, again(config, old).output)
+    assert difference is not None
+    assert difference.where == "tool tokens, assistant turn 1"
+    assert difference.old != difference.new
+
+
+def test_going_on_after_a_tool_that_cannot_be_replayed_ends_at_its_next_call(config: Config) -> None:
+    old = run(config, [calls("count"), says("done")])
+    spoken = spoken_in(old).before(2)
+    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:farewell"])
+    (new,) = asyncio.run(replay_trajectory(config, old, recorded=spoken, continue_live=True))
+    assert new.output.failure is None
+    assert new.output.messages[-1]["content"] == "farewell"
+    config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:count_again"])
+    (new,) = asyncio.run(replay_trajectory(config, old, recorded=spoken, continue_live=True))
+    assert new.output.failure is not None
+    assert "tool 'count' is called after tool 'count' had been used, whose state" in new.output.failure.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"branch": 1, "messages": [{"role": "assistant", "content": "done"}]}, "one of several branches"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has images"),
+        ({"messages": []}, "1 completions but 0 assistant messages"),
+    ],
+)
+def test_what_does_not_tell_all_is_refused(config: Config, changes: dict[str, object], message: str) -> None:
+    old = run(config, [says("done")])
+    old = structs.replace(
+        old, branch=changes.get("branch"), output=replace(old.output, messages=changes["messages"])
+    )
+    with pytest.raises(DataError, match=message):
+        spoken_in(old)
+
+
+def test_what_has_no_difference_is_said_to_have_none(config: Config) -> None:
+    old = run(config, [says("done")])
+    noted = old.output.noted(Incident(IncidentKind.RESTARTED, "once"))
+    assert first_difference(old.output, noted) is None
+    longer = run(config, [says("done and more")])
+    difference = first_difference(old.output, longer.output)
+    assert difference is not None
+    assert difference.index == len(old.output.prompt_ids) + len(encoded("done"))

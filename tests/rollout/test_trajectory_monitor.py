@@ -1,0 +1,221 @@
+"""Who waits for what when nothing moves, and what holds the event loop up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from typing import Any
+
+import pytest
+
+from agent_loop.config import MultiTurnConfig
+from agent_loop.loops.base import AgentLoopBase
+from agent_loop.loops.registry import register
+from agent_loop.rewards.function import RewardFunction
+from agent_loop.rollout.batch import timing_metrics
+from agent_loop.rollout.event_loop_lag import LagMonitor, LoopLag
+from agent_loop.rollout.gate import AdmissionGate
+from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
+from agent_loop.runtime.activity import Board, WaitKind, waiting_for
+from agent_loop.servers.pool import ServerPool
+from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import AgentLoopOutput
+from agent_loop.types import StopReason
+from tests.helpers import calls, encoded, says, small_tokenizer, user
+from tests.rollout.harness import Adder, Stage
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name == "agent_loop.rollout.watchdog"]
+
+
+def hangs(request: ScriptedRequest) -> ScriptedReply:
+    """Prompts that say `engine` never get a completion, those that say `reward` are answered, others call a tool."""
+    prompt = str(small_tokenizer().decode(request.prompt_ids))
+    if "engine" in prompt:
+        return ScriptedReply(encoded("never"), latency_s=math.inf)
+    return says("done") if "reward" in prompt or request.turn else calls("add", a=1, b=2)
+
+
+def test_a_silent_rollout_says_once_and_then_ever_more_rarely_who_waits_for_what(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
+        await asyncio.sleep(math.inf)
+        return 1.0
+
+    stage = Stage(
+        hangs,
+        tools=[Adder({"latency_s": math.inf})],
+        reward=RewardFunction(reward, timeout_s=10_000),
+        multi_turn=MultiTurnConfig(tool_timeout_s=10_000),
+        silence_s=120,
+        max_concurrent=14,
+        deadline_s=1500,
+    )
+    rows = [{"raw_prompt": user(what)} for what in ["tool", "engine", "reward"] + ["engine"] * 17]
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1000):
+                await stage.worker.run(stage.jobs(rows))
+        stage.assert_nothing_is_left()
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(main())
+    first, *later = reports(caplog)
+    lines = first.split("\n  ")
+    assert lines[0].startswith("nothing has moved for 120 s; last: group=")
+    assert lines[1] == (
+        "14 trajectories in flight, by what they wait for: generate 12, tool 1, reward 1; "
+        "6 more are not begun (rollout.max_concurrent)"
+    )
+    assert "group=0/rollout=0: tool add for 120 s" in lines
+    assert "group=1/rollout=0: generate scripted-0 for 120 s" in lines
+    assert "group=2/rollout=0: reward for 120 s" in lines
+    assert lines[-2] == "and 4 more"
+    assert lines[-1] == (
+        "server scripted-0: alive, 12 requests of this worker; by its own account 12 running, 0 waiting, KV cache in "
+        "use unknown, weights 0"
+    )
+    assert [report.split(";")[0] for report in later] == [
+        "nothing has moved for 240 s",
+        "nothing has moved for 480 s",
+        "nothing has moved for 960 s",
+    ]
+
+
+def test_a_rollout_that_moves_says_nothing_and_a_second_silence_is_told_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    latencies_s = iter([100.0, 130.0, 100.0, 130.0])
+    stage = Stage(lambda _: says("x", latency_s=next(latencies_s)), silence_s=120, max_concurrent=1)
+    with caplog.at_level(logging.WARNING):
+        stage.run([{"raw_prompt": user("?")}] * 4)
+    assert [report.split(";")[0] for report in reports(caplog)] == ["nothing has moved for 120 s"] * 2
+
+
+@register("sleeper")
+class Sleeper(AgentLoopBase):
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        await asyncio.sleep(200)
+        return AgentLoopOutput(segments=(), stop_reason=StopReason.ANSWERED)
+
+
+def test_a_loop_that_awaits_something_of_its_own_is_named_as_that(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(lambda _: says("x"), agent="sleeper", silence_s=120)
+    with caplog.at_level(logging.WARNING):
+        stage.run_one()
+    assert "group=0/rollout=0: the loop's own code for 120 s" in reports(caplog)[0]
+
+
+def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    multi_turn = MultiTurnConfig(tool_timeout_s=10_000)
+    stage = Stage(hangs, tools=[Adder({"latency_s": 300.0})], multi_turn=multi_turn, silence_s=120)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stage.worker.run(stage.jobs([{"raw_prompt": user("tool")}])))
+            await asyncio.sleep(10)
+            stage.server.die("out of memory")
+            stage.server_manager.pool.lose("scripted-0", reason="out of memory")
+
+    with caplog.at_level(logging.WARNING):
+        run_virtual(main())
+    assert "server scripted-0: left out (out of memory), not alive (out of memory)" in reports(caplog)[0]
+
+
+def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Blocking(Adder):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+            loop: Any = asyncio.get_running_loop()
+            loop.jump(3.0)  # as `time.sleep(3)` would
+            return await super().execute(instance_id, parameters, **kwargs)
+
+    stage = Stage(
+        lambda r: calls("add", a=1, b=2) if r.turn == 0 else says("3", latency_s=1.0),
+        tools=[Blocking()],
+        silence_s=120,
+    )
+    with caplog.at_level(logging.WARNING):
+        trajectories = stage.run([{"raw_prompt": user("1 + 2?")}])
+    metrics = timing_metrics(trajectories)
+    assert metrics["timing/event_loop_lag_max_s"] == pytest.approx(3.0, abs=0.06)
+    assert 0 < metrics["timing/event_loop_lag_mean_s"] < 1
+    assert metrics["timing/event_loop_late_share"] == pytest.approx(3 / 4, abs=0.03)
+    [warning] = [r.getMessage() for r in caplog.records if r.name == "agent_loop.rollout.event_loop_lag"]
+    assert warning.startswith("the event loop was held up for 3.0 s")
+    assert "group=0/rollout=0" in warning
+    assert "blocking code in an async tool, reward or loop" in warning
+
+
+def test_a_loop_on_time_has_no_lag() -> None:
+    stage = Stage(lambda _: says("x", latency_s=10.0), silence_s=120)
+    metrics = timing_metrics([stage.run_one()])
+    assert [metrics[f"timing/event_loop_{name}"] for name in ("lag_max_s", "lag_mean_s", "late_share")] == [
+        0
+    ] * 3
+
+
+def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    board = Board()
+    monitor = LagMonitor(board, warn_s=0.1)
+    seen: list[str] = []
+
+    async def main() -> None:
+        with monitor.measuring(), board.trajectory("group=4/rollout=2"):
+            await asyncio.sleep(0.05)
+            with waiting_for(WaitKind.TOOL, "slow"):
+                time.sleep(0.6)  # noqa: ASYNC251  (the fault that is to be found)
+            seen.extend(r.getMessage() for r in caplog.records)
+            await asyncio.sleep(0.1)
+        assert monitor.lag.max_s > 0.4
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert "by group=4/rollout=2 (tool slow), at" in seen[0]
+    assert "time.sleep(0.6)" in seen[0]
+
+
+def test_measuring_twice_at_a_time_is_measuring_once() -> None:
+    monitor = LagMonitor(Board())
+
+    async def main() -> None:
+        with monitor.measuring():
+            with monitor.measuring():
+                await asyncio.sleep(1)
+            await asyncio.sleep(1)
+        assert monitor.lag == LoopLag()
+        await asyncio.sleep(1)
+
+    run_virtual(main())
+
+
+def test_outside_of_a_watched_rollout_nothing_is_shown() -> None:
+    with waiting_for(WaitKind.TOOL, "x"):
+        pass
+
+
+def test_waits_that_are_cut_leave_nothing_on_the_board() -> None:
+    pool = ServerPool([])
+    gate = AdmissionGate()
+    oversight = TrajectoryMonitor(gate=gate, pool=pool, silence_s=None)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5), oversight.watching():
+                with oversight.board.trajectory("a"), waiting_for(WaitKind.QUEUE):
+                    [activity] = oversight.board.activities
+                    assert [str(wait) for wait in activity.waits] == ["queue"]
+                    await asyncio.sleep(10)
+        assert activity.waits == []
+        assert oversight.board.activities == ()
+
+    run_virtual(main())

@@ -1,0 +1,237 @@
+"""Estimators and losses of users, by name and by `file.py:name`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agent_loop.config import ActorConfig, AlgorithmConfig, Config
+from agent_loop.errors import AlgorithmError, ConfigError
+from agent_loop.registries import FunctionRegistry
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training import Advantages, Rewards, TokenLoss, advantage_estimator, policy_loss
+from agent_loop.training.actor import Actor
+from agent_loop.training.advantages import collect_rewards, estimate_advantages, estimator_needs
+from agent_loop.training.losses import load_policy_loss
+from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.registry import ESTIMATORS, POLICY_LOSSES
+from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy
+
+
+@pytest.fixture(scope="module")
+def batch() -> RolloutBatch:
+    return assemble(sample_trajectories(tiny_policy(), num_groups=2, n=3), pad_token_id=PAD)
+
+
+@pytest.fixture(autouse=True)
+def registrations_of_this_test() -> Iterator[None]:
+    stores = [store for registry in (ESTIMATORS, POLICY_LOSSES) for store in stores_of(registry)]
+    before = [dict(store) for store in stores]
+    yield
+    for store, entries in zip(stores, before, strict=True):
+        store.clear()
+        store.update(entries)
+
+
+def stores_of(registry: FunctionRegistry) -> list[dict[Any, Any]]:
+    return [registry._functions, registry._options]  # pyright: ignore[reportPrivateUsage]
+
+
+def estimate(batch: RolloutBatch, name: str, **inputs: Tensor) -> Tensor:
+    config = AlgorithmConfig(adv_estimator=name)
+    rewards = collect_rewards(batch, config=config, response_length=9)
+    return estimate_advantages(rewards, config=config, **inputs).advantages_BR
+
+
+def update(batch: RolloutBatch, name: str) -> dict[str, float]:
+    actor = Actor(tiny_policy(), config=ActorConfig(lr=1e-3, policy_loss=name))
+    return actor.update(batch, advantages_BR=torch.linspace(-1, 1, len(batch))[:, None])
+
+
+def with_estimator(returned: Any) -> str:
+    advantage_estimator("mine")(lambda rewards, *, config: returned)
+    return "mine"
+
+
+def test_a_registered_estimator_and_a_file_with_the_same_function_give_the_same(
+    batch: RolloutBatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from agent_loop import advantage_estimator\n"
+        "@advantage_estimator('centred_by_batch')\n"
+        "def centred(rewards, *, config):\n"
+        "    return rewards.per_row() - rewards.per_row().mean()\n"
+    )
+    from_file = estimate(batch, f"{file}:centred")
+    assert torch.equal(estimate(batch, "centred_by_batch"), from_file)
+    assert from_file.shape == batch["responses"].shape
+    assert from_file[:, 0] == pytest.approx((batch["reward"] - batch["reward"].mean()).float())
+
+
+def test_a_class_is_constructed_and_its_instance_called(batch: RolloutBatch) -> None:
+    @advantage_estimator("of_a_class")
+    class Doubled:  # pyright: ignore[reportUnusedClass]
+        def __init__(self) -> None:
+            self.factor = 2.0
+
+        def __call__(self, rewards: Rewards, *, config: AlgorithmConfig) -> Tensor:
+            return self.factor * rewards.per_row()
+
+    assert estimate(batch, "of_a_class")[:, 0] == pytest.approx(2 * batch["reward"])
+
+
+def test_an_estimator_gets_what_its_decorator_asks_for(batch: RolloutBatch) -> None:
+    @advantage_estimator(
+        "with_everything", compares_in_group=True, needs_critic=True, needs_greedy_rollouts=True
+    )
+    def everything(  # pyright: ignore[reportUnusedFunction]
+        rewards: Rewards, *, config: AlgorithmConfig, values_BR: Tensor, baselines_B: Tensor
+    ) -> Advantages:
+        return Advantages(rewards.per_row() - baselines_B, returns_BR=values_BR + 1)
+
+    needs = estimator_needs("with_everything")
+    assert (needs.groups, needs.critic, needs.greedy_rollouts) == (True, True, True)
+    zeros_BR, baselines_B = torch.zeros(batch["responses"].shape), torch.ones(len(batch))
+    found = estimate(batch, "with_everything", values_BR=zeros_BR, baselines_B=baselines_B)
+    assert found[:, 0] == pytest.approx(batch["reward"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        (None, "mine returned None as advantages; return a tensor of shape"),
+        (torch.zeros(2), r"mine returned advantages of shape \[2\]; return a tensor of shape \[6\] or \[6, "),
+        (torch.full((6,), torch.nan), "mine returned nan as the advantage of row 0, token 0"),
+        (torch.full((6,), torch.inf), "mine returned inf as the advantage"),
+        (
+            Advantages(torch.zeros(6), has_signal_B=torch.ones(2)),
+            r"mine returned has_signal_B of shape \[2\]",
+        ),
+    ],
+)
+def test_a_bad_result_of_an_estimator_is_an_error_that_names_it(
+    batch: RolloutBatch, returned: Any, complaint: str
+) -> None:
+    with pytest.raises(AlgorithmError, match=rf"algorithm\.adv_estimator={complaint}"):
+        estimate(batch, with_estimator(returned))
+
+
+def test_an_exception_in_an_estimator_names_the_estimator_and_the_line(batch: RolloutBatch) -> None:
+    @advantage_estimator("mine")
+    def broken(rewards: Rewards, *, config: AlgorithmConfig) -> Tensor:  # pyright: ignore[reportUnusedFunction]
+        raise ValueError("no rewards today")
+
+    with pytest.raises(
+        AlgorithmError,
+        match=r"adv_estimator=mine raised ValueError: no rewards today \(.*test_registry\.py, line",
+    ):
+        estimate(batch, "mine")
+
+
+def test_nan_at_tokens_that_are_not_trained_is_no_error(batch: RolloutBatch) -> None:
+    values_BR = torch.where(batch["response_mask"].bool(), 1.0, torch.nan)
+    found_BR = estimate(batch, with_estimator(values_BR))
+    assert torch.equal(found_BR, batch["response_mask"].float())
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("def f(rewards): ...", r"has the signature f\(rewards\).*define it as f\(rewards, \*, config\)"),
+        ("def f(rewards, *, config, more): ...", "missing a required argument: 'more'"),
+        ("f = 3", "an object of type int; name a function"),
+        ("g = 3", "has no 'f'"),
+        ("class f:\n    def __init__(self): 1 / 0", "constructing f raised ZeroDivisionError"),
+    ],
+)
+def test_an_estimator_that_cannot_be_called_is_refused_before_anything_is_loaded(
+    tmp_path: Path, source: str, complaint: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    config = Config.model_validate({"algorithm": {"adv_estimator": f"{file}:f"}})
+    with pytest.raises(ConfigError, match=rf"(?s)algorithm\.adv_estimator.*{complaint}"):
+        PPOTrainer(config, manager=FakeRollouts(tiny_policy())).fit().send(None)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "complaint"),
+    [
+        ("algorithm", "adv_estimator", "unknown advantage estimator; did you mean 'gae'"),
+        ("actor", "policy_loss", "unknown policy loss; there are: gspo, ppo"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_names_that_exist(section: str, key: str, complaint: str) -> None:
+    config = Config.model_validate({section: {key: "gea"}})
+    with pytest.raises(ConfigError, match=rf"{section}\.{key} is 'gea': {complaint}"):
+        PPOTrainer(config, manager=FakeRollouts(tiny_policy())).fit().send(None)
+
+
+def test_a_name_that_is_taken_goes_to_the_new_function_with_a_warning(batch: RolloutBatch) -> None:
+    with pytest.warns(UserWarning, match="advantage estimator 'rloo' was .*; .* replaces it"):
+        advantage_estimator("rloo")(lambda rewards, *, config: torch.ones(6))
+    assert (estimate(batch, "rloo") == 1).all()
+
+
+LOSSES = """
+from agent_loop.training import TokenLoss, masked_difference, policy_loss
+
+@policy_loss("reinforce")
+def reinforce(logprobs_BT, *, old_logprobs_BT, advantages_BT, mask_BT, config):
+    ratio_BT = masked_difference(logprobs_BT, old_logprobs_BT, mask_BT=mask_BT).exp()
+    return TokenLoss(-ratio_BT * advantages_BT, {"ratio": ratio_BT})
+"""
+
+
+def test_a_loss_from_a_file_trains_and_logs_its_metrics(batch: RolloutBatch, tmp_path: Path) -> None:
+    file = tmp_path / "losses.py"
+    file.write_text(LOSSES)
+    metrics = update(batch, f"{file}:reinforce")
+    assert metrics["actor/ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/loss"] == pytest.approx(update(batch, "ppo")["actor/loss"], abs=1e-5)
+    assert update(batch, "reinforce") == metrics
+
+
+def zeros_like_tokens(logprobs_BT: Tensor, **_: Any) -> Tensor:
+    return torch.zeros_like(logprobs_BT)
+
+
+@pytest.mark.parametrize(
+    ("loss", "complaint"),
+    [
+        (
+            lambda logprobs_BT, **_: logprobs_BT.mean(),
+            r"returned a loss of shape \[\]; return a tensor of shape",
+        ),
+        (lambda logprobs_BT, **_: 0.0, "returned 0.0 .* as a loss"),
+        (lambda logprobs_BT, **_: logprobs_BT * torch.nan, "returned a loss that is not finite at"),
+        (zeros_like_tokens, "returned a loss without a gradient"),
+        (
+            lambda logprobs_BT, **_: TokenLoss(logprobs_BT, {"loss": logprobs_BT}),
+            "returned the metric 'loss', which the actor computes",
+        ),
+        (lambda logprobs_BT, **_: logprobs_BT[7, 7, 7], "raised IndexError"),
+    ],
+)
+def test_a_bad_result_of_a_loss_is_an_error_that_names_it(
+    batch: RolloutBatch, loss: Any, complaint: str
+) -> None:
+    policy_loss("mine")(loss)
+    with pytest.raises(AlgorithmError, match=rf"actor\.policy_loss=mine {complaint}"):
+        update(batch, "mine")
+
+
+def test_a_loss_with_other_parameters_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(logprobs, advantages): ...")
+    with pytest.raises(
+        ConfigError, match=r"define it as f\(logprobs_BT, \*, old_logprobs_BT, advantages_BT, mask_BT"
+    ):
+        load_policy_loss(f"{file}:f")
