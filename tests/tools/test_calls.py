@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, ToolError, ToolUnavailable
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
-from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_of
+from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_id_of
 from agent_loop.tools.function import function_tool
-from agent_loop.tools.registry import KIT, load_tools
+from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
-from agent_loop.tools.shared import Shared
+from agent_loop.tools.shared_resource import SharedResource
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
 
@@ -178,7 +178,7 @@ def test_a_tool_error_is_not_retried() -> None:
 def test_a_call_that_may_not_be_run_twice_cannot_ask_for_retries(on_replay: OnReplay) -> None:
     tool = Service()
     tool.on_replay, tool.retries = on_replay, 1
-    with pytest.raises(ConfigError, match="set retries to 0, or on_replay to 'recorded'"):
+    with pytest.raises(ConfigError, match="set retries to 0, or set on_replay to 'recorded'"):
         session_of(tool)
 
 
@@ -225,7 +225,7 @@ def test_a_function_may_make_several_tools_of_one_entry(tmp_path: Path) -> None:
 
 
 def test_the_kits_short_names_lead_to_its_tools(tmp_path: Path) -> None:
-    assert set(KIT) == {"calculator", "gsm8k", "http", "mcp", "openapi", "python", "search"}
+    assert set(BUILTIN_TOOLS) == {"calculator", "gsm8k", "http", "mcp", "openapi", "python", "search"}
     assert list(load_tools(["calculator", "gsm8k"])) == ["calculator", "calc_gsm8k_reward"]
     with pytest.raises(ConfigError, match="mcp_tools needs a config"):
         load_tools(["mcp"])
@@ -245,9 +245,9 @@ def test_the_instances_of_one_trajectory_can_be_told_from_others() -> None:
             await session.close()
 
     run_virtual(main())
-    assert [trajectory_of(i) for i in first.created] == [trajectory_of(i) for i in second.created]
+    assert [trajectory_id_of(i) for i in first.created] == [trajectory_id_of(i) for i in second.created]
     assert len({*first.created, *second.created}) == 4
-    assert len({trajectory_of(i) for i in first.created}) == 2
+    assert len({trajectory_id_of(i) for i in first.created}) == 2
 
 
 class Opener:
@@ -256,7 +256,7 @@ class Opener:
     def __init__(self, *, faults: int = 0) -> None:
         self.faults = faults
         self.log: list[str] = []
-        self.shared = Shared(self.open, close_as=self.close)
+        self.shared = SharedResource(self.open, close_as=self.close)
 
     async def open(self) -> str:
         await asyncio.sleep(1)
@@ -275,12 +275,12 @@ def test_what_is_shared_is_opened_for_the_first_and_closed_after_the_last() -> N
 
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
-            joins = [group.create_task(opener.shared.join(name)) for name in "abc"]
+            joins = [group.create_task(opener.shared.acquire(name)) for name in "abc"]
         assert [join.result() for join in joins] == ["thing"] * 3
         for name in "aab":
-            await opener.shared.leave(name)
+            await opener.shared.release(name)
         assert opener.log[-1] == "open"
-        await opener.shared.leave("c")
+        await opener.shared.release("c")
         assert opener.log[-1] == "close"
 
     run_virtual(main())
@@ -293,11 +293,11 @@ def test_what_could_not_be_opened_is_tried_again_by_the_next_one() -> None:
 
     async def main() -> None:
         with pytest.raises(OSError, match="not yet"):
-            await opener.shared.join("a")
-        assert await opener.shared.join("b") == "thing"
-        await opener.shared.leave("b")
+            await opener.shared.acquire("a")
+        assert await opener.shared.acquire("b") == "thing"
+        await opener.shared.release("b")
         assert opener.shared.num_users == 1
-        await opener.shared.leave("a")
+        await opener.shared.release("a")
 
     run_virtual(main())
     assert opener.log == ["open", "close"]

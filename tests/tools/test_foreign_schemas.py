@@ -135,7 +135,7 @@ def test_references_that_double_at_each_level_take_a_bounded_number_of_steps() -
     ],
 )
 def test_a_reference_that_leads_back_to_itself_is_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"a \$ref in it leads back to itself"):
+    with pytest.raises(ConfigError, match=r"a \$ref in it refers back to itself"):
         loaded(**schema)
 
 
@@ -145,11 +145,11 @@ def test_nothing_is_fetched(keyword: str, monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("fetched")
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    with pytest.raises(ConfigError, match=r"refers to 'http://127.0.0.1:9/x', which is not in it"):
+    with pytest.raises(ConfigError, match=r"refers to 'http://127.0.0.1:9/x', which it does not contain"):
         loaded(properties={"x": {keyword: "http://127.0.0.1:9/x"}})
     hidden = {"$id": "http://127.0.0.1:9/inner", "$ref": "#/$defs/known"}
     schema = tool(properties={"x": hidden}, **{"$defs": {"known": {}}})
-    assert "cannot be held against the tool's schema" in str(check_arguments(schema, {"x": 1}))
+    assert "cannot be validated against the tool's schema" in str(check_arguments(schema, {"x": 1}))
 
 
 def deep(depth: int) -> dict[str, Any]:
@@ -181,9 +181,9 @@ def test_a_client_may_send_neither_a_deep_schema_nor_one_that_is_none() -> None:
         )
 
     request({"properties": {"x": {"pattern": "^(?=look-around is only shown to the model)"}}})
-    with pytest.raises(ValueError, match="no valid JSON schema: it is nested more than 64 levels deep"):
+    with pytest.raises(ValueError, match="not a valid JSON schema: it is nested more than 64 levels deep"):
         request(deep(100))
-    with pytest.raises(ValueError, match="no valid JSON schema: properties"):
+    with pytest.raises(ValueError, match="not a valid JSON schema: properties"):
         request({"properties": 3})
 
 
@@ -209,16 +209,16 @@ def test_a_client_may_send_neither_a_deep_schema_nor_one_that_is_none() -> None:
     ),
 )
 def test_what_is_accepted_is_what_the_standard_accepts(schema: dict[str, Any], value: dict[str, Any]) -> None:
-    assert (BoundedValidator(schema).faults(value) == []) == Draft202012Validator(schema).is_valid(value)
+    assert (BoundedValidator(schema).find_errors(value) == []) == Draft202012Validator(schema).is_valid(value)
 
 
 def test_each_value_has_all_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_schema, "MAX_STEPS", 100)
     validator = BoundedValidator({"items": {"type": "integer"}})
     with pytest.raises(TooManySteps):
-        validator.faults([1] * 100)
+        validator.find_errors([1] * 100)
     for _ in range(3):
-        assert validator.faults([1] * 90) == []
+        assert validator.find_errors([1] * 90) == []
 
 
 def test_a_schema_may_name_its_dialect_and_its_own_place() -> None:
@@ -230,8 +230,8 @@ def test_a_schema_may_name_its_dialect_and_its_own_place() -> None:
     }
     check_json_schema(schema)
     check_applicable(schema)
-    assert BoundedValidator(schema).faults({}) == []
-    assert len(BoundedValidator(schema).faults(1)) == 1
+    assert BoundedValidator(schema).find_errors({}) == []
+    assert len(BoundedValidator(schema).find_errors(1)) == 1
     with pytest.raises(InvalidSchema):
         check_json_schema({"type": "objekt"})
 
@@ -252,7 +252,7 @@ def specification(folder: Path, schema: Any, **components: Any) -> dict[str, Any
 def test_a_specification_refers_to_no_other_document(tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text('{"type": "object", "description": "a secret"}')
-    with pytest.raises(ConfigError, match=r"is in another document, 'file://.*', which is not fetched"):
+    with pytest.raises(ConfigError, match=r"refers to another document, 'file://.*', which is not fetched"):
         openapi_tools(specification(tmp_path, {"$ref": secret.as_uri()}))
 
 
@@ -264,7 +264,7 @@ def test_a_specification_whose_references_double_is_refused(tmp_path: Path) -> N
         }
         for n in range(18)
     }
-    with pytest.raises(ConfigError, match="larger than any that a model could read; exclude it"):
+    with pytest.raises(ConfigError, match="too large for a model to read; exclude it"):
         openapi_tools(specification(tmp_path, {"$ref": "#/components/schemas/l0"}, **levels, l18={}))
 
 

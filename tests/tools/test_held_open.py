@@ -44,9 +44,9 @@ def test_it_is_entered_and_left_in_one_task_whoever_asks() -> None:
         room = Room()
         held = HeldOpen(room.opened())
         assert await asyncio.create_task(held.open()) == "room"
-        assert not held.is_over
+        assert not held.is_closed
         await asyncio.create_task(held.close())
-        assert held.is_over
+        assert held.is_closed
         assert room.log == ["open", "closed"]
         assert len(room.tasks) == 1
         await held.close()
@@ -60,7 +60,7 @@ def test_what_entering_raises_is_raised_and_closing_is_quiet() -> None:
         held = HeldOpen(Room(fault="entering").opened())
         with pytest.raises(OSError, match="locked"):
             await held.open()
-        assert held.is_over
+        assert held.is_closed
         await held.close()
 
     run_virtual(main())
@@ -70,8 +70,8 @@ def test_what_breaks_inside_ends_it_and_is_not_raised_again() -> None:
     async def main() -> None:
         held = HeldOpen(Room(fault="inside").opened())
         await held.open()
-        await held.over()
-        assert held.is_over
+        await held.closed()
+        assert held.is_closed
         await held.close()
 
     run_virtual(main())

@@ -20,7 +20,7 @@ import pytest
 
 from agent_loop.chat.sources import load_image
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.mcp.tools import mcp_tools
@@ -197,8 +197,8 @@ def test_a_shared_session_is_opened_anew_after_its_server_died(monkeypatch: pyte
     [
         ({}, "give one of command and url"),
         ({"command": "x", "url": "http://y"}, "give one of command and url"),
-        ({"command": "/no/such/program"}, "cannot be asked for its tools"),
-        ({"url": "http://127.0.0.1:9/mcp"}, "cannot be asked for its tools"),
+        ({"command": "/no/such/program"}, "the tools of the MCP server cannot be listed"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "the tools of the MCP server cannot be listed"),
         ({"comand": "x"}, "did you mean 'command'"),
         ({"url": "http://127.0.0.1:9", "headers": {"X": "$NO_SUCH_VARIABLE"}}, "NO_SUCH_VARIABLE"),
         ({"mcp_servers_config_path": "/no/file.json"}, "cannot be read"),

@@ -50,11 +50,11 @@ class Client:
 @pytest.mark.parametrize(
     ("answer", "is_alive", "kind", "message"),
     [
-        (error(CLOSED, "the database is down"), True, ToolError, "refused the call: the database is down"),
+        (error(CLOSED, "the database is down"), True, ToolError, "rejected the call: the database is down"),
         (error(CLOSED, "Connection closed"), False, ToolUnavailable, "ended the session during the call"),
-        (error(-32602, "Unknown tool"), True, ToolError, "refused the call: Unknown tool"),
-        (invalid_result, True, ToolError, "answered what is no result: ValidationError"),
-        (against_its_schema, True, ToolError, "answered what is no result: RuntimeError: Tool t has"),
+        (error(-32602, "Unknown tool"), True, ToolError, "rejected the call: Unknown tool"),
+        (invalid_result, True, ToolError, "returned an invalid result: ValidationError"),
+        (against_its_schema, True, ToolError, "returned an invalid result: RuntimeError: Tool t has"),
     ],
 )
 def test_what_a_server_does_wrong_is_told_to_the_model(
@@ -85,10 +85,10 @@ def test_a_session_that_cannot_be_left_is_forgotten_all_the_same() -> None:
 
     async def main() -> None:
         sessions = McpSessions(connection, is_shared=False, reconnects=0)
-        await sessions.join("a-0")
+        await sessions.acquire("a-0")
         with pytest.raises(OSError, match="the pipe is broken"):
-            await sessions.leave("a-0")
-        await sessions.leave("a-0")
+            await sessions.release("a-0")
+        await sessions.release("a-0")
         assert vars(sessions)["_sessions"] == {}
 
     asyncio.run(main())

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import OnReplay
-from agent_loop.tools.python import PythonTool, describe_end, strip_fence
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.tools.python import PythonTool, describe_exit, strip_fence
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
@@ -125,7 +125,7 @@ def test_a_fence_around_the_code_is_taken_off(given: str, code: str) -> None:
 def test_every_end_of_an_interpreter_has_a_sentence() -> None:
     settings = SandboxSettings()
     for cause in ("time", "memory", "processes", "files", "channel", "exit 0", "signal 9", "signal 24"):
-        assert describe_end(cause, settings=settings)
+        assert describe_exit(cause, settings=settings)
 
 
 def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_call_cut_off_from_outside_costs_the_sandbox_and_the_model_is_told() -
         assert cut.incident.kind is IncidentKind.TOOL_TIMEOUT
         after = await tools.execute(call("'x' in globals()"))
         assert after.response.text is not None
-        assert after.response.text.startswith("The last call was cut off and the sandbox started anew")
+        assert after.response.text.startswith("The last call was aborted and the sandbox was restarted")
         assert after.response.text.endswith("False")
         assert await tools.close() == []
 

@@ -81,7 +81,7 @@ def test_the_yaml_form_makes_each_class_with_its_config_and_schema(folder: Path)
     ("reference", "says"),
     [
         ("plain", "a plain function; decorate it with @function_tool"),
-        ("NoTool", "no subclass of BaseTool"),
+        ("NoTool", "not a subclass of BaseTool"),
         ("number", "an object of type int; name a function decorated"),
         ("multipy", "has no 'multipy'; did you mean 'multiply'"),
         ("Echo", "Echo has no schema; give tool_schema in the YAML, or a class attribute"),
@@ -110,15 +110,15 @@ def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
         ("tools: [{class_name: 'no.such.Tool'}]", "importing no.such raised ModuleNotFoundError"),
         ("tools: [{class_name: 'FOLDER/other.py:Tool'}]", "other.py' does not exist"),
         ("tools: [{class_name: 'FOLDER/tools.py:Eco'}]", "did you mean 'Echo'"),
-        ("tools: [{class_name: 'FOLDER/tools.py:NoTool'}]", "no subclass of BaseTool"),
+        ("tools: [{class_name: 'FOLDER/tools.py:NoTool'}]", "not a subclass of BaseTool"),
         (
             "tools: [{class_name: 'FOLDER/tools.py:multiply', config: {a: 1}}]",
-            "is made already; it takes no config",
+            "is an instance, which takes no config",
         ),
         ("tools: [{class_name: 'FOLDER/tools.py:Echo'}]", "has no schema"),
         (
             "tools: [{class_name: 'FOLDER/tools.py:Echo', tool_schema: {function: {name: e, parameters: {type: 3}}}}]",
-            "no valid JSON schema",
+            "not a valid JSON schema",
         ),
         (
             f"tools: [{{class_name: 'FOLDER/tools.py:Broken', tool_schema: {SCHEMA}}}]",

@@ -16,14 +16,14 @@ import pytest
 
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.tools.python import PythonTool
+from agent_loop.tools.sandbox.backend import SandboxBackend
 from agent_loop.tools.sandbox.channel import Channel
 from agent_loop.tools.sandbox.host import SandboxHost
 from agent_loop.tools.sandbox.inside.output import Output
-from agent_loop.tools.sandbox.inside.wire import BadMessage, pack
+from agent_loop.tools.sandbox.inside.socket_messages import BadMessage, pack
 from agent_loop.tools.sandbox.isolation import Isolation
 from agent_loop.tools.sandbox.probe import CAPABILITIES, judge
 from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
-from agent_loop.tools.sandbox.source import SandboxSource
 from tests.tools.sandboxes import (
     SMALL,
     Answer,
@@ -51,7 +51,7 @@ WHOLE = Isolation(
 )
 
 
-class ScriptedSource(SandboxSource):
+class ScriptedBackend(SandboxBackend):
     """A way of isolation that works, or does not."""
 
     def __init__(self, mechanism: Mechanism, *, fault: str = "") -> None:
@@ -75,15 +75,15 @@ class ScriptedSource(SandboxSource):
         self.log.append("close")
 
 
-def host(*sources: ScriptedSource, found: Isolation = WHOLE, **settings: Any) -> SandboxHost:
-    async def probe(source: SandboxSource) -> Isolation:
-        return replace(found, mechanism=source.mechanism)
+def host(*backends: ScriptedBackend, found: Isolation = WHOLE, **settings: Any) -> SandboxHost:
+    async def probe(backend: SandboxBackend) -> Isolation:
+        return replace(found, mechanism=backend.mechanism)
 
-    return SandboxHost(SandboxSettings(**settings), sources=sources, probe=probe)
+    return SandboxHost(SandboxSettings(**settings), backends=backends, probe=probe)
 
 
 def test_the_first_way_that_shuts_enough_in_is_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    broken, works = ScriptedSource("namespaces", fault="forbidden"), ScriptedSource("bubblewrap")
+    broken, works = ScriptedBackend("namespaces", fault="forbidden"), ScriptedBackend("bubblewrap")
     with caplog.at_level("INFO"):
         taken = host(broken, works)
     assert taken.isolation.mechanism == "bubblewrap"
@@ -96,24 +96,24 @@ def test_the_first_way_that_shuts_enough_in_is_taken_and_logged(caplog: pytest.L
 
 @pytest.mark.parametrize("lacking", ["files", "network", "processes", "privileges", "limits"])
 def test_each_part_of_the_minimum_is_demanded(lacking: str) -> None:
-    source = ScriptedSource("namespaces")
+    backend = ScriptedBackend("namespaces")
     with pytest.raises(
-        ConfigError, match=r"(?s)cannot be shut in here.*not in force.*allow_weaker_isolation"
+        ConfigError, match=r"(?s)cannot be isolated on this machine.*not in force.*allow_weaker_isolation"
     ):
-        host(source, found=replace(WHOLE, **{lacking: False}))
-    assert source.log == ["start", "close"]
+        host(backend, found=replace(WHOLE, **{lacking: False}))
+    assert backend.log == ["start", "close"]
 
 
 @pytest.mark.parametrize("lacking", ["own_view", "own_user", "system_calls", "own_disk"])
 def test_what_is_beyond_the_minimum_is_told_and_not_demanded(lacking: str) -> None:
-    taken = host(ScriptedSource("namespaces"), found=replace(WHOLE, **{lacking: False}))
+    taken = host(ScriptedBackend("namespaces"), found=replace(WHOLE, **{lacking: False}))
     assert "(not in force: " in str(taken.isolation)
 
 
 def test_weaker_isolation_is_used_where_the_user_allows_it() -> None:
     taken = host(
-        ScriptedSource("namespaces", fault="forbidden"),
-        ScriptedSource("limits"),
+        ScriptedBackend("namespaces", fault="forbidden"),
+        ScriptedBackend("limits"),
         found=replace(WHOLE, files=False, network=False),
         allow_weaker_isolation=True,
     )
@@ -123,18 +123,18 @@ def test_weaker_isolation_is_used_where_the_user_allows_it() -> None:
 def test_every_way_that_failed_is_named_with_its_reason() -> None:
     with pytest.raises(ConfigError, match=r"(?s)namespaces: no unshare\n.*bubblewrap: not installed"):
         host(
-            ScriptedSource("namespaces", fault="no unshare"),
-            ScriptedSource("bubblewrap", fault="not installed"),
+            ScriptedBackend("namespaces", fault="no unshare"),
+            ScriptedBackend("bubblewrap", fault="not installed"),
             allow_weaker_isolation=True,
         )
 
 
 def test_a_sandbox_that_cannot_be_started_is_tried_twice() -> None:
-    source = ScriptedSource("namespaces")
-    taken = host(source)
+    backend = ScriptedBackend("namespaces")
+    taken = host(backend)
     with pytest.raises(SandboxError, match="nobody is there"):
         asyncio.run(taken.open())
-    assert source.log == ["start", "start"]
+    assert backend.log == ["start", "start"]
 
 
 OUTSIDE = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")}
@@ -171,7 +171,7 @@ STATUS = {"Uid": f"{os.geteuid() + 1} 1 1 1", "NoNewPrivs": "1"} | dict.fromkeys
     ],
 )
 def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking: list[str]) -> None:
-    judged = judge(FACTS | facts, status=STATUS, source=ScriptedSource("namespaces"))
+    judged = judge(FACTS | facts, status=STATUS, backend=ScriptedBackend("namespaces"))
     assert judged == replace(WHOLE, **dict.fromkeys(lacking, False))
 
 
@@ -187,24 +187,24 @@ def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking:
 )
 def test_landlock_is_judged_without_namespaces(facts: dict[str, Any], lacking: list[str]) -> None:
     found = FACTS | {"namespaces": OUTSIDE} | facts
-    judged = judge(found, status=STATUS, source=ScriptedSource("landlock"))
+    judged = judge(found, status=STATUS, backend=ScriptedBackend("landlock"))
     assert judged == replace(WHOLE, mechanism="landlock", own_view=False, **dict.fromkeys(lacking, False))
 
 
 def test_limits_alone_claim_nothing_that_happened_to_fail() -> None:
-    judged = judge(FACTS | {"namespaces": OUTSIDE}, status=STATUS, source=ScriptedSource("limits"))
+    judged = judge(FACTS | {"namespaces": OUTSIDE}, status=STATUS, backend=ScriptedBackend("limits"))
     assert [judged.files, judged.network, judged.processes] == [False, False, False]
 
 
 @pytest.mark.parametrize("status", [{"NoNewPrivs": "0"}, {"CapEff": "0000000000000001"}])
 def test_privileges_of_any_kind_are_told(status: dict[str, str]) -> None:
-    judged = judge(FACTS, status=STATUS | status, source=ScriptedSource("namespaces"))
+    judged = judge(FACTS, status=STATUS | status, backend=ScriptedBackend("namespaces"))
     assert judged == replace(WHOLE, privileges=False)
 
 
 def test_a_limit_of_processes_is_not_claimed_for_root() -> None:
     status = STATUS | {"Uid": "0 0 0 0"}
-    assert not judge(FACTS, status=status, source=ScriptedSource("bubblewrap")).limits
+    assert not judge(FACTS, status=status, backend=ScriptedBackend("bubblewrap")).limits
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
@@ -336,7 +336,7 @@ def test_a_fork_server_that_died_ends_its_sandboxes_and_is_started_again() -> No
     lost, again = asyncio.run(main())
     assert lost.text.startswith("The sandbox failed: ")
     assert lost.text.endswith("All variables and files are lost.")
-    assert again.text.endswith("started anew: variables and files are lost.\n2")
+    assert again.text.endswith("was restarted: variables and files are lost.\n2")
     tool.close()
     assert left_running(before) == set()
 

@@ -84,7 +84,7 @@ class TestTakingTooMuch:
             "        data = bytearray(100 * 2**20); data[::4096] = b'x' * len(data[::4096]); time.sleep(1000)\n"
             "time.sleep(1000)"
         )
-        assert "held more than 256 MB of memory and were killed" in lost(code)
+        assert "used more than 256 MB of memory and were killed" in lost(code)
 
     def test_memory_that_limits_do_not_count_is_refused(self) -> None:
         assert "PermissionError" in only("import os; os.memfd_create('hidden')")
@@ -384,7 +384,7 @@ class TestFightingTheInterpreter:
     @pytest.mark.parametrize(
         ("code", "says"),
         [
-            ("import os; os._exit(3)", "ended with exit status 3"),
+            ("import os; os._exit(3)", "exited with status 3"),
             ("import os; os.abort()", "killed by signal SIGABRT"),
             ("import ctypes; ctypes.string_at(0)", "killed by signal SIGSEGV"),
             ("import os; os.write(4, b'd' * 100)", "broke the interpreter's own pipes"),

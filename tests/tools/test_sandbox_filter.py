@@ -31,7 +31,7 @@ CLONE, CLONE3, SOCKET, SOCKETPAIR, OPENAT = (56, 220), (435, 435), (41, 198), (5
 
 
 def verdict(
-    lines: list[seccomp.Line], *, architecture: int, number: int, arguments: tuple[int, ...] = ()
+    lines: list[seccomp.BpfLine], *, architecture: int, number: int, arguments: tuple[int, ...] = ()
 ) -> int:
     """What a program says of a system call."""
     data = {seccomp.NUMBER_OFFSET: number, seccomp.ARCHITECTURE_OFFSET: architecture}

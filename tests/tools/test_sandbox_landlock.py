@@ -15,7 +15,7 @@ from agent_loop.errors import SandboxError
 from agent_loop.tools.python import PythonTool
 from agent_loop.tools.sandbox.fork_server import check_landlock
 from agent_loop.tools.sandbox.inside import landlock
-from agent_loop.tools.sandbox.inside.plan import SCOPED_SIGNALS_VERSION
+from agent_loop.tools.sandbox.inside.spec import SCOPED_SIGNALS_VERSION
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from tests.tools.sandboxes import (
     SMALL,
@@ -131,12 +131,12 @@ def test_older_kernels_do_where_sandboxes_have_users_of_their_own(
 
 @pytest.mark.parametrize(
     ("version", "has_own_user", "says"),
-    [(0, True, "the kernel has no Landlock"), (5, False, "does not keep signals inside")],
+    [(0, True, "the kernel has no Landlock"), (5, False, "does not contain signals")],
 )
 def test_kernels_that_shut_in_too_little_are_named(version: int, has_own_user: bool, says: str) -> None:
-    plan = replace(SandboxSettings().plan("landlock"), landlock_version=version, has_own_user=has_own_user)
+    spec = replace(SandboxSettings().spec("landlock"), landlock_version=version, has_own_user=has_own_user)
     with pytest.raises(SandboxError, match=says):
-        check_landlock(plan)
+        check_landlock(spec)
 
 
 def contained(user_id: int, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -180,13 +180,13 @@ def holds_itself(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (no_docstring, "no_docstring has no docstring; write what it does"),
+        (no_docstring, "no_docstring has no docstring; describe what it does"),
         (no_annotation, "parameter 'a' has no annotation; give its type, as in a: int"),
         (any_number, r"takes \*values: int; name each parameter"),
         (any_names, r"takes \*\*values: int; name each parameter"),
-        (by_position, "'a' is positional only; calls go by name"),
-        (wrong_docstring, "describes 'frist', no parameter; did you mean 'first'"),
-        (no_json_form, "JSON has no form"),
+        (by_position, "'a' is positional-only; arguments are passed by name"),
+        (wrong_docstring, "describes 'frist', which is not a parameter; did you mean 'first'"),
+        (no_json_form, "has no JSON form"),
         (unknown_type, "annotations cannot be read: name 'Missing' is not defined"),
         (holds_itself, "'Tree' contains itself"),
     ],
@@ -288,7 +288,7 @@ def test_a_schema_that_names_no_properties_takes_any() -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ({"name": "x", "parameters": {"type": "objekt"}}, "no valid JSON schema: type: 'objekt'"),
+        ({"name": "x", "parameters": {"type": "objekt"}}, "not a valid JSON schema: type: 'objekt'"),
         ({"name": "x", "parameters": {"type": "array"}}, "has the type 'array'; make it 'object'"),
         ({"name": "x", "parameters": {"properties": {"ab": {}}, "required": ["abc"]}}, "did you mean 'ab'"),
         ({"name": "two words"}, "function.name is 'two words'"),
@@ -307,7 +307,7 @@ def parameters(**properties: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("reference", ["#/$defs/nothing", "http://127.0.0.1:9/schema.json"])
 def test_a_reference_that_leads_out_of_the_schema_is_refused(reference: str) -> None:
-    with pytest.raises(ConfigError, match=r"refers to .*, which is not in it; put it into its"):
+    with pytest.raises(ConfigError, match=r"refers to .*, which it does not contain; add that schema to its"):
         check_tool_schema(parameters(x={"items": {"$ref": reference}}), where="t")
 
 

@@ -161,9 +161,9 @@ def test_parquet_and_plain_files_and_folders_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "needs one of corpus and retrieval_service_url"),
-        ({"corpus": ["/no/such/file.jsonl"]}, "no such file"),
-        ({"corpus": ["x.docx"]}, "no such file"),
+        ({}, "needs exactly one of corpus and retrieval_service_url"),
+        ({"corpus": ["/no/such/file.jsonl"]}, "is not a supported file or a folder"),
+        ({"corpus": ["x.docx"]}, "is not a supported file or a folder"),
         ({"topK": 3, "corpus": ["x.txt"]}, "did you mean 'topk'"),
         ({"retrieval_service_url": "http://x", "headers": {"X": "$NO_SUCH_VARIABLE"}}, "NO_SUCH_VARIABLE"),
     ],
@@ -234,7 +234,7 @@ def test_a_service_that_is_gone_is_a_typed_failure() -> None:
 def test_a_query_without_a_word_is_told_to_the_model(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     index = SearchIndex([str(tmp_path / "corpus.jsonl")], cache_dir=tmp_path)
-    with pytest.raises(ToolError, match="holds no word"):
+    with pytest.raises(ToolError, match="has no words"):
         index.search("...", limit=1, snippet_words=None)
 
 
@@ -263,7 +263,7 @@ def test_half_a_surrogate_is_replaced_and_named(tmp_path: Path, caplog: pytest.L
     path = write_corpus(tmp_path, [*ROWS, {"title": "Half", "text": "a broken \ud800 glyph"}])
     result = ask(tool_of(tmp_path, topk=1), query_list=["glyph"])
     assert "a broken \N{REPLACEMENT CHARACTER} glyph" in str(result.response.text)
-    assert f"{path} line 4 holds half a surrogate" in caplog.text
+    assert f"{path} line 4 contains an unpaired surrogate" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "deep"])

@@ -45,9 +45,9 @@ def test_none_chooses_all_and_an_empty_list_none(selection: Any, num_tools: int)
             ["calculater"],
             "row 1: tool_selection: there is no tool 'calculater'; did you mean",
         ),
-        ("tool_selection", "calculator", "give a list of names"),
-        ("tool_selection", [3], "give a list of names"),
-        ("tool_selection", ["calculator", "calculator"], "name each tool once"),
+        ("tool_selection", "calculator", "give a list of tool names"),
+        ("tool_selection", [3], "give a list of tool names"),
+        ("tool_selection", ["calculator", "calculator"], "list each tool once"),
         ("tools_kwargs", {"calculater": {}}, "row 1: tools_kwargs: there is no 'calculater'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""From a fork of the zygote to the supervisor of a sandbox."""
+"""Setup of a sandbox in a process that the zygote has forked."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from agent_loop.tools.sandbox.inside import landlock, linux, wire
+from agent_loop.tools.sandbox.inside import landlock, linux, socket_messages
 from agent_loop.tools.sandbox.inside.files import make_work_folders, remove_folder
-from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.processes import end_processes, end_user
-from agent_loop.tools.sandbox.inside.root import (
+from agent_loop.tools.sandbox.inside.processes import kill_descendants, kill_user_processes
+from agent_loop.tools.sandbox.inside.root_filesystem import (
     DEVICES,
     USER_ID,
     mount_processes,
     mount_sandbox,
     shown_paths,
 )
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 from agent_loop.tools.sandbox.inside.supervisor import Supervisor
 from agent_loop.tools.sandbox.inside.users import change_user
 
@@ -33,23 +33,25 @@ SANDBOX_NAMESPACES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Newborn:
-    """A process that has just been forked."""
+class SandboxSetup:
+    """Setup of a sandbox in a newly forked process."""
 
     control: socket.socket
-    """To the agent's process."""
+    """Socket to the agent's process."""
     zygote: socket.socket
-    """Takes a byte when the namespaces are there, and brings one when the user has a name."""
-    plan: Plan
+    """Socket to the zygote: sends a byte when the namespaces exist, and receives one when the user is mapped."""
+    spec: SandboxSpec
     work: str
     """The folder that the sandbox may write to."""
     host_id: int
-    """Who it is to be for the host."""
+    """User id of the sandbox on the host."""
     user_namespaces: bool
-    """Whether it gets one."""
+    """Whether the sandbox gets its own user namespace."""
 
-    def become_sandbox(self) -> None:
-        """Forks the supervisor, since a process cannot change its own process ids, and returns when both are done.
+    def run(self) -> None:
+        """Fork the supervisor, since a process cannot enter a process id namespace itself.
+
+        Without namespaces, the parent waits for the supervisor and cleans up after it.
 
         Raises:
             OSError: The kernel refuses.
@@ -58,66 +60,66 @@ class Newborn:
         if is_root:
             os.setgroups([])
         self._enter_namespaces()
-        if not self.plan.namespaces:
+        if not self.spec.namespaces:
             linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         supervisor = os.fork()
         if supervisor != 0:
-            if not self.plan.namespaces:
+            if not self.spec.namespaces:
                 self._clean_up_after(supervisor)
             return
-        if self.plan.namespaces:
+        if self.spec.namespaces:
             linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
             mount_processes()
-            mount_sandbox(self.plan.temp_dir_bytes)
+            mount_sandbox(self.spec.temp_dir_bytes)
             socket.sethostname("sandbox")
         make_work_folders(self.work)
         if is_root and not self.user_namespaces:
-            _give_folders(self.work, owner=self.host_id)
+            _change_owner(self.work, owner=self.host_id)
             linux.empty_bounding_set()
             change_user(self.host_id)
-        if not self.plan.namespaces:
-            _check_reach([self.work, *shown_paths(self.plan.visible)])
-        supervise(self.control, plan=self.plan, work=self.work)
+        if not self.spec.namespaces:
+            _check_access([self.work, *shown_paths(self.spec.visible)])
+        supervise(self.control, spec=self.spec, work=self.work)
 
     def _enter_namespaces(self) -> None:
-        if self.plan.namespaces:
+        if self.spec.namespaces:
             linux.unshare(SANDBOX_NAMESPACES | (linux.CLONE_NEWUSER if self.user_namespaces else 0))
         self.zygote.send(b"u")
         if self.user_namespaces:
             if not self.zygote.recv(1):
-                raise OSError("the sandbox's user could not be named")
+                raise OSError("the sandbox's user could not be mapped")
             change_user(USER_ID)
         self.zygote.close()
 
     def _clean_up_after(self, supervisor: int) -> None:
-        """Ends what a supervisor that was killed left, and removes the folder, which it may lack the right to."""
+        """Kill the processes that a killed supervisor left, and remove the folder with the rights of this process."""
         os.waitpid(supervisor, 0)
         if self.host_id != os.geteuid():
-            end_user(self.host_id)
+            kill_user_processes(self.host_id)
         else:
-            end_processes(reaches_own_alone=False)
+            kill_descendants(signals_are_contained=False)
         remove_folder(self.work)
 
 
-def supervise(control: socket.socket, *, plan: Plan, work: str) -> None:
-    """Gives up all privileges and serves calls until the agent goes away."""
+def supervise(control: socket.socket, *, spec: SandboxSpec, work: str) -> None:
+    """Drop all privileges and serve calls until the agent closes its socket."""
     linux.drop_capabilities()
-    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the interpreter cannot look into this process
-    if not plan.namespaces:
+    linux.prctl(linux.PR_SET_DUMPABLE, 0)  # the interpreter cannot inspect this process
+    if not spec.namespaces:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
-    if plan.scopes_signals:
+    if spec.scopes_signals:
         landlock.keep_signals_inside()
-    ruleset = _make_ruleset(plan, work=work) if plan.mechanism == "landlock" else None
+    ruleset = _make_ruleset(spec, work=work) if spec.mechanism == "landlock" else None
     handle = os.pidfd_open(os.getpid())
-    supervisor = Supervisor(control, plan=plan, work=work, ruleset=ruleset)
-    wire.send(control, {"ready": True}, fds=[handle])
+    supervisor = Supervisor(control, spec=spec, work=work, ruleset=ruleset)
+    socket_messages.send(control, {"ready": True}, fds=[handle])
     os.close(handle)
     supervisor.serve()
 
 
 def write_user_map(pid: int, *, host_id: int, inside_id: int = USER_ID) -> None:
-    """Names one user of the host in the user namespace of a process.
+    """Map one user of the host into the user namespace of a process.
 
     Raises:
         OSError: The kernel refuses.
@@ -129,16 +131,16 @@ def write_user_map(pid: int, *, host_id: int, inside_id: int = USER_ID) -> None:
             file.write(f"{inside_id} {host_id} 1")
 
 
-def _make_ruleset(plan: Plan, *, work: str) -> int:
+def _make_ruleset(spec: SandboxSpec, *, work: str) -> int:
     return landlock.make_ruleset(
-        version=plan.landlock_version,
-        shown=shown_paths(plan.visible),
+        version=spec.landlock_version,
+        shown=shown_paths(spec.visible),
         devices=[f"/dev/{name}" for name in DEVICES],
         work=work,
     )
 
 
-def _check_reach(paths: Iterable[str]) -> None:
+def _check_access(paths: Iterable[str]) -> None:
     for path in paths:
         try:
             os.stat(path)
@@ -146,11 +148,11 @@ def _check_reach(paths: Iterable[str]) -> None:
             continue
         except PermissionError as error:
             raise PermissionError(
-                f"{path} is out of reach of user {os.geteuid()}, who the sandbox is: open the folders above it to "
-                "others (chmod o+x), or let `python` (or TMPDIR) name another place"
+                f"user {os.geteuid()} of the sandbox cannot reach {path}; open the folders above it to others "
+                "(chmod o+x), or set `python` (or TMPDIR) to another path"
             ) from error
 
 
-def _give_folders(work: str, *, owner: int) -> None:
+def _change_owner(work: str, *, owner: int) -> None:
     for folder in (work, *(entry.path for entry in os.scandir(work))):
         os.chown(folder, owner, owner)

@@ -1,4 +1,4 @@
-"""Secrets in a tool's config: named there, read from the environment."""
+"""Environment variables in a tool's config, which keep secrets out of the file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from string import Template
 from agent_loop.errors import ConfigError
 
 
-def from_environment(values: Mapping[str, str], *, where: str) -> dict[str, str]:
-    """The values with each `$NAME` in them replaced by that environment variable; `$$` is a dollar sign.
+def expand_variables(values: Mapping[str, str], *, where: str) -> dict[str, str]:
+    """Return the values with each `$NAME` replaced by that environment variable; `$$` is a dollar sign.
 
     Raises:
-        ConfigError: A variable is not set.
+        ConfigError: A variable is not set, or a value is not a valid template.
     """
     read: dict[str, str] = {}
     for key, value in values.items():
@@ -25,6 +25,6 @@ def from_environment(values: Mapping[str, str], *, where: str) -> dict[str, str]
             ) from None
         except ValueError as error:
             raise ConfigError(
-                f"{where}.{key} is no template: {error}; write $NAME, or $$ for a dollar"
+                f"{where}.{key} is not a valid template: {error}; write $NAME, or $$ for a dollar sign"
             ) from error
     return read

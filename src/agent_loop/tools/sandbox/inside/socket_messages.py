@@ -1,5 +1,7 @@
-"""Messages on a stream socket: a length of four bytes, then JSON. File descriptors travel with a message's first
-byte."""
+"""Messages on a stream socket: a length of four bytes, then JSON.
+
+File descriptors are sent with the first byte of a message.
+"""
 
 from __future__ import annotations
 
@@ -13,54 +15,54 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 
 
 class BadMessage(Exception):
-    """What came is no message."""
+    """The received bytes are not a valid message."""
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
 def body_length(header: bytes) -> int:
-    """How many bytes follow the header.
+    """Return the number of bytes after the header.
 
     Raises:
-        BadMessage: More than any message has.
+        BadMessage: The number exceeds `MAX_MESSAGE_BYTES`.
     """
     length = int.from_bytes(header, "big")
     if length > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"a message of {length} bytes")
+        raise BadMessage(f"a message has {length} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     return length
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """The message.
+    """Return the message with this body.
 
     Raises:
-        BadMessage: It is no JSON object.
+        BadMessage: The body is not a JSON object.
     """
     try:
         message = json.loads(body)
     except ValueError as error:
-        raise BadMessage(f"no JSON: {error}") from error
+        raise BadMessage(f"a message is not valid JSON: {error}") from error
     if not isinstance(message, dict):
-        raise BadMessage("no JSON object")
+        raise BadMessage("a message is not a JSON object")
     return cast(dict[str, Any], message)
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], *, fds: Sequence[int] = ()) -> None:
-    """Sends a message, blocking."""
+    """Send a message. This call blocks."""
     data = memoryview(pack(message))
     sent = socket.send_fds(channel, [data], fds) if fds else 0
     channel.sendall(data[sent:])
 
 
 def receive(channel: socket.socket, *, max_fds: int = 0) -> tuple[dict[str, Any], list[int]] | None:
-    """Waits for the next message and the descriptors that came with it; None when the other end is closed.
+    """Wait for the next message and return it with its file descriptors, or None when the other end is closed.
 
     Raises:
-        BadMessage: What came is no message.
+        BadMessage: The received bytes are not a valid message.
     """
     header, fds = b"", list[int]()
     while len(header) < HEADER_BYTES:

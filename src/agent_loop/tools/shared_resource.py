@@ -1,4 +1,4 @@
-"""What several trajectories use together: opened for the first of them, closed after the last."""
+"""Resources shared by several trajectories: opened for the first user, closed after the last."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 SharedT = TypeVar("SharedT")
 
 
-class Shared(Generic[SharedT]):
-    """A connection, a session, a process. Each event loop has its own.
+class SharedResource(Generic[SharedT]):
+    """Reference-counted resource, such as a connection, a session or a process. Each event loop has its own.
 
     Args:
-        open_as: Opens it. One that fails is tried again by the next trajectory.
-        close_as: Closes it.
+        open_as: Opens the resource. After a failure, the next user tries again.
+        close_as: Closes the resource.
     """
 
     def __init__(
@@ -26,8 +26,8 @@ class Shared(Generic[SharedT]):
         self._close_as = close_as
         self._states: WeakKeyDictionary[asyncio.AbstractEventLoop, _State[SharedT]] = WeakKeyDictionary()
 
-    async def join(self, instance_id: str) -> SharedT:
-        """The thing, opened first if it is not. Whoever joins must leave, even if this raised."""
+    async def acquire(self, instance_id: str) -> SharedT:
+        """Return the resource, and open it first if needed. Call `release` afterwards, even if this call raised."""
         state = self._state
         state.users.add(instance_id)
         async with state.lock:
@@ -35,8 +35,8 @@ class Shared(Generic[SharedT]):
                 state.opened.append(await self._open_as())
             return state.opened[0]
 
-    async def leave(self, instance_id: str) -> None:
-        """The last one to leave closes it; leaving twice does nothing."""
+    async def release(self, instance_id: str) -> None:
+        """Release the resource, and close it after its last user. A second release by the same user does nothing."""
         state = self._state
         state.users.discard(instance_id)
         async with state.lock:
@@ -45,7 +45,7 @@ class Shared(Generic[SharedT]):
 
     @property
     def num_users(self) -> int:
-        """Who joined and did not leave, on this event loop."""
+        """Number of current users on this event loop."""
         return len(self._state.users)
 
     @property

@@ -1,4 +1,4 @@
-"""Where sandboxes come from."""
+"""Base class of the backends that start sandboxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import agent_loop
-from agent_loop.tools.sandbox.inside.plan import Plan
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
 
 ENVIRONMENT = {
@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All that code finds in its environment, beside `HOME` and `TMPDIR`."""
+"""The complete environment of the code, in addition to `HOME` and `TMPDIR`."""
 PACKAGE = Path(agent_loop.__file__).parent
 BOOTSTRAP = f"""
 import sys, types
@@ -33,14 +33,14 @@ for name in ("agent_loop", "agent_loop.tools", "agent_loop.tools.sandbox"):
 from agent_loop.tools.sandbox.inside.launcher import main
 main()
 """
-"""Imports the launcher without what the packages above it import."""
+"""Program that imports the launcher without importing the packages above it."""
 
 
-class SandboxSource(ABC):
-    """One way to make sandboxes.
+class SandboxBackend(ABC):
+    """Base class of the backends that start sandboxes.
 
     Args:
-        settings: Of all sandboxes.
+        settings: Settings of all sandboxes.
     """
 
     mechanism: Mechanism
@@ -50,44 +50,44 @@ class SandboxSource(ABC):
 
     @property
     def needs_folder(self) -> bool:
-        """Whether a sandbox writes to a folder of the host's, having no file system of its own."""
+        """Whether a sandbox writes to a folder of the host, because it has no file system of its own."""
         return self.mechanism in ("landlock", "limits")
 
     @abstractmethod
     def start(self) -> None:
-        """Does what all sandboxes share; again, after `spawn` failed. Blocks.
+        """Start what all sandboxes share. Called again after `spawn` failed. This call blocks.
 
         Raises:
-            SandboxError: It does not work here.
+            SandboxError: The backend does not work on this machine.
         """
 
     @abstractmethod
     async def spawn(self, control: socket.socket, *, work: str | None) -> None:
-        """Starts a sandbox that is controlled by this end of a socket.
+        """Start a sandbox that is controlled through a socket.
 
         Args:
-            control: The sandbox's end.
-            work: The folder on the host that it writes to, where it needs one.
+            control: The sandbox's end of the socket.
+            work: The folder on the host that the sandbox writes to, if it needs one.
 
         Raises:
-            OSError: It could not be started.
+            OSError: The sandbox could not be started.
         """
 
     @abstractmethod
     def is_alive(self) -> bool:
-        """Whether what `start` started is there."""
+        """Return whether the processes that `start` started are running."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what `start` started."""
+        """Terminate the processes that `start` started."""
 
 
-def launch_command(python: str, *, mode: str, plan: Plan) -> list[str]:
-    """The command that runs the launcher.
+def launch_command(python: str, *, mode: str, spec: SandboxSpec) -> list[str]:
+    """Return the command that runs the launcher.
 
     Args:
         python: The interpreter.
-        mode: `zygote`, or `single` for one sandbox in an isolation that is already there.
-        plan: What it is told.
+        mode: `zygote`, or `single` for one sandbox whose isolation is already set up.
+        spec: The spec that the launcher receives.
     """
-    return [python, "-s", "-P", "-c", BOOTSTRAP, mode, json.dumps(asdict(plan))]
+    return [python, "-s", "-P", "-c", BOOTSTRAP, mode, json.dumps(asdict(spec))]

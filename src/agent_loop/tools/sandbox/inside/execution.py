@@ -1,4 +1,4 @@
-"""One call's exchange with the interpreter."""
+"""Communication with the interpreter during one call."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ import selectors
 import signal
 import time
 
-from agent_loop.tools.sandbox.inside.child import WATCH_INTERVAL_S, Child
 from agent_loop.tools.sandbox.inside.interpreter import DONE, FAILED, INTERRUPTED, LENGTH_BYTES, NONCE_BYTES
+from agent_loop.tools.sandbox.inside.interpreter_process import WATCH_INTERVAL_S, InterpreterProcess
 from agent_loop.tools.sandbox.inside.output import Output
-from agent_loop.tools.sandbox.inside.plan import Plan
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 
 CHUNK_BYTES = 2**16
 LAST_CHUNKS = 32
-"""So many chunks are read after the verdict: a process left behind could write for ever."""
+"""Maximum number of chunks read after the verdict, since a remaining process could write without end."""
 VERDICTS = {DONE: "done", FAILED: "failed", INTERRUPTED: "interrupted"}
 
 
-class Call:
-    """Sends the code, gathers the output, keeps the time limit.
+class CodeExecution:
+    """Execution of one call: sends the code, collects the output, and enforces the time limit.
 
-    Of what the interpreter says, one byte is believed, and only after this call's nonce.
+    The interpreter is untrusted. Only one byte of its result is used, and only after this call's nonce.
     """
 
-    def __init__(self, child: Child, code: str, *, plan: Plan) -> None:
+    def __init__(self, child: InterpreterProcess, code: str, *, spec: SandboxSpec) -> None:
         self.verdict = ""
-        """`done`, `failed` or `interrupted`; empty while it runs."""
-        self.output = Output(plan.output_bytes)
+        """`done`, `failed` or `interrupted`; empty while the code runs."""
+        self.output = Output(spec.output_bytes)
         self._child = child
         self._nonce = os.urandom(NONCE_BYTES)
         source = code.encode(errors="replace")
         self._to_send = memoryview(self._nonce + len(source).to_bytes(LENGTH_BYTES, "big") + source)
         self._result = b""
-        self._grace_s = plan.interrupt_grace_s
-        self._deadline = time.monotonic() + plan.time_limit_s
+        self._grace_s = spec.interrupt_grace_s
+        self._deadline = time.monotonic() + spec.time_limit_s
         self._is_interrupted = False
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Says what this call waits for."""
+        """Register the pipes of the interpreter."""
         selector.register(self._child.requests, selectors.EVENT_WRITE, self._send)
         selector.register(self._child.results, selectors.EVENT_READ, self._read_result)
         selector.register(self._child.output, selectors.EVENT_READ, self._read_output)
 
     def handle(self, selector: selectors.BaseSelector) -> set[int | object]:
-        """Waits a moment and moves what can be moved. Returns what else is ready."""
+        """Wait for up to `WATCH_INTERVAL_S`, transfer data, and return the other ready file objects."""
         wait_s = max(0.0, min(self._deadline - time.monotonic(), WATCH_INTERVAL_S))
         others: set[int | object] = set()
         for key, _ in selector.select(wait_s):
@@ -56,8 +56,8 @@ class Call:
         return others
 
     def check_clock(self) -> None:
-        """Interrupts the code at the time limit; ends the interpreter when that does not help."""
-        if self.verdict or self._child.end_cause or time.monotonic() < self._deadline:
+        """Interrupt the code at the time limit, and kill the interpreter after the grace period."""
+        if self.verdict or self._child.exit_cause or time.monotonic() < self._deadline:
             return
         if self._is_interrupted:
             self._child.end("time")
@@ -67,7 +67,7 @@ class Call:
         os.kill(self._child.pid, signal.SIGINT)
 
     def read_rest(self) -> None:
-        """Takes what is still in the pipe."""
+        """Read the output that remains in the pipe."""
         for _ in range(LAST_CHUNKS):
             if not self._read_output():
                 return
@@ -78,14 +78,14 @@ class Call:
         except BlockingIOError:
             return True
         except BrokenPipeError:
-            return False  # the interpreter is about to end, or its time limit ends it
+            return False  # the interpreter is about to exit, or its time limit terminates it
         return len(self._to_send) > 0
 
     def _read_result(self) -> bool:
         data = os.read(self._child.results, NONCE_BYTES + 2)
         self._result += data
         if not data:
-            self._child.wait_for_end()
+            self._child.wait_for_exit()
             return False
         if not self._result.startswith(self._nonce[: len(self._result)]):
             self._child.end("channel")

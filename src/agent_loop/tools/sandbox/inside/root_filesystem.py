@@ -1,4 +1,4 @@
-"""The file system that sandboxes see: the system's programs, Python and what the user shows, all read-only."""
+"""Root file system of sandboxes: the system's programs, Python and the visible paths, all read-only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from agent_loop.tools.sandbox.inside import linux
 
 SANDBOX = "/sandbox"
-"""The only place that can be written to; a file system of each sandbox's own."""
+"""The only writable folder, which is a separate file system in each sandbox."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = (
     "/etc/ld.so.cache",
@@ -20,7 +20,7 @@ SYSTEM_FILES = (
 )
 DEVICES = ("null", "zero", "full", "random", "urandom")
 USER_ID = 1000
-"""What the user of a sandbox is called inside."""
+"""User id inside a sandbox."""
 ACCOUNTS = {
     "/etc/passwd": f"sandbox:x:{USER_ID}:{USER_ID}::{SANDBOX}/home:/bin/sh\n",
     "/etc/group": f"sandbox:x:{USER_ID}:\n",
@@ -28,22 +28,22 @@ ACCOUNTS = {
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 STAGE = "/tmp"
-"""Where the new root is put together; the host's folder of that name stays reachable as `/host/tmp`."""
+"""Folder in which the new root is assembled. The host's folder of that name stays reachable as `/host/tmp`."""
 
 
 def shown_paths(visible: Iterable[str]) -> list[str]:
-    """All that is shown, beside the devices."""
+    """Return all visible paths except the devices."""
     return [*SYSTEM_FOLDERS, *SYSTEM_FILES, *python_folders(), *visible]
 
 
 def python_folders() -> list[str]:
-    """Where this Python and its packages are."""
+    """Return the folders of this Python and its packages."""
     folders = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     return sorted({os.path.realpath(folder) for folder in folders} | folders)
 
 
 def enter_new_root(visible: Iterable[str]) -> None:
-    """Puts the file system together and moves this process, in a mount namespace of its own, into it.
+    """Assemble the file system and make it the root of this process, which must have its own mount namespace.
 
     Raises:
         OSError: The kernel refuses, or a path is missing.
@@ -67,7 +67,7 @@ def enter_new_root(visible: Iterable[str]) -> None:
 
 
 def mount_processes(target: str = "/proc") -> None:
-    """Shows the processes of this process id namespace.
+    """Mount the `/proc` of this process id namespace.
 
     Raises:
         OSError: The kernel refuses, as it does in containers that hide parts of their own `/proc`.
@@ -77,7 +77,7 @@ def mount_processes(target: str = "/proc") -> None:
 
 
 def mount_sandbox(max_bytes: int) -> None:
-    """Gives this process, in a mount namespace of its own, an empty `SANDBOX` that vanishes with it."""
+    """Mount an empty file system at `SANDBOX`, which disappears with the mount namespace of this process."""
     options = f"mode=0755,size={max_bytes},nr_inodes={max(1024, max_bytes // 4096)}"
     linux.mount("tmpfs", SANDBOX, kind="tmpfs", flags=linux.MS_NOSUID | linux.MS_NODEV, options=options)
 
@@ -102,10 +102,10 @@ def _fill(root: str, *, host: str, visible: Iterable[str]) -> None:
 
 
 def _show(path: str, *, root: str, host: str) -> None:
-    """Links stay links, so that `/bin -> usr/bin` and a virtual environment's folders lead where they led."""
+    """Make a path of the host visible. Links are copied as links, so that `/bin -> usr/bin` keeps its target."""
     target = root + path
     if os.path.lexists(target):
-        return  # a folder above it is shown
+        return  # a parent folder is already visible
     if not os.path.lexists(host + path):
         raise FileNotFoundError(f"{path} does not exist; it cannot be made visible")
     os.makedirs(os.path.dirname(target), exist_ok=True)
