@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of a step, and what is there afterwards."""
+"""A run that was killed with `kill -9` in the middle of a step is resumed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def answer(request):
 
 
 def make_scripted_project(folder: Path, *, hang: str, **trainer: Any) -> None:
-    """Six rows; each calls the tool once. Those whose numbers are in the file `hang` then get no answer."""
+    """Write a project with six rows, each of which calls the tool once.
+
+    Rows whose numbers are in the file `hang` get no completion after the call.
+    """
     (folder / "hang").write_text(hang)
     path = make_project(folder)
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
@@ -87,7 +90,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def killed_when(
     command: list[str], folder: Path, *, journal: Path, counts: dict[Kind, int]
 ) -> Iterator[None]:
-    """Runs a command until the journal holds so many records of each kind, and kills it."""
+    """Run a command until the journal holds these numbers of records of each kind, and kill it."""
     process = subprocess.Popen(
         [*AGENT_LOOP, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -120,7 +123,7 @@ def tokens_by_row(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     return tokens
 
 
-def test_a_rollout_that_was_killed_goes_on_with_the_same_tokens_and_runs_no_tool_twice(
+def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
     tmp_path: Path,
 ) -> None:
     make_scripted_project(tmp_path, hang="135")
@@ -148,7 +151,7 @@ def test_a_rollout_that_was_killed_goes_on_with_the_same_tokens_and_runs_no_tool
     assert not journal.exists()
 
 
-def test_a_training_that_was_killed_before_its_first_checkpoint_trains_its_steps_again_without_running_them(
+def test_a_training_killed_before_its_first_checkpoint_repeats_its_updates_without_repeating_rollouts(
     tmp_path: Path,
 ) -> None:
     make_scripted_project(tmp_path, hang="5", total_steps=4, save_every=100)

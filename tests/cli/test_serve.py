@@ -31,7 +31,7 @@ class Running:
     said: str = ""
 
     def read_until(self, start: str) -> None:
-        """Reads on in what the process says, to the end of the line that starts so."""
+        """Read the output of the process up to the line with this start, and return the rest of the line."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said += line
@@ -43,7 +43,7 @@ class Running:
 
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[Running]:
-    """`agent-loop serve` on a free port, until the body ends."""
+    """Run `agent-loop serve` on a free port until the body ends."""
     process = subprocess.Popen(
         [*COMMAND, *arguments, "--port", "0"],
         cwd=folder,
@@ -81,7 +81,7 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
             parts = iter(stream)
             next(parts)
             served.process.send_signal(signal.SIGINT)
-            served.read_until("stopping; requests in flight have")
+            served.read_until("stopping; in-flight requests have")
             next(parts)
             served.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="being stopped"):
@@ -89,11 +89,11 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
             said, _ = served.process.communicate(timeout=30)
         assert served.process.returncode == 130, said
         assert "Traceback" not in said
-        assert "cutting the requests in flight" in said
+        assert "aborting in-flight requests" in said
         assert said.strip().endswith("stopped")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+def test_an_occupied_port_is_reported_before_the_model_loads(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from agent_loop.serving.process import listening_socket
@@ -103,14 +103,14 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         result = call(monkeypatch, capsys, str(project / "no-model"), "--port", port)
     assert result == (
         2,
-        f"ConfigError: 127.0.0.1:{port} cannot be had (Address already in use); give another --port",
+        f"ConfigError: 127.0.0.1:{port} is not available (Address already in use); give another --port",
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["./nowhere"], "no tokenizer can be loaded from './nowhere': there is no such folder; give"),
+        (["./nowhere"], "no tokenizer can be loaded from './nowhere': the folder does not exist; give"),
         (["model", "--engine", "vlm"], "rollout.engine is 'vlm'"),
         (["model", "--tool-format", "hermis"], "did you mean 'hermes'?"),
         (["model", "--host", "999.0.0.1"], "--host is '999.0.0.1'"),
@@ -118,7 +118,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["model", "--config", "missing.yaml"], "missing.yaml"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_wrong_arguments_are_refused_with_the_reason(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_named(
     assert words in said
 
 
-def test_without_its_extra_the_command_says_what_to_install(
+def test_without_its_extra_the_command_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve_module, "find_spec", lambda name: None)
@@ -153,14 +153,14 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, str]:
-    """Exit code and the error up to its remedy's details."""
+    """Return the exit code and the start of the error."""
     monkeypatch.setattr(sys, "argv", ["agent-loop", "serve", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
     return int(stopped.value.code or 0), capsys.readouterr().err.partition(", or 0")[0].strip()
 
 
-def test_without_options_the_context_is_what_the_model_takes(project: Path, tmp_path: Path) -> None:
+def test_without_options_the_context_length_is_that_of_the_model(project: Path, tmp_path: Path) -> None:
     model = tmp_path / "short"
     shutil.copytree(project / "model", model)
     config = json.loads((model / "config.json").read_text())

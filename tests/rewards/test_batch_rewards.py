@@ -17,7 +17,13 @@ from agent_loop.config import AgentConfig, Config, RolloutConfig, load_config
 from agent_loop.errors import ConfigError, RewardError, RolloutError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.rewards.function import BatchRewardFunction, Score, Verdict, load_batch_reward, load_reward
+from agent_loop.rewards.function import (
+    BatchRewardFunction,
+    Score,
+    ScoreResult,
+    load_batch_reward,
+    load_reward,
+)
 from agent_loop.rollout.components import load_reward_function
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.activity import WaitKind
@@ -354,7 +360,7 @@ def test_a_bad_value_fails_its_own_trajectory_alone(value: Any, says: str) -> No
 
     assert rewards_of(trajectories) == [[1.0] * N, [0.5, 0.5, None, 0.5]]
     [error] = errors_of(trajectories)
-    assert re.match(f"RewardError: reward function judge, at place 2, {says}", error)
+    assert re.match(f"RewardError: reward function judge, at index 2, {says}", error)
 
 
 def test_more_bad_rewards_than_may_fail_end_the_run() -> None:
@@ -430,8 +436,8 @@ OUTPUT = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
 def test_the_function_can_be_called_by_itself() -> None:
     function = BatchRewardFunction(lambda outputs, rows: [1, {"reward": 0.5, "n": 2}], timeout_s=1)
     assert run_virtual(function([OUTPUT, OUTPUT], [{}, {}])) == [
-        Verdict(Score(1.0)),
-        Verdict(Score(0.5, {"n": 2})),
+        ScoreResult(Score(1.0)),
+        ScoreResult(Score(0.5, {"n": 2})),
     ]
     with pytest.raises(RewardError, match="2 values for 1 outputs"):
         run_virtual(function([OUTPUT], [{}]))
@@ -458,7 +464,7 @@ def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
     config = Config.model_validate({"reward": {"function": f"{file}:{name}", "batch": True}})
     function = load_reward_function(config)
     assert isinstance(function, BatchRewardFunction)
-    assert run_virtual(function([OUTPUT], [{}])) == [Verdict(Score(1.0))]
+    assert run_virtual(function([OUTPUT], [{}])) == [ScoreResult(Score(1.0))]
 
 
 @pytest.mark.parametrize(
@@ -489,7 +495,7 @@ def test_batch_without_a_function_is_refused() -> None:
 def test_reward_managers_of_verl_are_understood_or_refused_by_name(key: str) -> None:
     assert load_config(overrides=[f"{key}=batch"]).reward.batch is True
     assert load_config(overrides=[f"{key}=naive"]).reward.batch is False
-    with pytest.raises(ConfigError, match=f"{key} is 'dapo'; only 'naive' and 'batch' exist here"):
+    with pytest.raises(ConfigError, match=f"{key} is 'dapo'; give 'naive' or 'batch'"):
         load_config(overrides=[f"{key}=dapo"])
 
 

@@ -1,4 +1,4 @@
-"""`agent-loop replay`: a stored trajectory once more through the loop."""
+"""`agent-loop replay`: run a stored trajectory again through its loop."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 EXIT_DIFFERS = 1
 CONFIG_FILE = "config.yaml"
 ENDED_FROM_OUTSIDE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
-"""What ended so ends otherwise where nothing breaks and nobody waits."""
+"""Stop reasons that a replay does not reproduce."""
 
 
 def replay_command(
     run: RunArgument,
-    row: Annotated[str, typer.Argument(metavar="ROW", help="As in `group=3/rollout=1`.", show_default=False)],
+    row: Annotated[
+        str, typer.Argument(metavar="ROW", help="Trajectory, as in `group=3/rollout=1`.", show_default=False)
+    ],
     overrides: OverridesArgument = None,
     *,
     step: StepOption = None,
@@ -47,26 +49,25 @@ def replay_command(
         typer.Option(
             "--from-turn",
             min=1,
-            help="The model speaks anew from its turn of this number on; 1 is its first.",
+            help="First turn that the model samples again; 1 is its first turn.",
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="By default the `config.yaml` of the run.", show_default=False),
+        typer.Option(
+            "--config", help="YAML file; by default the `config.yaml` of the run.", show_default=False
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Write the new trajectory there (.parquet or .jsonl).", show_default=False
-        ),
+        typer.Option("--out", help="File for the new trajectory (.parquet or .jsonl).", show_default=False),
     ] = None,
 ) -> None:
-    """Run a stored trajectory again: the real loop, template and parsers, with the completions and the replies of tools
-    and interactions that were recorded.
+    """Run a stored trajectory again: the real loop, template and parsers, with recorded completions and tool replies.
 
-    Says whether the same tokens come out; if not, where they first differ, with exit code 1. No model and no tool is
-    asked. With `--from-turn` the recorded turns before it are followed, and then the model of the configuration goes
-    on, with real tools, which are brought to where they were as they say in `on_replay`.
+    Prints whether the tokens are the same, or else where they first differ, with exit code 1. No model and no tool is
+    called. With `--from-turn`, the turns before that one are replayed. The model of the configuration then continues
+    with real tools, whose state is restored as their `on_replay` declares.
 
     Examples:
 
@@ -94,23 +95,21 @@ def replay_command(
         last = len(spoken.completions) + 1
         if from_turn > last:
             raise DataError(
-                f"--from-turn is {from_turn}, but {row} could go on at turn {last} at the latest; give less"
+                f"--from-turn is {from_turn}, but {row} can continue at turn {last} at the latest; give at most {last}"
             )
         new = _again(settings, old, spoken.before(from_turn), continue_live=True)
         is_same = True
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
         _write(out, new, step=found["step"], split=found["split"])
-        console.print(f"the new trajectory is in {out}", markup=False)
+        console.print(f"new trajectory written to {out}", markup=False)
     if not is_same or (from_turn is not None and new.output.failure is not None):
         raise typer.Exit(EXIT_DIFFERS)
 
 
 def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
     if not path.is_file():
-        raise ConfigError(
-            f"there is no {str(path)!r} that says how the trajectories came about; give --config"
-        )
+        raise ConfigError(f"there is no {str(path)!r} with the settings of the run; give them with --config")
     return read_config(path, overrides)
 
 
@@ -122,35 +121,35 @@ def _again(config: Config, old: Trajectory, spoken: Spoken, *, continue_live: bo
 
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
-    """Whether they are the same; says so."""
+    """Print where two trajectories differ, and return whether they are the same."""
     from agent_loop.recording.token_difference import first_difference
     from agent_loop.storage.vocabulary import text_of
 
     def show(token_ids: Sequence[int]) -> str:
         return f"{list(token_ids)}" + ("" if pieces is None else f"  {text_of(token_ids, pieces)!r}")
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     difference = first_difference(old.output, new.output)
     num_tokens = sum(map(len, old.output.segments))
     if difference is not None:
-        say(
+        print_line(
             f"{old.trajectory_id} differs from token {difference.index} of {num_tokens} on ({difference.where})"
         )
-        say(f"  recorded: {show(difference.old)}")
-        say(f"  now:      {show(difference.new)}")
+        print_line(f"  recorded: {show(difference.old)}")
+        print_line(f"  now:      {show(difference.new)}")
     is_same = difference is None and (
         old.output.stop_reason is new.output.stop_reason or old.output.stop_reason in ENDED_FROM_OUTSIDE
     )
     if old.output.stop_reason is not new.output.stop_reason:
-        say(
-            f"{old.trajectory_id} ended with {old.output.stop_reason}, and ends with {new.output.stop_reason}"
+        print_line(
+            f"{old.trajectory_id} ended with {old.output.stop_reason}, and now ends with {new.output.stop_reason}"
         )
-        say(f"  {new.output.failure.error}" if new.output.failure is not None else "")
+        print_line(f"  {new.output.failure.error}" if new.output.failure is not None else "")
     if is_same:
         num_turns = old.output.num_assistant_turns
-        say(f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model's")
+        print_line(f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model")
     return is_same
 
 
@@ -173,7 +172,7 @@ def _facts(trajectory: Trajectory) -> dict[str, str]:
     return {
         "reward": "-" if trajectory.reward is None else f"{trajectory.reward:g}",
         "ended with": str(output.stop_reason),
-        "turns of the model's": str(output.num_assistant_turns),
+        "turns of the model": str(output.num_assistant_turns),
         "response tokens": str(len(output.response_ids)),
         "incidents": str(len(output.incidents)),
     }

@@ -101,7 +101,7 @@ class MultiTurnConfig(Section):
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model may call any."""
+        """Whether the model has tools."""
         return bool(self.tools or self.tool_config_path or self.environments)
 
 
@@ -131,7 +131,7 @@ class TraceConfig(Section):
 
     @property
     def backends(self) -> Sequence[TraceBackend]:
-        """All writers."""
+        """The names of `backend` as a list."""
         given = self.backend
         return given if isinstance(given, list) else [given] if given is not None else []
 
@@ -222,10 +222,10 @@ class RolloutConfig(Section):
         if not value:
             return value
         if engine not in ("embedded", "embedded_process") or _custom_server(info) is not None:
-            raise ValueError("only the embedded engine can; set rollout.engine=embedded")
+            raise ValueError("only the embedded engine is deterministic; set rollout.engine=embedded")
         if over_sample > 1:
             raise ValueError(
-                f"rollout.over_sample is {over_sample}, and which groups end first is chance; set it to 1"
+                f"rollout.over_sample is {over_sample}, and the groups that end first are random; set it to 1"
             )
         return value
 
@@ -236,7 +236,7 @@ class RolloutConfig(Section):
             "temperature": source.temperature,
             "top_p": source.top_p,
             "top_k": source.top_k,
-            "repetition_penalty": 1.0,  # (none; code written for verl reads the key)
+            "repetition_penalty": 1.0,  # (no effect; code written for verl reads the key)
         }
         if validate and self.val.max_turn_tokens is not None:
             params["max_tokens"] = self.val.max_turn_tokens
