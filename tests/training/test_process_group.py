@@ -21,7 +21,7 @@ from agent_loop.training.checkpoint import open_checkpoint, save_checkpoint
 from agent_loop.training.learner import load_learner
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
-from agent_loop.training.team_processes import lead_team
+from agent_loop.training.ranks import start_process_group
 from agent_loop.weights import AdaptedWeights
 from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy, tiny_tokenizer
 
@@ -77,8 +77,10 @@ async def train(config: Config, run_dir: Path, *, resume_from: Path | None = Non
     middle = NUM_UPDATES // 2
     metrics: list[dict[str, float]] = []
     checkpoint = resume_from
-    async with lead_team(config) as team:
-        learner = load_learner(config, checkpoint=resume_from and open_checkpoint(resume_from), team=team)
+    async with start_process_group(config) as process_group:
+        learner = load_learner(
+            config, checkpoint=resume_from and open_checkpoint(resume_from), process_group=process_group
+        )
         for number in range(middle if resume_from else 0, NUM_UPDATES):
             if number == middle and checkpoint is None:
                 checkpoint = save_checkpoint(
@@ -101,7 +103,7 @@ async def train(config: Config, run_dir: Path, *, resume_from: Path | None = Non
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("team")
+    folder = tmp_path_factory.mktemp("process_group")
     tiny_policy().save_pretrained(folder / "policy")
     return folder
 

@@ -1,4 +1,4 @@
-"""Whether a finished trajectory is what its chat template would render now, and if not, why."""
+"""Comparison of a finished trajectory with a full render of its messages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from agent_loop.types import Origin
 
 
 def find_drift(output: AgentLoopOutput, *, template: ChatTemplate) -> Cause | None:
-    """Compares a trajectory's tokens with a full render of its messages.
+    """Compare a trajectory's tokens with a full render of its messages.
 
-    A trajectory that differs is none the worse: its tokens are what the model saw and said. The share of those that
-    do not differ tells how far a system that renders history again would train on something else. Costs one render
-    and one encoding of the whole conversation.
+    A trajectory that differs is not wrong: its tokens are those that the model read and sampled. The share of
+    differing trajectories measures how far a system that renders the history again would train on other tokens. A call
+    costs one render and one encoding of the whole conversation.
 
     Returns:
-        None if the trajectory is the beginning of the render, else why it is not.
+        None if the render begins with the trajectory, else the cause of the difference.
 
     Raises:
         ChatTemplateError: The template does not accept the messages.
     """
     kept = [token for segment in output.segments for token in segment.token_ids.tolist()]
-    messages = [template.replies.written(message) for message in output.messages]
+    messages = [template.bridges.adapted(message) for message in output.messages]
     rendered = template.open(messages, tools=output.tool_schemas).tolist()
     position = num_shared(kept, rendered)
     if position == len(kept):
@@ -34,7 +34,7 @@ def find_drift(output: AgentLoopOutput, *, template: ChatTemplate) -> Cause | No
 
 
 def _cause(position: int, output: AgentLoopOutput) -> Cause:
-    """By what stands where the two part."""
+    """Return the cause of a difference, from the segment at its position."""
     end = 0
     for segment in output.segments:
         end += len(segment)

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from agent_loop.chat.drift import find_drift
 from agent_loop.chat.report import Cause
 from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.training.drift import find_drift
 from agent_loop.training.metrics import drift_metrics
 from tests.helpers import calls, encoded, hermes_template, says
 from tests.rollout.harness import Adder, Stage

@@ -61,20 +61,20 @@ def started(folder: Path, *options: str) -> subprocess.Popen[str]:
         text=True,
     )
     assert process.stdout is not None
-    said = ""
+    output = ""
     for line in process.stdout:
-        said += line
+        output += line
         if line.startswith("step 2/"):
             return process
-    raise AssertionError(said)
+    raise AssertionError(output)
 
 
-def followers_of(leader: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{leader.pid}/task/{leader.pid}/children").read_text().split()
+def ranks_of(rank_0: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{rank_0.pid}/task/{rank_0.pid}/children").read_text().split()
     return [
         int(pid)
         for pid in children
-        if b"agent_loop.training.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"agent_loop.training.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
@@ -87,9 +87,9 @@ def assert_ends(pid: int, *, within_s: float) -> None:
 
 def test_torchrun_trains_and_one_process_goes_on_from_its_checkpoint(project: Path) -> None:
     run([*TORCHRUN, *TRAIN], project)
-    said = run([sys.executable, *TRAIN, "--resume", "trainer.total_steps=4"], project)
+    output = run([sys.executable, *TRAIN, "--resume", "trainer.total_steps=4"], project)
 
-    assert "resuming after step 3" in said
+    assert "resuming after step 3" in output
     assert values_of(project / "run", "step") == [1, 2, 3, 4]
     assert all(norm > 0 for norm in values_of(project / "run", names.GRAD_NORM))
     # What the servers sampled with is what is trained.
@@ -97,49 +97,52 @@ def test_torchrun_trains_and_one_process_goes_on_from_its_checkpoint(project: Pa
 
 
 def test_ctrl_c_writes_a_checkpoint_and_ends_all_processes(project: Path) -> None:
-    leader = started(project)
-    (follower,) = followers_of(leader)
+    rank_0 = started(project)
+    (rank_1,) = ranks_of(rank_0)
 
-    leader.send_signal(signal.SIGINT)
-    said = leader.communicate(timeout=100)[0]
+    rank_0.send_signal(signal.SIGINT)
+    output = rank_0.communicate(timeout=100)[0]
 
-    assert leader.returncode == 130, said
-    assert_ends(follower, within_s=5)
+    assert rank_0.returncode == 130, output
+    assert_ends(rank_1, within_s=5)
     last = len(values_of(project / "run", "step"))
-    said = run([sys.executable, *TRAIN, TWO, "--resume", f"trainer.total_steps={last + 1}"], project)
-    assert f"resuming after step {last}" in said
+    output = run([sys.executable, *TRAIN, TWO, "--resume", f"trainer.total_steps={last + 1}"], project)
+    assert f"resuming after step {last}" in output
 
 
 def test_processes_of_one_machine_listen_on_loopback_alone(project: Path) -> None:
-    leader = started(project)
-    addresses = listening_addresses(process_tree(leader.pid))
-    leader.kill()
-    leader.communicate()
+    rank_0 = started(project)
+    addresses = listening_addresses(process_tree(rank_0.pid))
+    rank_0.kill()
+    rank_0.communicate()
 
     assert addresses
     assert all(map(is_loopback, addresses)), addresses
 
 
 def test_a_process_that_dies_ends_the_others_with_an_error_that_names_it(project: Path) -> None:
-    leader = started(project)
-    (follower,) = followers_of(leader)
+    rank_0 = started(project)
+    (rank_1,) = ranks_of(rank_0)
 
-    os.kill(follower, signal.SIGKILL)
-    said = leader.communicate(timeout=60)[0]
+    os.kill(rank_1, signal.SIGKILL)
+    output = rank_0.communicate(timeout=60)[0]
 
-    assert leader.returncode == 2, said
-    assert "TeamError: of the 2 processes that train together, process 1 ended with exit code -9" in said
-    assert "Traceback" not in said
+    assert rank_0.returncode == 2, output
+    assert (
+        "ProcessGroupError: of the 2 processes that train together, process 1 ended with exit code -9"
+        in output
+    )
+    assert "Traceback" not in output
 
 
 def test_the_others_end_with_a_leader_that_is_killed(project: Path) -> None:
-    leader = started(project)
-    (follower,) = followers_of(leader)
+    rank_0 = started(project)
+    (rank_1,) = ranks_of(rank_0)
 
-    leader.kill()
-    leader.communicate()
+    rank_0.kill()
+    rank_0.communicate()
 
-    assert_ends(follower, within_s=5)
+    assert_ends(rank_1, within_s=5)
 
 
 def test_an_error_of_all_processes_is_shown_and_ends_the_run(project: Path) -> None:

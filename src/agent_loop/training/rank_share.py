@@ -1,4 +1,4 @@
-"""What a process of a team runs of a mini-batch."""
+"""The share of a mini-batch that a rank computes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from agent_loop.rollout.batch import RolloutBatch
 from agent_loop.training.micro_batches import MicroBatch, micro_batches
-from agent_loop.training.team import Team
+from agent_loop.training.process_group import ProcessGroup
 
 
-def own_micro_batches(
+def micro_batches_of_rank(
     batch: RolloutBatch,
     *,
     rows: Tensor,
-    team: Team,
+    process_group: ProcessGroup,
     max_tokens: int,
     device: torch.device,
     use_packing: bool = False,
@@ -25,10 +25,10 @@ def own_micro_batches(
     pad: bool = True,
     at_least: int = 1,
 ) -> Iterator[MicroBatch]:
-    """This process's share of the rows, as `micro_batches` cuts it; all rows where there is one process.
+    """Yield the micro-batches of this rank's share of the rows; of all rows if there is one rank.
 
-    Rows are dealt by length, so that the shares are about as many tokens. All processes run as many micro-batches: one
-    with fewer ends with spare ones.
+    Rows are distributed by length, so that all shares have about the same number of tokens. All ranks run the same
+    number of micro-batches: a rank with fewer runs spare ones at the end.
     """
 
     def cut(own_rows: Tensor) -> Iterator[MicroBatch]:
@@ -43,13 +43,13 @@ def own_micro_batches(
             at_least=at_least,
         )
 
-    if team.size == 1:
+    if process_group.size == 1:
         yield from cut(rows)
         return
     lengths = batch["attention_mask"][rows].sum(dim=1)
     longest_first = rows[lengths.argsort(descending=True, stable=True)]
-    own = list(cut(longest_first[team.rank :: team.size]))
-    num_spare = max(team.collect(len(own))) - len(own)
+    own = list(cut(longest_first[process_group.rank :: process_group.size]))
+    num_spare = max(process_group.all_gather(len(own))) - len(own)
     yield from own
     spare = _spare(own[-1] if own else next(cut(longest_first[-1:])))
     for _ in range(num_spare):
@@ -57,5 +57,5 @@ def own_micro_batches(
 
 
 def _spare(micro_batch: MicroBatch) -> MicroBatch:
-    """It makes the model run, and counts nowhere."""
+    """Return a micro-batch that the model runs on, and that counts nowhere."""
     return replace(micro_batch, mask_BR=torch.zeros_like(micro_batch.mask_BR), is_spare=True)

@@ -1,4 +1,4 @@
-"""What each process of a team runs, and what none does."""
+"""Tests of the micro-batches that each rank computes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.training.actor import Actor
 from agent_loop.training.learner import Learner
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.team import Team
-from agent_loop.training.team_processes import lead_team
-from agent_loop.training.team_share import own_micro_batches
+from agent_loop.training.process_group import ProcessGroup
+from agent_loop.training.rank_share import micro_batches_of_rank
+from agent_loop.training.ranks import start_process_group
 from tests.training.fakes import PAD, sample_trajectories, tiny_policy
 
 BATCH = assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
 
 
-class OneOfMany(Team):
-    """Tells what it was asked to collect, and has others that gave what it is told."""
+class OneOfMany(ProcessGroup):
+    """Process group that records what this rank gathers, and returns given values for the other ranks."""
 
     def __init__(self, *, rank: int, size: int, others: list[int] | None = None) -> None:
         super().__init__(rank=rank, size=size)
         self.given: list[int] = []
         self._others = others or []
 
-    def collect(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.given.append(value)
         return [value, *self._others]
 
 
 def shares(rows: torch.Tensor, *, size: int) -> list[list[MicroBatch]]:
-    """The micro-batches of each process."""
+    """Return the micro-batches of each rank."""
 
-    def share(team: Team) -> list[MicroBatch]:
-        return list(own_micro_batches(BATCH, rows=rows, team=team, max_tokens=40, device=torch.device("cpu")))
+    def share(process_group: ProcessGroup) -> list[MicroBatch]:
+        return list(
+            micro_batches_of_rank(
+                BATCH, rows=rows, process_group=process_group, max_tokens=40, device=torch.device("cpu")
+            )
+        )
 
     asked = [OneOfMany(rank=rank, size=size) for rank in range(size)]
-    for team in asked:
-        share(team)
-    counts = [count for team in asked for count in team.given]
+    for process_group in asked:
+        share(process_group)
+    counts = [count for process_group in asked for count in process_group.given]
     return [share(OneOfMany(rank=rank, size=size, others=counts)) for rank in range(size)]
 
 
@@ -78,9 +82,11 @@ def test_a_spare_micro_batch_counts_nowhere() -> None:
     assert not values_BR.any()
 
 
-def test_images_are_refused_before_the_others_are_told() -> None:
+def test_images_are_refused_before_other_ranks_get_a_command() -> None:
     config = Config()
-    learner = Learner(config, actor=Actor(tiny_policy(), config=config.actor), team=Team(size=2, orders=None))
+    learner = Learner(
+        config, actor=Actor(tiny_policy(), config=config.actor), process_group=ProcessGroup(size=2)
+    )
     batch = BATCH.clone()
     batch["attachments"] = torch.zeros(len(batch))
 
@@ -95,9 +101,9 @@ def test_a_number_of_processes_that_torchrun_did_not_start_is_refused(
         monkeypatch.setenv(name, value)
     config = Config.model_validate({"model": {"device": "cpu"}, "trainer": {"num_processes": 2}})
 
-    async def lead() -> None:
-        async with lead_team(config):
+    async def start() -> None:
+        async with start_process_group(config):
             pass
 
     with pytest.raises(ConfigError, match="num_processes is 2, but torchrun started 4"):
-        asyncio.run(lead())
+        asyncio.run(start())

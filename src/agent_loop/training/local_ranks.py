@@ -1,4 +1,4 @@
-"""The other processes of a team, started on this machine."""
+"""The ranks other than 0, as processes on this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from typing import Self
 
 from agent_loop.config import Config
-from agent_loop.training.team import LOOPBACK
+from agent_loop.training.process_group import LOOPBACK
 
-FOLLOWER = "agent_loop.training.follower"
+RANK_MODULE = "agent_loop.training.rank_process"
 POLL_S = 0.2
 
 
-class LocalFollowers:
-    """Implements `Followers`, for `with`."""
+class LocalRanks:
+    """Implementation of `OtherRanks` for one machine. A context manager."""
 
     def __init__(self, config: Config, *, grace_s: float) -> None:
         self.host = LOOPBACK
@@ -28,7 +28,7 @@ class LocalFollowers:
             self._start(port=port, rank=rank) for rank in range(1, self._config.trainer.num_processes)
         ]
 
-    async def until_one_ends(self) -> str:
+    async def wait_for_exit(self) -> str:
         while True:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
@@ -50,10 +50,9 @@ class LocalFollowers:
                 process.wait()
 
     def _start(self, *, port: int, rank: int) -> subprocess.Popen[str]:
-        """In a session of its own, which Ctrl-C does not reach. It ends when its standard input does."""
-        arguments = [str(number) for number in (port, rank, self._config.trainer.num_processes)]
+        """Start a process in a session of its own, which Ctrl-C does not reach. It ends with its standard input."""
         process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER, *arguments],
+            [sys.executable, "-m", RANK_MODULE, str(port), str(rank)],
             stdin=subprocess.PIPE,
             text=True,
             start_new_session=True,
