@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from agent_loop.rollout.trajectory_jsonl import to_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -19,8 +20,7 @@ from agent_loop.recording.forms import completion_form, read_completion
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jagged import assemble_jagged
-from agent_loop.rollout.records import to_record
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.json_text import to_json
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
