@@ -244,7 +244,7 @@ def test_an_image_among_what_a_method_returns_is_an_image() -> None:
 
     failure = play(Camera, [calls("look"), says("A cat.")]).output.failure
     assert failure is not None
-    assert "tool 'look' answered with an image; only text reaches this model" in failure.error
+    assert "tool 'look' returned an image, but this model accepts only text; return text" in failure.error
 
 
 def test_an_observation_follows_the_last_message() -> None:

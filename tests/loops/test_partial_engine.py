@@ -1,4 +1,4 @@
-"""Cut and resumed on an engine with a model: the embedded one."""
+"""CallAborted and resumed on an engine with a model: the embedded one."""
 
 from __future__ import annotations
 

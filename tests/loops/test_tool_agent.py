@@ -9,7 +9,7 @@ import pytest
 from agent_loop.config import MultiTurnConfig
 from agent_loop.errors import ToolError
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.loops.tool_agent import MAX_MALFORMED_ANSWERS
+from agent_loop.loops.tool_agent import MAX_MALFORMED_REPLIES
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, StopReason
@@ -83,9 +83,9 @@ def test_of_a_thousand_malformed_calls_the_first_are_answered_and_the_rest_are_c
     many = says("<tool_call>oops</tool_call>" * 1000 + call_text("add", a=1, b=2))
     trajectory = Stage([many, ANSWER], tools=[Adder()], response_length=50_000).run_one()
     *errors, result, rest = replies(trajectory)
-    assert len(errors) == MAX_MALFORMED_ANSWERS
+    assert len(errors) == MAX_MALFORMED_REPLIES
     assert result == "3"
-    assert rest == f"Error: {1000 - MAX_MALFORMED_ANSWERS} more calls cannot be read either"
+    assert rest == f"Error: {1000 - MAX_MALFORMED_REPLIES} more calls cannot be read either"
     assert kinds(trajectory).count(IncidentKind.MALFORMED_CALL) == 1000
 
 

@@ -142,8 +142,8 @@ def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_folder() -> Non
     assert "missing.jsonl' does not exist (the nearest folder that exists is 'data'" in refusal(
         "data/missing.jsonl"
     )
-    assert "no folder is there" in refusal("data/missing", kind=ConfigError)
-    assert "is an address; download it" in refusal("hf://datasets/x", kind=ConfigError)
+    assert "is neither a folder nor a file of a known kind" in refusal("data/missing", kind=ConfigError)
+    assert "is a URL; download it" in refusal("hf://datasets/x", kind=ConfigError)
 
 
 def test_a_folder_without_rows_is_refused_with_what_it_is(folder: Path) -> None:
@@ -172,7 +172,7 @@ def test_files_that_do_not_belong_together_are_refused(folder: Path) -> None:
     assert "both 'a.jsonl' and 'a.jsonl.gz', which are the same rows twice" in refusal("twice")
     assert "several splits: test, train; name those of one, as in folder/test*.parquet" in refusal("splits")
     assert load("splits/train*.parquet", "splits/test*.parquet") == ROWS * 2
-    assert "'notes/a.txt' is of no known kind" in refusal("notes/*", kind=ConfigError)
+    assert "the kind of data file 'notes/a.txt' is unknown" in refusal("notes/*", kind=ConfigError)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
@@ -382,7 +382,7 @@ def test_a_split_of_a_saved_folder_is_named_behind_a_colon(folder: Path) -> None
         ("state.json", b'{"_indices_files": [{}]}', "was saved with an indices mapping"),
         ("dataset_dict.json", b"{}", "it has no list 'splits'"),
         ("data-00001-of-00002.arrow", b"", "data-00001-of-00002.arrow cannot be read as Arrow"),
-        ("data-00001-of-00002.arrow", b"x" * 100, "it has no end, so it was cut off; copy it again"),
+        ("data-00001-of-00002.arrow", b"x" * 100, "it has no end marker, so it was truncated; copy it again"),
         ("data-00001-of-00002.arrow", b"ARROW1" + b"x" * 100, "cannot be read as Arrow"),
     ],
 )

@@ -104,7 +104,9 @@ def test_a_source_that_is_no_file_and_no_function_is_refused(tmp_path: Path) -> 
 
     with pytest.raises(DataError, match=r"missing.jsonl' does not exist"):
         load_rows([str(tmp_path / "missing.jsonl")], prompt_key="prompt")
-    with pytest.raises(ConfigError, match=r"rows.txt' is of no known kind, .* give a file \(.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"rows.txt' is neither a folder nor a file of a known kind .* give a file \(.jsonl"
+    ):
         load_rows(["rows.txt"], prompt_key="prompt")
     with pytest.raises(ConfigError, match="is a list; name a function"):
         load_rows([str(tmp_path / "task.py:rows")], prompt_key="prompt")

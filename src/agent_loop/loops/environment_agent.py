@@ -1,4 +1,4 @@
-"""The model in an environment that gives it tools, a first observation and a reward."""
+"""The loop of environments: the environment provides the tools, the first observation and the reward."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ResultT = TypeVar("ResultT")
 
 @register("environment_agent")
 class EnvironmentAgentLoop(ToolAgentLoop):
-    """A tool loop whose tools are the methods of an environment, made for the trajectory.
+    """A tool loop whose tools are the methods of an environment. Every trajectory has its own environment.
 
-    The row's `environment` names one of `rollout.multi_turn.environments`; where there is one alone, it need not. The
-    environment's reward is the trajectory's, also of one that a limit ended.
+    The row's `environment` names one of `rollout.multi_turn.environments`; it is optional if there is only one. The
+    environment's reward becomes the trajectory's reward, also if a limit ended the trajectory.
     """
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -79,7 +79,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         self.context = structs.replace(self.context, tools={**self.context.tools, **tools})
 
     async def _close(self, environment: Environment) -> list[str]:
-        """Closes it, to the end even if cancelled meanwhile, and returns what went wrong."""
+        """Close the environment, shielded from cancellation, and return what went wrong."""
         timeout_s = self.context.multi_turn.close_timeout_s
         try:
             what = f"closing {environment.where}"
@@ -107,6 +107,6 @@ async def _bounded(
     except EnvironmentBug:
         raise
     except DeadlineExpired as error:
-        raise EnvironmentBug(f"{what} {error}; mend it, or raise rollout.multi_turn.{key}") from error
+        raise EnvironmentBug(f"{what} {error}; fix it, or raise rollout.multi_turn.{key}") from error
     except Exception as error:
-        raise EnvironmentBug(f"{what} raised {describe_error(error)}; mend it") from error
+        raise EnvironmentBug(f"{what} raised {describe_error(error)}; fix it") from error
