@@ -88,6 +88,11 @@ class SamplingParams(Struct, frozen=True):
     num_sampled: int = 0
     """So many tokens at the end of the prompt are the beginning of this completion: they were sampled before it was
     interrupted. A server with `Ability.FREE_SEEDS` then draws what it would have drawn without the interruption."""
+    top_logprobs: int = 0
+    """Number k of the likeliest tokens to return for each sampled token. The completion then has the extras
+    `top_token_ids`, int32, and `top_logprobs`, float32, both [num_tokens, k], likeliest first. They are the k largest
+    of `log_softmax(logits / temperature)`, before top-k and top-p, as for `TokenChunk.logprobs`; temperature 1 for
+    greedy completions. The sampled token need not be among them. Servers need `Ability.TOP_LOGPROBS`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < inf:
@@ -102,6 +107,8 @@ class SamplingParams(Struct, frozen=True):
             raise SamplingParamsError(f"max_tokens is {self.max_tokens}; give at least 1, or None")
         if self.num_sampled < 0:
             raise SamplingParamsError(f"num_sampled is {self.num_sampled}; give 0 or more")
+        if self.top_logprobs < 0:
+            raise SamplingParamsError(f"top_logprobs is {self.top_logprobs}; give 0 (none) or more")
         if not 0 < self.repetition_penalty < inf:
             raise SamplingParamsError(
                 f"repetition_penalty is {self.repetition_penalty}; give 1.0 (none) or another finite number above 0"
@@ -254,6 +261,22 @@ class TokenOutput:
     def prefill_s(self) -> float | None:
         """Seconds to the first token; None if unknown."""
         return self.chunks[0].prefill_s
+
+
+def top_logprob_arrays(token_ids: Any, logprobs: Any, *, num_top: int) -> TokenArrays:
+    """Return the extras of `SamplingParams.top_logprobs`.
+
+    Args:
+        token_ids: Token ids of all tokens, end to end or one list per token. Likewise `logprobs`.
+        num_top: Number of entries per token.
+
+    Raises:
+        ValueError: A token has more or fewer entries.
+    """
+    return {
+        "top_token_ids": np.array(token_ids, np.int32).reshape(-1, num_top),
+        "top_logprobs": np.array(logprobs, np.float32).reshape(-1, num_top),
+    }
 
 
 class ToolCall(Struct, frozen=True):

@@ -167,6 +167,9 @@ class RolloutConfig(Section):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = -1
+    top_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number k of the likeliest tokens whose log-probs are stored for each sampled token, as the batch columns
+    `top_token_ids` and `top_logprobs` [B, R, k]. Engines: embedded, vLLM, SGLang."""
     prompt_length: Tokens = 512
     """Maximum tokens of the first prompt."""
     response_length: Tokens = 512
@@ -238,6 +241,8 @@ class RolloutConfig(Section):
             "top_k": source.top_k,
             "repetition_penalty": 1.0,  # (no effect; code written for verl reads the key)
         }
+        if self.top_logprobs:
+            params["top_logprobs"] = self.top_logprobs
         if validate and self.val.max_turn_tokens is not None:
             params["max_tokens"] = self.val.max_turn_tokens
         return params
