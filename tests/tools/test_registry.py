@@ -56,12 +56,12 @@ def yaml_of(folder: Path, text: str) -> Path:
     return path
 
 
-def test_references_load_function_tools_and_classes_that_carry_a_schema(folder: Path) -> None:
+def test_references_load_function_tools_and_classes_with_a_schema(folder: Path) -> None:
     tools = load_tools([f"{folder}/tools.py:multiply", f"{folder}/tools.py:SelfDescribed"])
     assert list(tools) == ["multiply", "described"]
 
 
-def test_the_yaml_form_makes_each_class_with_its_config_and_schema(folder: Path) -> None:
+def test_the_yaml_file_creates_each_class_with_its_config_and_schema(folder: Path) -> None:
     path = yaml_of(
         folder,
         f"""
@@ -87,12 +87,14 @@ def test_the_yaml_form_makes_each_class_with_its_config_and_schema(folder: Path)
         ("Echo", "Echo has no schema; give tool_schema in the YAML, or a class attribute"),
     ],
 )
-def test_a_reference_to_no_tool_is_refused(folder: Path, reference: str, says: str) -> None:
+def test_a_reference_to_something_other_than_a_tool_is_refused(
+    folder: Path, reference: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         load_tools([f"{folder}/tools.py:{reference}"])
 
 
-def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
+def test_two_tools_with_the_same_name_are_refused(folder: Path) -> None:
     reference = f"{folder}/tools.py:multiply"
     with pytest.raises(ConfigError, match="are both named 'multiply'; rename one"):
         load_tools([reference, reference])
@@ -126,7 +128,7 @@ def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
         ),
     ],
 )
-def test_a_faulty_file_is_refused_with_the_fault(folder: Path, text: str, says: str) -> None:
+def test_an_invalid_file_is_refused_with_the_reason(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_tools([], config_path=yaml_of(folder, text))
 
@@ -136,7 +138,7 @@ def test_a_missing_file_is_refused() -> None:
         load_tools([], config_path="none.yaml")
 
 
-def test_the_yaml_form_says_how_the_calls_of_a_function_are_run(folder: Path) -> None:
+def test_the_yaml_file_sets_the_limits_of_a_function(folder: Path) -> None:
     path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', timeout_s: 3, retries: 1}]")
     tool = load_tools([], config_path=path)["multiply"]
     assert (tool.timeout_s, tool.retries) == (3.0, 1)

@@ -28,7 +28,7 @@ class BaseTool(ABC):
     """Base class of tools that models can call.
 
     All trajectories of a worker share one object. Keep the state of a trajectory under its `instance_id`. An
-    `instance_id` belongs to one trajectory and is never reused; `trajectory_id_of` returns the part that the ids of
+    `instance_id` belongs to one trajectory and is never reused; `trajectory_of` returns the part that the ids of
     all tools of one trajectory have in common.
 
     The methods are called per trajectory: `create` once before the first call, `execute` for each call, `calc_reward`
@@ -143,6 +143,6 @@ def _is_own(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
     return getattr(method, "__func__", None) is not default
 
 
-def trajectory_id_of(instance_id: str) -> str:
+def trajectory_of(instance_id: str) -> str:
     """Return the part of an instance id that the ids of all tools of one trajectory have in common."""
     return instance_id.partition("-")[0]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from agent_loop.errors import ToolError, ToolUnavailable
 from agent_loop.runtime.concurrency import HeldOpen, run_while
 from agent_loop.runtime.describe import describe_error
-from agent_loop.tools.base import trajectory_id_of
+from agent_loop.tools.base import trajectory_of
 from agent_loop.tools.mcp.connection import describe_cause, import_mcp, is_responding
 from agent_loop.tools.shared_resource import SharedResource
 
@@ -135,4 +135,4 @@ class McpSessions:
         return session
 
     def _key(self, instance_id: str) -> str:
-        return "" if self._is_shared else trajectory_id_of(instance_id)
+        return "" if self._is_shared else trajectory_of(instance_id)
