@@ -52,8 +52,8 @@ facts = {
     "namespaces": {name: os.readlink("/proc/self/ns/" + name) for name in NAMESPACES},
     "writable_bytes": home.f_blocks * home.f_frsize,
     "limits": [
-        rebackend.getrlimit(limit)[0]
-        for limit in (rebackend.RLIMIT_AS, rebackend.RLIMIT_CPU, rebackend.RLIMIT_NPROC, rebackend.RLIMIT_FSIZE)
+        resource.getrlimit(limit)[0]
+        for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE)
     ],
 }
 print(json.dumps(facts))
