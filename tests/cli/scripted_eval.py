@@ -59,8 +59,8 @@ def make_eval_project(folder: Path) -> None:
     """Write the project with the easy rows 0, 2 and 4 and the hard rows 1, 3 and 5.
 
     `calls.log` lists the row and temperature of each call.
-    Three files control the script: rows named in `hang` get no completion, a row named in `interrupt` sends Ctrl-C after
-    six trajectories, and the reward function raises if `breaks` exists.
+    Three files control the script: rows named in `hang` get no completion, a row named in `interrupt` sends Ctrl-C
+    after six trajectories, and the reward function raises if `breaks` exists.
     """
     path = make_project(folder)
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")

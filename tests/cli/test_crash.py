@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
 from tests.rollout.journaled import records_of
@@ -88,7 +88,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def killed_when(
-    command: list[str], folder: Path, *, journal: Path, counts: dict[Kind, int]
+    command: list[str], folder: Path, *, journal: Path, counts: dict[RecordKind, int]
 ) -> Iterator[None]:
     """Run a command until the journal holds these numbers of records of each kind, and kill it."""
     process = subprocess.Popen(
@@ -118,7 +118,7 @@ def calls_per_rollout(folder: Path) -> Counter[str]:
 def tokens_by_row(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for record in records:
-        if record["is"] in (Kind.PROMPT, Kind.COMPLETION, Kind.OBSERVATION):
+        if record["is"] in (RecordKind.PROMPT, RecordKind.COMPLETION, RecordKind.OBSERVATION):
             tokens.setdefault(record["row"], []).extend(record["got"]["ids"].tolist())
     return tokens
 
@@ -130,7 +130,9 @@ def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
     journal = tmp_path / "out.jsonl.journal"
     command = ["rollout", "config.yaml", "--out", "out.jsonl"]
 
-    with killed_when(command, tmp_path, journal=journal, counts={Kind.END: 6, Kind.OBSERVATION: 12}):
+    with killed_when(
+        command, tmp_path, journal=journal, counts={RecordKind.END: 6, RecordKind.OBSERVATION: 12}
+    ):
         before = read(journal)
         (tmp_path / "hang").unlink()
         said = run([*command, "--resume"], tmp_path)
@@ -141,7 +143,7 @@ def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
     assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]
     for row, tokens in recorded.items():
         assert after[row][: len(tokens)] == tokens
-    ended = {record["row"] for record in before if record["is"] == Kind.END}
+    ended = {record["row"] for record in before if record["is"] == RecordKind.END}
     assert ended == {f"group={g}/rollout={r}" for g in (0, 2, 4) for r in range(2)}
     assert all(after[row] == recorded[row] for row in ended)
     assert all(len(after[row]) > len(recorded[row]) for row in set(after) - ended)
@@ -158,7 +160,7 @@ def test_a_training_killed_before_its_first_checkpoint_repeats_its_updates_witho
     journals = tmp_path / "run" / "journal"
     command, third = ["train", "config.yaml"], journals / "step-000003.journal"
 
-    with killed_when(command, tmp_path, journal=third, counts={Kind.END: 2, Kind.OBSERVATION: 4}):
+    with killed_when(command, tmp_path, journal=third, counts={RecordKind.END: 2, RecordKind.OBSERVATION: 4}):
         (tmp_path / "hang").unlink()
         recorded = tokens_by_row(read(third))
         called = calls_per_rollout(tmp_path)

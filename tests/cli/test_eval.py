@@ -217,7 +217,7 @@ def test_two_evaluations_are_compared_row_by_row(evaluate: Evaluate) -> None:
     Path("others.jsonl").write_text('{"prompt": "question 7"}')
     others = evaluate("--out", "third", "--compare", "base", "--data", "others.jsonl")
     assert others.exit_code == 2
-    assert "none of these rows" in others.err
+    assert "shares no rows" in others.err
     assert not Path("third").exists()
 
 

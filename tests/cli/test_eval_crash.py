@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from tests.cli.scripted_eval import make_eval_project
 from tests.rollout.journaled import records_of
 
@@ -20,7 +20,9 @@ EVAL = [sys.executable, "-c", "from agent_loop.cli import main; main()", "eval",
 
 
 def num_ended(journal: Path) -> int:
-    return sum(r["is"] == Kind.END for r in records_of(journal.read_bytes())) if journal.is_file() else 0
+    return (
+        sum(r["is"] == RecordKind.END for r in records_of(journal.read_bytes())) if journal.is_file() else 0
+    )
 
 
 def test_a_killed_evaluation_resumes_and_runs_nothing_twice(tmp_path: Path) -> None:

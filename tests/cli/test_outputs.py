@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.storage.exclusive import exclusive_file, exclusive_folder
 from agent_loop.storage.run import StoredRun
 from tests.cli.test_cli import Command, Result, command
@@ -145,7 +145,9 @@ def test_an_evaluation_with_an_unwritable_summary_resumes_from_its_journal(block
     assert result.exit_code == 2
     assert "OutputError: 'runs/eval' cannot be written" in result.err
     assert "run the same command with --resume" in " ".join(result.err.split())
-    ended = [r for r in records_of(Path("runs/eval/rollout.journal").read_bytes()) if r["is"] == Kind.END]
+    ended = [
+        r for r in records_of(Path("runs/eval/rollout.journal").read_bytes()) if r["is"] == RecordKind.END
+    ]
     num_scored = len(Path("calls.log").read_text())
     assert len(ended) == num_scored == 6
 

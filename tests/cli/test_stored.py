@@ -72,7 +72,7 @@ def test_show_prints_one_trajectory_token_by_token() -> None:
     [
         (["--where", "rewrd<1"], "did you mean 'reward'"),
         (["--row", "group=9/rollout=9"], "there is no trajectory 'group=9/rollout=9'"),
-        (["--tokens"], "give --row too"),
+        (["--tokens"], "give the trajectory with --row"),
         (["--sort", "messages"], "no column 'messages'"),
     ],
 )
@@ -188,7 +188,7 @@ def test_replay_from_a_turn_continues_with_the_real_model_and_real_tools() -> No
         text = run("replay", "run", ROW, "--from-turn", "1", "--out", "again.parquet").output
     finally:
         Path("other").unlink()
-    assert "reward                1         0" in text
+    assert "reward              1         0" in text
     assert "sum 3" in text
     assert "now 2" in text
     assert Path("added.log").read_text(encoding="utf-8") == "1+2\n"
@@ -211,7 +211,7 @@ def test_replay_from_a_turn_replays_the_earlier_turns(monkeypatch: pytest.Monkey
 def test_replay_needs_the_settings_of_the_run(tmp_path: Path) -> None:
     copy = tmp_path / "alone.parquet"
     copy.write_bytes(Path("run/rollout.parquet").read_bytes())
-    with pytest.raises(ConfigError, match="give --config"):
+    with pytest.raises(ConfigError, match="give them with --config"):
         run("replay", str(copy), ROW)
     assert "is identical" in run("replay", str(copy), ROW, "--config", "config.yaml").output
 
