@@ -1,8 +1,9 @@
-"""What is written without running the template is, token for token, what the template writes."""
+"""Cached renders give, token for token, what running the template gives."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from agent_loop.chat import prompt_forms
-from agent_loop.chat.encoded_form import EncodedForm
+from agent_loop.chat import cached_prompts
+from agent_loop.chat.cached_render import CachedRender
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
-from agent_loop.chat.forms import FormProof
 from agent_loop.chat.probes import PROBE_TOOLS
-from agent_loop.chat.rendering import Renderer
+from agent_loop.chat.rendering import SENTINEL, Renderer
+from agent_loop.chat.slot_check import SLOT, SlotCheck
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ChatTemplateError
@@ -27,6 +28,9 @@ from tests.chat.families import (
     CALLS_END_OTHERWISE,
     NEXT_ROLE_ENDS_THE_TURN,
     NINE_LETTER_IDS,
+    PRINTS_VALUES,
+    PUTS_REASONING_BEFORE,
+    READS_REASONING,
     tool_message,
 )
 from tests.chat.test_encoding import KINDS, encoder_of
@@ -51,7 +55,12 @@ SMALL = {
     "next role ends the turn": NEXT_ROLE_ENDS_THE_TURN,
     "nine letters": NINE_LETTER_IDS,
     "looks at texts": LOOKS_AT_TEXTS,
+    "reads reasoning": READS_REASONING,
+    "puts reasoning before": PUTS_REASONING_BEFORE,
+    "prints values": PRINTS_VALUES,
 }
+OF_FAMILIES = {"qwen3", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe"}
+"""Shipped templates that each run of the tests compares; the slow tests compare all."""
 CHOICES: list[EncoderChoice] = ["auto", "tokenizers"]
 MARKS = [
     "<|im_end|>",
@@ -60,7 +69,7 @@ MARKS = [
     "</ask>",
     "</think>",
     "[INST]",
-    "@text.of.a.reply@",
+    SLOT,
     "@mask.3c;",
     "@mask:3c;",
 ]
@@ -71,43 +80,34 @@ texts = st.text(max_size=30) | st.lists(
 
 @cache
 def template_of(name: str, choice: EncoderChoice = "auto") -> ChatTemplate:
-    source = SMALL.get(name) or TEMPLATES[name]
-    return ChatTemplate(placeholder_tokenizer(source), encoder=choice)
-
-
-def rendered_bridge(
-    template: ChatTemplate, replies: Sequence[Message], calls: Sequence[ToolCall]
-) -> list[int]:
-    """By running the template."""
-    joint = template.replies.joint(replies)
-    stand_in = joint.stand_in
-    answered = stand_in.answered(replies, calls=calls)
-    turns, filled = stand_in.turns(answered), stand_in.filled(replies, answered)
-    rendered = template.renderer.text(filled, after=turns, tools=stand_in.tools)
-    return template.encoder.encode(joint.after(rendered))
+    return ChatTemplate(placeholder_tokenizer(SMALL.get(name) or TEMPLATES[name]), encoder=choice)
 
 
 def rendered_prompt(template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
+    """Return the tokens of a prompt by running the template."""
     return template.encoder.encode(template.renderer.text(messages, tools=tools))
 
 
 def replies_of(first: str, second: str) -> list[list[Message]]:
+    """Return the replies to compare: of a user, of one tool and of several, with names and ids and without."""
     named = {"name": "get_weather", "tool_call_id": "abcdefghi"}
+    other = tool_message(second, name="other", tool_call_id="ABCDEFGHI")
     return [
         user(first),
         [tool_message(first, **named)],
         [tool_message(first, name="get_weather")],
-        [tool_message(first, **named), tool_message(second, name="other", tool_call_id="ABCDEFGHI")],
+        [tool_message(first, **named), other],
+        [tool_message(first, **named), other, tool_message("", name="get_weather", tool_call_id="a1b2c3d4e")],
         [tool_message(first, **named), *user(second)],
     ]
 
 
 def check(template: ChatTemplate, reference: ChatTemplate, first: str, second: str) -> None:
-    """Compares bridges and prompts with those of a template that is run each time, by `tokenizers`."""
+    """Compare bridges and prompts with those of a template that runs each time and is encoded by `tokenizers`."""
     calls = [ToolCall("get_weather", {"city": "Lisbon"}, id="abcdefghi")]
     for replies in replies_of(first, second):
         try:
-            expected = rendered_bridge(reference, replies, calls)
+            expected = reference.bridges.rendered_ids(replies, calls=calls)
         except ChatTemplateError:
             with pytest.raises(ChatTemplateError):
                 template.bridge(replies, calls=calls)
@@ -125,11 +125,48 @@ def check(template: ChatTemplate, reference: ChatTemplate, first: str, second: s
                 assert template.open(messages, tools=tools).tolist() == expected
 
 
+def hard_texts(template: ChatTemplate, source: str) -> dict[str, str]:
+    """Return one text of each kind that a cached render could get wrong."""
+    controls = template.encoder.control_texts
+    return {
+        "plain": "It is 21 degrees.",
+        "empty": "",
+        "white space": " \n\t ",
+        "white space around": "\n\n  x \n",
+        "unicode": "¿Qué? 你好 🌦️ e\u0301 \ufb01 \u2028",
+        "control tokens": "".join(controls),
+        "control token at the ends": f"{controls[0]}x{controls[-1]}",
+        "strings of the source": "".join(re.findall(r"'([^']*)'", source)[:100]),
+        "tags of reasoning": "<think>a</think>b",
+        "own markers": f"{SLOT} {SENTINEL} @mask.3c; @mask:3c;",
+        "Jinja": "{{ x }} {% if %} {# #}",
+        "quotes": "\"a\" 'b' \\n \\u0041 &amp;",
+        "long": "a long text. " * 300,
+    }
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *SMALL,
+        *(pytest.param(name, marks=[] if name in OF_FAMILIES else pytest.mark.slow) for name in TEMPLATES),
+    ],
+)
+def test_every_template_gives_the_tokens_of_its_own_render_for_every_kind_of_text(
+    name: str, choice: EncoderChoice
+) -> None:
+    template, reference = template_of(name, choice), template_of(name, "tokenizers")
+    texts_of_kinds = list(hard_texts(template, SMALL.get(name) or TEMPLATES[name]).values())
+    for first, second in zip(texts_of_kinds, [*texts_of_kinds[1:], *texts_of_kinds[:1]], strict=True):
+        check(template, reference, first, second)
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=25, deadline=None)
 @given(first=texts, second=texts)
-def test_any_text_is_written_as_by_the_template(
+def test_generated_texts_give_the_tokens_of_a_render(
     name: str, choice: EncoderChoice, first: str, second: str
 ) -> None:
     check(template_of(name, choice), template_of(name, "tokenizers"), first, second)
@@ -138,7 +175,9 @@ def test_any_text_is_written_as_by_the_template(
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_any_text_is_written_as_by_every_shipped_template(name: str, choice: EncoderChoice) -> None:
+def test_random_texts_give_the_tokens_of_a_render_of_every_shipped_template(
+    name: str, choice: EncoderChoice
+) -> None:
     template, reference = template_of(name, choice), template_of(name, "tokenizers")
     chance = random.Random(name)
     pieces = [
@@ -153,13 +192,6 @@ def test_any_text_is_written_as_by_every_shipped_template(name: str, choice: Enc
     for _ in range(6):
         first, second = ("".join(chance.choices(pieces, k=chance.randrange(5))) for _ in range(2))
         check(template, reference, first, second)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "llama3_1", "gptoss", "glm4moe"])
-@settings(max_examples=5, deadline=None)
-@given(first=texts, second=texts)
-def test_templates_of_model_families_are_written_as_they_write(name: str, first: str, second: str) -> None:
-    check(template_of(name), template_of(name, "tokenizers"), first, second)
 
 
 names = st.sampled_from([None, "tool", "other", "get_weather"])
@@ -192,7 +224,7 @@ def test_replies_that_look_like_others_are_written_as_what_they_are(
 ) -> None:
     template, (replies, calls) = template_of(name), conversation
     try:
-        expected = rendered_bridge(template, replies, calls)
+        expected = template.bridges.rendered_ids(replies, calls=calls)
     except ChatTemplateError:
         return
     assert template.bridge(replies, calls=calls).tolist() == expected
@@ -243,20 +275,6 @@ def test_a_template_that_names_no_ids_runs_once_for_calls_with_new_ids(counted: 
     assert counted.during(lambda: [answer(number) for number in range(10)]) == 0
 
 
-def test_a_prompt_is_encoded_once_for_all_of_its_group_each_of_which_may_change_it() -> None:
-    template = template_of("hermes")
-    encode, encoded = template.encoder.encode_between, list[str]()
-
-    def counting(text: str, **around: str) -> list[int]:
-        encoded.append(text)
-        return encode(text, **around)
-
-    template.encoder.encode_between = counting
-    template.open(user("which one?"))[:] = 0
-    assert "which one?" in template.decode(template.open(user("which one?")))
-    assert len(encoded) == 1
-
-
 def test_a_schema_that_is_changed_in_place_is_written_as_it_is() -> None:
     template = template_of("hermes")
     schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -282,12 +300,12 @@ def test_a_prompt_shows_the_time_at_which_it_is_written(monkeypatch: pytest.Monk
     reference = template_of_source(NEW_EACH_MINUTE)
     assert first == reference.encoder.unmask(reference.renderer.text(user("x")))
 
-    class Later(prompt_forms.datetime):
+    class Later(cached_prompts.datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
             return super().now(tz).replace(year=2001, hour=3, minute=7)
 
-    monkeypatch.setattr(prompt_forms, "datetime", Later)
+    monkeypatch.setattr(cached_prompts, "datetime", Later)
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Later)
     template.renderer.text(user("compiled anew"))
     assert template.decode(template.open(user("x"))) == template.renderer.text(user("x"))
@@ -299,12 +317,12 @@ def template_of_source(source: str) -> ChatTemplate:
 
 
 def test_only_so_many_system_prompts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_forms, "MAX_FORMS", 3)
+    monkeypatch.setattr(cached_prompts, "MAX_RENDERS", 3)
     template = template_of_source(HERMES_TEMPLATE)
     for number in range(10):
         system: Message = {"role": "system", "content": f"You are number {number}."}
         assert f"number {number}." in template.decode(template.open([system, *user("x")]))
-    assert len(template._prompts._forms) == 3  # pyright: ignore[reportPrivateUsage]
+    assert len(template._prompts._renders) == 3  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +338,7 @@ def test_a_form_gives_the_tokens_of_the_whole_text(
     first, second = encoder.mask(first), encoder.mask(second)
     before, after = around
     parts = [f"{before}<|im_start|> user\n", "\n <|im_end|>\n<tool_call> ", after]
-    form = EncodedForm(parts, encoder=encoder)
+    form = CachedRender(parts, encoder=encoder)
     assert form.ids([first, second]).tolist() == encoder.encode(
         f"{parts[0]}{first}{parts[1]}{second}{parts[2]}"
     )
@@ -338,7 +356,7 @@ def test_tokens_that_swallow_spaces_swallow_those_of_a_blank(quirk: str, text: s
     encoder = ControlledEncoder(tokenizer)
     parts = ["x <a>", "<b> x"]
     text = encoder.mask(text)
-    assert EncodedForm(parts, encoder=encoder).ids([text]).tolist() == encoder.encode(f"x <a>{text}<b> x")
+    assert CachedRender(parts, encoder=encoder).ids([text]).tolist() == encoder.encode(f"x <a>{text}<b> x")
 
 
 @pytest.mark.parametrize("tokens", [["<a>", "<a>b"], ["<a>", "x<a>y"], ["<a>", "b<"], ["<a>", "=<a"]])
@@ -352,16 +370,45 @@ def test_a_text_is_not_cut_at_a_token_that_another_may_take_a_part_of(tokens: li
         parts = ["x<a>", "<a>y"]
         masked = encoder.mask(text)
         whole = encoder.encode(f"x<a>{masked}<a>y")
-        assert EncodedForm(parts, encoder=encoder).ids([masked]).tolist() == whole
+        assert CachedRender(parts, encoder=encoder).ids([masked]).tolist() == whole
 
 
-def test_a_proof_tries_beginnings_with_ends() -> None:
-    proof = FormProof(mask=str, chat_template=LOOKS_AT_TEXTS)
+def test_a_template_that_looks_at_both_ends_of_a_text_is_run_each_time() -> None:
+    check_ = SlotCheck(mask=str, chat_template=LOOKS_AT_TEXTS)
 
-    def write(given: Sequence[str]) -> str:
+    def render(given: Sequence[str]) -> str:
         [text] = given
         is_marked = text.startswith("<ask>") and text.endswith("</ask>")
         return f"({text.upper() if is_marked else text})"
 
-    assert proof.trims(write, num_texts=1) is None
-    assert FormProof(mask=str, chat_template="").trims(write, num_texts=1) is False
+    assert check_.find_rule(render, num_slots=1) is None
+    assert SlotCheck(mask=str, chat_template="").find_rule(render, num_slots=1) == "verbatim"
+
+
+@pytest.mark.parametrize(
+    ("written", "rule"),
+    [
+        ("{text}", "verbatim"),
+        ("{stripped}", "stripped"),
+        ("{upper}", None),
+        ("{text}{text}", None),
+        ("constant", None),
+    ],
+)
+def test_a_rule_is_found_only_for_texts_that_are_copied_once(written: str, rule: str | None) -> None:
+    def render(given: Sequence[str]) -> str:
+        [text] = given
+        return f"<{written.format(text=text, stripped=text.strip(), upper=text.upper())}>"
+
+    assert SlotCheck(mask=str, chat_template="").find_rule(render, num_slots=1) == rule
+
+
+@pytest.mark.slow
+def test_most_shipped_templates_need_not_run_for_each_reply(counted: CountedRenders) -> None:
+    """A check that refused every template would pass all comparisons above."""
+    cached = 0
+    for name in TEMPLATES:
+        template = template_of(name)
+        template.bridge(user("first"))
+        cached += counted.during(lambda template=template: template.bridge(user("second"))) == 0
+    assert cached > 60

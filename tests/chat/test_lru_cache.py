@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from agent_loop.chat.last_used import LastUsed
+from agent_loop.chat.lru_cache import LruCache
 
 
 def test_a_value_is_made_once_and_those_used_longest_ago_are_dropped() -> None:
     made: list[str] = []
-    kept: LastUsed[str] = LastUsed(2)
+    kept: LruCache[str] = LruCache(2)
 
     def value(key: str) -> str:
         return kept.get(key, lambda: made.append(key) or key.upper())
@@ -18,7 +18,7 @@ def test_a_value_is_made_once_and_those_used_longest_ago_are_dropped() -> None:
 
 
 def test_an_error_keeps_nothing() -> None:
-    kept: LastUsed[float] = LastUsed(2)
+    kept: LruCache[float] = LruCache(2)
     for _ in range(2):
         try:
             kept.get("a", lambda: 1 / 0)

@@ -1,4 +1,4 @@
-"""A text with blanks of which all that does not depend on the blanks is tokens already."""
+"""A rendered text with slots, whose constant text is encoded once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agent_loop.chat.encoding import ControlledEncoder
 from agent_loop.types import IntArray, as_token_ids
 
 
-class EncodedForm:
-    """Token ids of a rendered form, whatever stands in its blanks.
+class CachedRender:
+    """Token ids of a rendered text with slots, for any texts in the slots.
 
-    A text is cut where anchors stand only, control tokens that are found in any surroundings: what stands on the two
-    sides of one is encoded apart anyway.
+    The text is cut at anchors only: control tokens that are found whatever stands beside them. A tokenizer encodes the
+    text on the two sides of a control token separately, so that the ids are those of the whole text.
 
     Args:
-        parts: The rendered text before, between and behind the blanks.
-        encoder: Of the tokenizer.
+        parts: The rendered text before, between and after the slots.
+        encoder: Encoder of the tokenizer.
     """
 
     def __init__(self, parts: Sequence[str], *, encoder: ControlledEncoder) -> None:
@@ -28,17 +28,16 @@ class EncodedForm:
         self._gaps: list[_Gap] = []
         self._cut(parts)
 
-    @classmethod
-    def of(cls, parts: Sequence[str] | None, *, encoder: ControlledEncoder) -> EncodedForm | None:
-        """The form of these parts; None if there are none."""
-        return None if parts is None else cls(parts, encoder=encoder)
-
     def ids(self, texts: Sequence[str]) -> IntArray:
-        """Token ids with these texts, masked as for rendering, in the blanks; shape [num_tokens]."""
-        left = iter(texts)
+        """Return the token ids with these texts in the slots, shape [num_tokens].
+
+        Args:
+            texts: One masked text per slot.
+        """
+        remaining = iter(texts)
         runs = [self._constants[0]]
         for gap, constant in zip(self._gaps, self._constants[1:], strict=True):
-            ids = self._encoder.encode_between(gap.filled(left), before=gap.before, after=gap.after)
+            ids = self._encoder.encode_between(gap.filled(remaining), before=gap.before, after=gap.after)
             runs += (as_token_ids(ids), constant)
         return np.concatenate(runs)
 
@@ -71,14 +70,14 @@ class EncodedForm:
 
 @dataclass(slots=True)
 class _Gap:
-    """What has to be encoded each time: one blank or more, and the text around them up to the next anchors."""
+    """Stretch between two anchors that is encoded each time: one or more slots and the text around the slots."""
 
     before: str
-    """The anchor before it; nothing at the beginning of the text."""
+    """Anchor before the stretch; empty at the beginning of the text."""
     around: list[str]
-    """The text before, between and behind the blanks."""
+    """Text before, between and after the slots."""
     after: str = ""
-    """The anchor behind it; nothing at the end of the text."""
+    """Anchor after the stretch; empty at the end of the text."""
 
     def filled(self, texts: Iterator[str]) -> str:
         written = [self.around[0]]

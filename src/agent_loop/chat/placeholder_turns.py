@@ -1,4 +1,4 @@
-"""What is rendered in the place of the conversation so far, so that a template writes a reply as it should."""
+"""Placeholder for the conversation before a reply: the turns that a template needs in order to render the reply."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agent_loop.chat.rendering import SENTINEL
 from agent_loop.types import Message, ToolCall
 
 PARAMETER = "value"
-"""The one argument of a stand-in's calls."""
+"""The only argument of a placeholder call."""
 
 SCHEMA: Mapping[str, Any] = {
     "type": "function",
     "function": {
-        "name": "stand_in",
+        "name": "placeholder",
         "description": "-",
         "parameters": {"type": "object", "properties": {PARAMETER: {"type": "string", "description": "-"}}},
     },
@@ -25,26 +25,26 @@ SCHEMA: Mapping[str, Any] = {
 
 
 class CallKey(NamedTuple):
-    """What a tool message says of the call that it answers."""
+    """Name and id by which a tool message refers to the call that it answers."""
 
     name: str
     id: str
 
 
 @dataclass(frozen=True, slots=True)
-class StandIn:
-    """One way to stand for the turns before a reply. The sentinel is the last thing the assistant says in it."""
+class PlaceholderTurns:
+    """One choice of placeholder turns. The sentinel is the assistant's last text in them."""
 
     has_calls: bool = False
-    """The assistant calls a tool, with the sentinel as the argument; else the sentinel is its text."""
+    """The assistant calls a tool with the sentinel as the argument. Otherwise the sentinel is its text."""
     calls_each: bool = True
-    """One call per tool message; else one for all, where a template allows no parallel calls."""
+    """One call per tool message. Otherwise one call for all, for templates that refuse parallel calls."""
     has_text: bool = True
-    """With calls: an empty text beside them; else none at all."""
+    """A message with calls has an empty text. Otherwise it has no text."""
     arguments_as_json: bool = False
-    """Arguments are a JSON string; else a mapping."""
+    """Arguments are a JSON string. Otherwise they are a mapping."""
     fills_in: bool = False
-    """Tool messages that lack a name or an id get one, where a template demands it."""
+    """Tool messages without a name or an id get one, for templates that demand both."""
     has_system: bool = False
     has_schema: bool = False
 
@@ -52,18 +52,18 @@ class StandIn:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return (SCHEMA,) if self.has_schema else ()
 
-    def turns(self, answered: Sequence[CallKey]) -> list[Message]:
-        """The turns before replies to these calls, the assistant's last."""
-        turns: list[Message] = [{"role": "system", "content": "-"}] if self.has_system else []
-        turns.append({"role": "user", "content": "-"})
+    def messages(self, answered: Sequence[CallKey]) -> list[Message]:
+        """Return the messages before replies to these calls; the assistant's message is the last."""
+        messages: list[Message] = [{"role": "system", "content": "-"}] if self.has_system else []
+        messages.append({"role": "user", "content": "-"})
         if not self.has_calls:
-            return [*turns, {"role": "assistant", "content": SENTINEL}]
+            return [*messages, {"role": "assistant", "content": SENTINEL}]
         kept = answered if self.calls_each else answered[-1:]
         calls = [ToolCall(call.name, {PARAMETER: SENTINEL}, id=call.id) for call in kept]
-        return [*turns, self._message(calls)]
+        return [*messages, self._message(calls)]
 
     def filled(self, replies: Sequence[Message], answered: Sequence[CallKey]) -> list[Message]:
-        """The replies as the template is to see them."""
+        """Return the replies, with names and ids where the template demands them."""
         if not self.fills_in:
             return list(replies)
         filled = [
@@ -73,11 +73,11 @@ class StandIn:
         return [*filled, *replies[len(filled) :]]
 
     def answered(self, replies: Sequence[Message], *, calls: Sequence[ToolCall] = ()) -> list[CallKey]:
-        """The call that each leading tool message answers.
+        """Return the call that each leading tool message answers.
 
         Args:
             replies: The new messages.
-            calls: The calls that were made, for replies that do not name them.
+            calls: The calls of the assistant, for replies that do not name their call.
         """
         if not self.has_calls:
             return []
@@ -86,23 +86,23 @@ class StandIn:
         return [
             CallKey(
                 str(reply.get("name") or call.name or "tool"),
-                str(reply.get("tool_call_id") or call.id or _made_up_id(i)),
+                str(reply.get("tool_call_id") or call.id or _generated_id(i)),
             )
             for i, (reply, call) in enumerate(zip(leading, known, strict=True))
         ]
 
-    def written(self, message: Message) -> Message:
-        """An assistant message with calls, in the form that the template reads."""
+    def adapted(self, message: Message) -> Message:
+        """Return an assistant message whose calls have the form that the template accepts."""
         calls = message.get("tool_calls")
         if not calls:
             return message
-        read = [
-            ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id") or _made_up_id(i))
+        accepted = [
+            ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id") or _generated_id(i))
             for i, c in enumerate(calls)
         ]
         return {
             **message,
-            **self._message(read),
+            **self._message(accepted),
             "content": message.get("content") or ("" if self.has_text else None),
         }
 
@@ -117,18 +117,18 @@ class StandIn:
 
 
 def tool_replies(replies: Sequence[Message]) -> Iterator[Message]:
-    """The tool messages with which the replies begin."""
+    """Yield the tool messages with which the replies begin."""
     return takewhile(lambda reply: reply.get("role") == "tool", replies)
 
 
-def candidates(*, for_tools: bool) -> Iterator[StandIn]:
-    """Stand-ins for tool replies or for other replies, the plainest first."""
-    surroundings = list(product((False, True), repeat=2))
+def candidates(*, for_tools: bool) -> Iterator[PlaceholderTurns]:
+    """Yield the placeholders to try for tool replies or for other replies, the simplest first."""
+    with_system_and_schema = list(product((False, True), repeat=2))
     if for_tools:
         for (has_system, has_schema), as_json, has_text, calls_each in product(
-            surroundings, (False, True), (True, False), (True, False)
+            with_system_and_schema, (False, True), (True, False), (True, False)
         ):
-            yield StandIn(
+            yield PlaceholderTurns(
                 has_calls=True,
                 calls_each=calls_each,
                 has_text=has_text,
@@ -136,15 +136,15 @@ def candidates(*, for_tools: bool) -> Iterator[StandIn]:
                 has_system=has_system,
                 has_schema=has_schema,
             )
-    for has_system, has_schema in surroundings:
-        yield StandIn(has_system=has_system, has_schema=has_schema)
+    for has_system, has_schema in with_system_and_schema:
+        yield PlaceholderTurns(has_system=has_system, has_schema=has_schema)
 
 
-def with_made_up_ids(answered: Sequence[CallKey]) -> list[CallKey]:
-    """The same calls under ids that every template takes."""
-    return [CallKey(call.name, _made_up_id(i)) for i, call in enumerate(answered)]
+def with_generated_ids(answered: Sequence[CallKey]) -> list[CallKey]:
+    """Return the same calls with ids that every template accepts."""
+    return [CallKey(call.name, _generated_id(i)) for i, call in enumerate(answered)]
 
 
-def _made_up_id(number: int) -> str:
-    """Nine letters and digits, which even the strictest template takes."""
+def _generated_id(number: int) -> str:
+    """Return an id of nine letters and digits, which even the strictest template accepts."""
     return f"call{number:05d}"

@@ -1,4 +1,4 @@
-"""What is worth keeping, since it is asked for again soon."""
+"""A cache of the values that were used last."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 ValueT = TypeVar("ValueT")
 
 
-class LastUsed(Generic[ValueT]):
-    """Values by what they are made of; those used last are kept. Threads may share it."""
+class LruCache(Generic[ValueT]):
+    """Cache that keeps the `max_values` values used last. Threads may share it."""
 
     def __init__(self, max_values: int) -> None:
         self._max_values = max_values
@@ -19,7 +19,7 @@ class LastUsed(Generic[ValueT]):
         return len(self._values)
 
     def get(self, key: Hashable, make: Callable[[], ValueT]) -> ValueT:
-        """The value of a key, made where it is not kept."""
+        """Return the value of a key; call `make` if the cache does not hold the value."""
         try:
             value = self._values.pop(key)
         except KeyError:
