@@ -47,9 +47,9 @@ def note(word: str) -> str:
     return "noted " + word
 
 def answer(request):
-    asked = tokenizer.decode(request.prompt_ids.tolist())
-    number = int(asked.split("question ")[1][0])
-    if "<tool_response>" not in asked:
+    prompt = tokenizer.decode(request.prompt_ids.tolist())
+    number = int(prompt.split("question ")[1][0])
+    if "<tool_response>" not in prompt:
         call = '{"name": "note", "arguments": {"word": "%d-%d"}}' % (number, random.randrange(10**6))
         text, latency_s = "<tool_call>" + call + "</tool_call>", 0.0
     else:
@@ -135,7 +135,7 @@ def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
     ):
         before = read(journal)
         (tmp_path / "hang").unlink()
-        said = run([*command, "--resume"], tmp_path)
+        output = run([*command, "--resume"], tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     after = {line["trajectory_id"]: [t for s in line["segments"] for t in s["token_ids"]] for line in lines}
@@ -149,7 +149,7 @@ def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
     assert all(len(after[row]) > len(recorded[row]) for row in set(after) - ended)
     assert calls_per_rollout(tmp_path) == dict.fromkeys("012345", 2)
     assert {line["stop_reason"] for line in lines} == {"answered"}
-    assert "12 trajectories" in said
+    assert "12 trajectories" in output
     assert not journal.exists()
 
 
@@ -164,11 +164,11 @@ def test_a_training_killed_before_its_first_checkpoint_repeats_its_updates_witho
         (tmp_path / "hang").unlink()
         recorded = tokens_by_row(read(third))
         called = calls_per_rollout(tmp_path)
-        said = run([*command, "--resume"], tmp_path)
+        output = run([*command, "--resume"], tmp_path)
 
-    assert "step 1: 4 rollouts are in the journal" in said
-    assert "step 2: 4 rollouts are in the journal" in said
-    assert "step 3: 2 rollouts are in the journal" in said
+    assert "step 1: 4 rollouts are in the journal" in output
+    assert "step 2: 4 rollouts are in the journal" in output
+    assert "step 3: 2 rollouts are in the journal" in output
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert called == dict.fromkeys("012345", 2)

@@ -204,6 +204,6 @@ def test_no_error_advises_to_remove_a_good_file(command: Command) -> None:
     }.items():
         result = command("show", path)
         assert result.exit_code == 2
-        said = " ".join(result.err.split())
-        assert advice in said, said
-        assert "remove" not in said
+        message = " ".join(result.err.split())
+        assert advice in message, message
+        assert "remove" not in message

@@ -26,7 +26,7 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
-    from agent_loop.recording.spoken import Spoken
+    from agent_loop.recording.recorded_responses import RecordedResponses
     from agent_loop.storage.vocabulary import Piece
 
 EXIT_DIFFERS = 1
@@ -78,7 +78,7 @@ def replay_command(
         agent-loop replay runs/train group=3/rollout=1 --from-turn 2 rollout.temperature=0 --out again.parquet
     """
     # late: keeps `--help` quick
-    from agent_loop.recording.spoken import spoken_in
+    from agent_loop.recording.recorded_responses import extract_responses
     from agent_loop.storage.reading import to_trajectory
     from agent_loop.storage.run import StoredRun
 
@@ -86,18 +86,18 @@ def replay_command(
     settings = _settings(config or stored.folder / CONFIG_FILE, overrides)
     found = find_row(stored, row, split=split, step=step)
     old = to_trajectory(found)
-    spoken = spoken_in(old)
+    recorded = extract_responses(old)
     console = Console()
     if from_turn is None:
-        new = _again(settings, old, spoken, continue_live=False)
+        new = _again(settings, old, recorded, continue_live=False)
         is_same = _compare(old, new, console, pieces=stored.vocabulary())
     else:
-        last = len(spoken.completions) + 1
+        last = len(recorded.completions) + 1
         if from_turn > last:
             raise DataError(
                 f"--from-turn is {from_turn}, but {row} can continue at turn {last} at the latest; give at most {last}"
             )
-        new = _again(settings, old, spoken.before(from_turn), continue_live=True)
+        new = _again(settings, old, recorded.before(from_turn), continue_live=True)
         is_same = True
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
@@ -113,10 +113,12 @@ def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
     return read_config(path, overrides)
 
 
-def _again(config: Config, old: Trajectory, spoken: Spoken, *, continue_live: bool) -> Trajectory:
+def _again(
+    config: Config, old: Trajectory, recorded: RecordedResponses, *, continue_live: bool
+) -> Trajectory:
     from agent_loop.rollout.replay import replay_trajectory
 
-    trajectories = run_to_end(replay_trajectory(config, old, recorded=spoken, continue_live=continue_live))
+    trajectories = run_to_end(replay_trajectory(config, old, recorded=recorded, continue_live=continue_live))
     return trajectories[0]
 
 

@@ -14,7 +14,7 @@ from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
-from agent_loop.recording.layered import LayeredLog
+from agent_loop.recording.combined_log import CombinedLog
 from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Memory
@@ -121,11 +121,11 @@ def _read(payloads: Sequence[bytes]) -> RowRecord:
 def _lanes(log: RowLog, *, below: Callable[[], TurnLog] | None) -> Callable[[], TurnLog]:
     """Return a function that makes the logs of episodes. Each log also writes to the journal's, if one is kept."""
 
-    def new_lane() -> TurnLog:
-        lane = log.new_lane()
-        return lane if below is None else LayeredLog(lane, below())
+    def new_episode() -> TurnLog:
+        lane = log.new_episode()
+        return lane if below is None else CombinedLog(lane, below())
 
-    return new_lane
+    return new_episode
 
 
 def _joined(before: AgentLoopOutput, output: AgentLoopOutput) -> AgentLoopOutput:

@@ -214,7 +214,7 @@ class AgentLoopWorker:
             return self._accepted(returned, loop, job, completions=completions)
 
         deadline_s = context.limits.deadline_s
-        new_log = None if job.log is None else job.log.new_lane
+        new_log = None if job.log is None else job.log.new_episode
         completions = CompletionMemory()
         try:
             with context.server_manager.scope(seed=job.seed) as server_manager:

@@ -8,15 +8,15 @@ from typing import Any
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import ReplayMismatch
-from agent_loop.recording.record import Entry, Kind, Place
-from agent_loop.recording.row_log import BEGINNINGS, LaneLog, RowLog
+from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
+from agent_loop.recording.recorded_responses import RecordedResponses
+from agent_loop.recording.row_log import BEGINNINGS, EpisodeLog, RowLog
 from agent_loop.recording.sink import Memory
-from agent_loop.recording.spoken import Spoken
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
 
 
-class Rehearsal(RowLog):
+class ReplayLog(RowLog):
     """Answers completions, calls and replies in the order in which they were given the first time, whatever is asked;
     prompts and observations are encoded anew.
 
@@ -27,23 +27,23 @@ class Rehearsal(RowLog):
             brought to where they were, as they say in `on_replay`. Otherwise it is refused, and no tool is touched.
     """
 
-    def __init__(self, trajectory_id: str, spoken: Spoken, *, goes_on: bool) -> None:
+    def __init__(self, trajectory_id: str, spoken: RecordedResponses, *, goes_on: bool) -> None:
         super().__init__(trajectory_id, sink=Memory())
         self.goes_on = goes_on
         self.refused: str | None = None
         """What was asked beyond the answers there are."""
-        self._answers_of: Mapping[Kind, Sequence[Any]] = {
-            Kind.COMPLETION: spoken.completions,
-            Kind.CALL_ENDED: spoken.calls,
-            Kind.REPLY: spoken.replies,
+        self._answers_of: Mapping[RecordKind, Sequence[Any]] = {
+            RecordKind.COMPLETION: spoken.completions,
+            RecordKind.CALL_ENDED: spoken.calls,
+            RecordKind.REPLY: spoken.replies,
         }
-        self._turns: defaultdict[Kind, list[tuple[int, int]]] = defaultdict(list)
+        self._turns: defaultdict[RecordKind, list[tuple[int, int]]] = defaultdict(list)
 
-    def new_lane(self) -> LaneLog:
+    def new_episode(self) -> EpisodeLog:
         self._num_lanes += 1
-        return _RehearsedLane(self, self._num_lanes - 1)
+        return _ReplayEpisodeLog(self, self._num_lanes - 1)
 
-    def recorded(self, kind: Kind, place: Place, asked: str) -> Entry | None:
+    def recorded(self, kind: RecordKind, place: RecordPosition, asked: str) -> RecordEntry | None:
         """The next answer of this kind.
 
         Raises:
@@ -56,13 +56,13 @@ class Rehearsal(RowLog):
             turns.append(turn)
         number, answers = turns.index(turn), self._answers_of[kind]
         got = answers[number] if number < len(answers) else None
-        if kind is Kind.CALL_ENDED and got is not None:
+        if kind is RecordKind.CALL_ENDED and got is not None:
             got = got[place.number] if place.number < len(got) else None
         if got is None and not self.goes_on:
             raise self.mismatched(
                 f"the loop asks for another {kind.replace('_', ' ')} than the {number} that were recorded"
             )
-        return None if got is None else Entry(kind, place, asked, got)
+        return None if got is None else RecordEntry(kind, place, asked, got)
 
     def mismatched(self, why: str) -> ReplayMismatch:
         """The row is not begun anew: it fails, and says why."""
@@ -70,12 +70,12 @@ class Rehearsal(RowLog):
         return ReplayMismatch(why)
 
 
-class _RehearsedLane(LaneLog):
+class _ReplayEpisodeLog(EpisodeLog):
     """The log of one episode of a rehearsal."""
 
-    def __init__(self, row: Rehearsal, number: int) -> None:
+    def __init__(self, row: ReplayLog, number: int) -> None:
         super().__init__(row, number)
-        self._rehearsal = row
+        self._replay = row
 
     async def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
@@ -95,5 +95,5 @@ class _RehearsedLane(LaneLog):
         again: Callable[[], Awaitable[object]],
         prepare: Callable[[], Awaitable[object]],
     ) -> None:
-        if self._rehearsal.goes_on:
+        if self._replay.goes_on:
             await super()._rebuild(what, on_replay, is_read_later=is_read_later, again=again, prepare=prepare)

@@ -15,7 +15,7 @@ from agent_loop.trajectory import Segment
 from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 
-class LayeredLog:
+class CombinedLog:
     """A log over another one, which is asked only for what the upper one does not have. Implements `TurnLog`."""
 
     def __init__(self, upper: TurnLog, lower: TurnLog) -> None:
@@ -28,7 +28,7 @@ class LayeredLog:
 
     def branch(self, *, at: Any) -> TurnLog:
         upper, lower = at
-        return LayeredLog(self._upper.branch(at=upper), self._lower.branch(at=lower))
+        return CombinedLog(self._upper.branch(at=upper), self._lower.branch(at=lower))
 
     def next_turn(self) -> int:
         turn = self._upper.next_turn()

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent_loop.errors import DataError
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.recording.forms import completion_form
+from agent_loop.recording.serialization import serialize_completion
 from agent_loop.tools.base import ToolResponse
 from agent_loop.tools.results import ToolResult
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Incident, IncidentKind, Segment, Trajectory
@@ -18,7 +18,7 @@ from agent_loop.types import Message, Origin, StopReason, TokenChunk, TokenOutpu
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class RecordedResponses:
     """The answers of a trajectory, each kind in order, in the forms of a record."""
 
     completions: Sequence[Mapping[str, Any]]
@@ -32,11 +32,11 @@ class Spoken:
     reply_turns: Sequence[int]
     """Which assistant turn each of them answers; 0 is none."""
 
-    def before(self, turn: int) -> Spoken:
+    def before(self, turn: int) -> RecordedResponses:
         """Only what came before the model's turn of this number; the first is 1."""
         calls = [number for number, asked in enumerate(self.call_turns) if asked < turn]
         replies = [number for number, asked in enumerate(self.reply_turns) if asked < turn]
-        return Spoken(
+        return RecordedResponses(
             self.completions[: turn - 1],
             [self.calls[number] for number in calls],
             [self.call_turns[number] for number in calls],
@@ -45,7 +45,7 @@ class Spoken:
         )
 
 
-def spoken_in(trajectory: Trajectory) -> Spoken:
+def extract_responses(trajectory: Trajectory) -> RecordedResponses:
     """Reads a trajectory of one episode.
 
     Raises:
@@ -72,9 +72,9 @@ def spoken_in(trajectory: Trajectory) -> Spoken:
         )
     calls = _calls(output, answers, ends=[end for _, end in turns])
     replies = _replies(trajectory, answers, ends=[end for _, end in turns])
-    return Spoken(
+    return RecordedResponses(
         completions=[
-            completion_form(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
+            serialize_completion(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
         ],
         calls=[results for _, results in calls],
         call_turns=[turn for turn, _ in calls],

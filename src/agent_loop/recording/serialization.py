@@ -21,25 +21,27 @@ from agent_loop.trajectory.codec import decode_completion, encode_completion, fr
 from agent_loop.types import Message, Row, StopReason, TokenOutput
 
 
-class LaneOf(Protocol):
+class FindEpisode(Protocol):
     """Function that returns the episode whose recorded tokens the segments are, or None if there is none."""
 
     def __call__(self, segments: Sequence[Segment]) -> int | None: ...
 
 
-def completion_form(output: TokenOutput) -> dict[str, Any]:
+def serialize_completion(output: TokenOutput) -> dict[str, Any]:
     """Return the form of a completion, with log-probs as float32 as in a segment."""
     return {"completion": encode_completion(output, logprob_type=np.float32)}
 
 
-def read_completion(form: Mapping[str, Any]) -> TokenOutput:
+def deserialize_completion(form: Mapping[str, Any]) -> TokenOutput:
     """Return the completion of a form."""
     return decode_completion(form["completion"])
 
 
-def trajectories_form(trajectories: Sequence[Trajectory], *, lane_of: LaneOf) -> dict[str, Any]:
+def serialize_trajectories(
+    trajectories: Sequence[Trajectory], *, find_episode: FindEpisode
+) -> dict[str, Any]:
     """Return the form of the trajectories of one rollout. Tokens that the journal already holds are not repeated."""
-    lanes = [lane_of(trajectory.output.segments) for trajectory in trajectories]
+    lanes = [find_episode(trajectory.output.segments) for trajectory in trajectories]
     segments: dict[int, Segment] = {}
     if None in lanes:
         segments = {id(s): s for trajectory in trajectories for s in trajectory.output.segments}
@@ -60,7 +62,7 @@ def trajectories_form(trajectories: Sequence[Trajectory], *, lane_of: LaneOf) ->
     }
 
 
-def read_trajectories(
+def deserialize_trajectories(
     form: Mapping[str, Any], *, lanes: Mapping[int, Sequence[Segment]], row: Row, group: int, rollout: int
 ) -> list[Trajectory]:
     """Return the trajectories of a form. Args: lanes: The recorded tokens of each episode."""
@@ -87,7 +89,7 @@ def read_trajectories(
     ]
 
 
-def verdict_form(trajectory: Trajectory) -> dict[str, Any]:
+def serialize_rewards(trajectory: Trajectory) -> dict[str, Any]:
     """Return the form of what a batch reward function changed in a trajectory."""
     output, failure = trajectory.output, trajectory.output.failure
     return {
@@ -99,7 +101,7 @@ def verdict_form(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def with_verdict(trajectory: Trajectory, form: Mapping[str, Any]) -> Trajectory:
+def with_recorded_rewards(trajectory: Trajectory, form: Mapping[str, Any]) -> Trajectory:
     """Return a finished trajectory with the changes of a batch reward function."""
     output = trajectory.output
     for incident in from_plain(form["incidents"], list[Incident])[len(output.incidents) :]:
