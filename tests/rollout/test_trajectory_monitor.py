@@ -40,7 +40,7 @@ def hangs(request: ScriptedRequest) -> ScriptedReply:
     return says("done") if "reward" in prompt or request.turn else calls("add", a=1, b=2)
 
 
-def test_a_silent_rollout_says_once_and_then_ever_more_rarely_who_waits_for_what(
+def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_growing_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
@@ -88,7 +88,7 @@ def test_a_silent_rollout_says_once_and_then_ever_more_rarely_who_waits_for_what
     ]
 
 
-def test_a_rollout_that_moves_says_nothing_and_a_second_silence_is_told_anew(
+def test_a_rollout_with_progress_logs_nothing_and_a_second_stall_is_logged_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     latencies_s = iter([100.0, 130.0, 100.0, 130.0])
@@ -105,7 +105,7 @@ class Sleeper(AgentLoopBase):
         return AgentLoopOutput(segments=(), stop_reason=StopReason.ANSWERED)
 
 
-def test_a_loop_that_awaits_something_of_its_own_is_named_as_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_waits_in_its_own_code_is_reported_so(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage(lambda _: says("x"), agent="sleeper", silence_s=120)
     with caplog.at_level(logging.WARNING):
         stage.run_one()
@@ -154,7 +154,7 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_i
     assert "blocking code in an async tool, reward or loop" in warning
 
 
-def test_a_loop_on_time_has_no_lag() -> None:
+def test_an_event_loop_that_is_on_time_has_no_lag() -> None:
     stage = Stage(lambda _: says("x", latency_s=10.0), silence_s=120)
     metrics = timing_metrics([stage.run_one()])
     assert [metrics[f"timing/event_loop_{name}"] for name in ("lag_max_s", "lag_mean_s", "late_share")] == [
@@ -162,7 +162,7 @@ def test_a_loop_on_time_has_no_lag() -> None:
     ] * 3
 
 
-def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
+def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     activity_monitor = ActivityMonitor()
@@ -184,7 +184,7 @@ def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
     assert "time.sleep(0.6)" in seen[0]
 
 
-def test_measuring_twice_at_a_time_is_measuring_once() -> None:
+def test_overlapping_measurements_count_once() -> None:
     monitor = LagMonitor(ActivityMonitor())
 
     async def main() -> None:
@@ -198,12 +198,12 @@ def test_measuring_twice_at_a_time_is_measuring_once() -> None:
     run_virtual(main())
 
 
-def test_outside_of_a_watched_rollout_nothing_is_shown() -> None:
+def test_without_a_monitor_nothing_is_recorded() -> None:
     with waiting_for(WaitKind.TOOL, "x"):
         pass
 
 
-def test_waits_that_are_cut_leave_nothing_on_the_board() -> None:
+def test_cancelled_waits_leave_nothing_in_the_monitor() -> None:
     pool = ServerPool([])
     gate = AdmissionGate()
     monitor = TrajectoryMonitor(gate=gate, pool=pool, silence_s=None)
