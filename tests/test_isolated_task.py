@@ -46,20 +46,20 @@ def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_gr
     async def scenario() -> float:
         deaf = Deaf()
         with IncidentCollector("group=0/rollout=0") as notes:
-            with pytest.raises(Abandoned, match=r"longer than 3 s, went on for 5 s after it was cancelled"):
+            with pytest.raises(Abandoned, match=r"longer than 3 s, still ran 5 s after it was cancelled"):
                 await run_bounded(deaf, timeout_s=LIMIT_S, name="tool 'x'")
             took_s = asyncio.get_running_loop().time()
         assert num_abandoned() == 1
         [incident] = notes.incidents
         assert incident.kind is IncidentKind.ABANDONED
-        assert incident.detail == "tool 'x' went on for 5 s after it was cancelled and was abandoned"
+        assert incident.detail == "tool 'x' still ran 5 s after it was cancelled and was abandoned"
         await deaf.release()
         assert num_abandoned() == 0
         return took_s
 
     with caplog.at_level(logging.WARNING):
         assert run_virtual(scenario()) == LIMIT_S + ABANDON_GRACE_S
-    assert "group=0/rollout=0: tool 'x' went on for 5 s after it was cancelled" in caplog.text
+    assert "group=0/rollout=0: tool 'x' still ran 5 s after it was cancelled" in caplog.text
 
 
 def test_a_caller_that_is_cancelled_leaves_code_that_swallows_the_cancellation_after_its_grace() -> None:
