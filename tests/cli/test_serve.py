@@ -25,24 +25,24 @@ pytestmark = pytest.mark.slow
 
 
 @dataclass
-class Running:
+class ServeProcess:
     process: subprocess.Popen[str]
     url: str = ""
-    said: str = ""
+    output: str = ""
 
     def read_until(self, start: str) -> None:
-        """Read the output of the process up to the line with this start, and return the rest of the line."""
+        """Read the output of the process up to the first line that starts with `start`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said += line
+            self.output += line
             self.url = line.removeprefix("base_url: ").strip() if line.startswith("base_url: ") else self.url
             if line.startswith(start):
                 return
-        raise AssertionError(f"no line starts with {start!r}: {self.said}")
+        raise AssertionError(f"no line starts with {start!r}: {self.output}")
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[Running]:
+def running(folder: Path, *arguments: str) -> Iterator[ServeProcess]:
     """Run `agent-loop serve` on a free port until the body ends."""
     process = subprocess.Popen(
         [*COMMAND, *arguments, "--port", "0"],
@@ -53,7 +53,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Running]:
         env={**os.environ, "NO_COLOR": "1"},
     )
     try:
-        served = Running(process)
+        served = ServeProcess(process)
         served.read_until("Ctrl-C")
         yield served
     finally:
@@ -71,7 +71,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: Path) -> None:
     options = ["--num-servers", "2", "--max-model-len", "4096", "rollout.engine_kwargs.max_slots=4"]
     with running(project, "model", *options) as served:
-        assert "model on 2 servers, contexts of 4096 tokens" in served.said
+        assert "model on 2 servers, contexts of 4096 tokens" in served.output
         with openai.OpenAI(base_url=served.url, api_key="-", max_retries=0) as client:
             reply = client.chat.completions.create(model="model", messages=user("hi"), max_tokens=4)
             assert 1 <= reply.usage.completion_tokens <= 4
@@ -86,11 +86,11 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
             served.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="being stopped"):
                 list(parts)
-            said, _ = served.process.communicate(timeout=30)
-        assert served.process.returncode == 130, said
-        assert "Traceback" not in said
-        assert "aborting in-flight requests" in said
-        assert said.strip().endswith("stopped")
+            output, _ = served.process.communicate(timeout=30)
+        assert served.process.returncode == 130, output
+        assert "Traceback" not in output
+        assert "aborting in-flight requests" in output
+        assert output.strip().endswith("stopped")
 
 
 def test_an_occupied_port_is_reported_before_the_model_loads(
@@ -126,9 +126,9 @@ def test_wrong_arguments_are_refused_with_the_reason(
     words: str,
 ) -> None:
     monkeypatch.chdir(project)
-    exit_code, said = call(monkeypatch, capsys, *arguments, "--port", "0")
+    exit_code, output = call(monkeypatch, capsys, *arguments, "--port", "0")
     assert exit_code == 2
-    assert words in said
+    assert words in output
 
 
 def test_without_its_extra_the_command_names_what_to_install(
@@ -166,4 +166,4 @@ def test_without_options_the_context_length_is_that_of_the_model(project: Path, 
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
     with running(tmp_path, "short") as served:
-        assert "short on 1 server, contexts of 300 tokens" in served.said
+        assert "short on 1 server, contexts of 300 tokens" in served.output
