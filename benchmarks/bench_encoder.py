@@ -89,11 +89,11 @@ class Contestant:
         template = self.template
         ids = [template.encoder.encode(template.renderer.text(script.messages, tools=script.tools))]
         for reply in script.replies:
-            joint = template.replies.joint([reply])
-            answered = joint.stand_in.answered([reply])
-            filled = joint.stand_in.filled([reply], answered)
+            joint = template.bridges.joint([reply])
+            answered = joint.placeholder.answered([reply])
+            filled = joint.placeholder.filled([reply], answered)
             text = template.renderer.text(
-                filled, after=joint.stand_in.turns(answered), tools=joint.stand_in.tools
+                filled, after=joint.placeholder.messages(answered), tools=joint.placeholder.tools
             )
             ids.append(template.encoder.encode(joint.after(text)))
         return ids

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agent_loop.config import FIXED_LONG_NAMES, LONG_NAMES, WORDS_OF_LONG_NAMES, Config
+from agent_loop.config import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES, Config
 
 TARGET = Path(__file__).parent / "reference" / "config.md"
 
@@ -30,9 +30,11 @@ def render() -> str:
     lines += _section(Config, name="")
     lines += ["", "## Long names", "", "Names of other systems' configurations are accepted:", ""]
     lines += ["| name | means |", "|---|---|"]
-    lines += [f"| `{name}` | `{key}` |" for name, key in LONG_NAMES.items()]
-    lines += [f"| `{name}` | accepted with the value `{value}` |" for name, value in FIXED_LONG_NAMES.items()]
-    for name, (key, meanings) in WORDS_OF_LONG_NAMES.items():
+    lines += [f"| `{name}` | `{key}` |" for name, key in VERL_NAMES.items()]
+    lines += [
+        f"| `{name}` | accepted with the value `{value}` |" for name, value in VERL_FIXED_VALUES.items()
+    ]
+    for name, (key, meanings) in VERL_VALUES.items():
         words = ", ".join(f"`{word}` is `{key}: {str(value).lower()}`" for word, value in meanings.items())
         lines.append(f"| `{name}` | {words} |")
     return "\n".join(lines) + "\n"

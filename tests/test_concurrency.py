@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_loop.runtime.concurrency import (
-    Cut,
+    CallAborted,
     Signal,
     merged,
     run_abortable,
@@ -138,7 +138,7 @@ def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
             asked.set()
 
         async def run(call: Callable[[], Coroutine[Any, Any, str]]) -> str | None:
-            with suppress(Cut):
+            with suppress(CallAborted):
                 return await run_abortable(
                     call, abort=abort, keep_partial=kept.append, grace_s=5, signal=Signal(event)
                 )
@@ -158,11 +158,11 @@ def test_a_signal_calls_those_who_listen_and_no_others() -> None:
     async def scenario() -> None:
         event = asyncio.Event()
         signal, called = Signal(event), list[str]()
-        left = signal.listen(lambda: called.append("left"))
-        signal.listen(lambda: called.append("first"))
-        signal.leave(left)
-        signal.leave(signal.listen(lambda: called.append("left too")))
-        signal.listen(lambda: called.append("second"))
+        left = signal.add_callback(lambda: called.append("left"))
+        signal.add_callback(lambda: called.append("first"))
+        signal.remove_callback(left)
+        signal.remove_callback(signal.add_callback(lambda: called.append("left too")))
+        signal.add_callback(lambda: called.append("second"))
         event.set()
         await asyncio.sleep(0)
         assert called == ["first", "second"]

@@ -27,7 +27,7 @@ def test_interpolation_is_resolved(tmp_path: Path) -> None:
     assert load_config(path, overrides=["trainer.seed=9"]).rollout.seed == 9
 
 
-def test_long_names_mean_the_same_keys(tmp_path: Path) -> None:
+def test_verl_names_set_the_same_keys(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         """
@@ -55,23 +55,27 @@ def test_long_names_mean_the_same_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("rollout.engine=vllm", "rollout.deterministic is True: only the embedded engine can"),
-        ("rollout.engine=mine.py:Server", "only the embedded engine can; set rollout.engine=embedded"),
-        ("rollout.agent.custom_async_server={path: mine.py, name: Server}", "only the embedded engine can"),
-        ("rollout.over_sample=1.5", "rollout.over_sample is 1.5, and which groups end first is chance"),
-        ("trainer.mode=async", "trainer.mode is 'async': .* set trainer.mode=sync"),
+        ("rollout.engine=vllm", "rollout.deterministic is True: only the embedded engine is deterministic"),
+        (
+            "rollout.engine=mine.py:Server",
+            "only the embedded engine is deterministic; set rollout.engine=embedded",
+        ),
+        (
+            "rollout.agent.custom_async_server={path: mine.py, name: Server}",
+            "only the embedded engine is deterministic",
+        ),
+        ("rollout.over_sample=1.5", "rollout.over_sample is 1.5, and the groups that end first are random"),
+        ("trainer.mode=async", "trainer.mode is 'async'.* set trainer.mode=sync"),
     ],
 )
-def test_what_chance_decides_is_refused_where_a_run_is_to_be_deterministic(
-    setting: str, message: str
-) -> None:
+def test_settings_with_random_effects_are_refused_for_deterministic_runs(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=["rollout.deterministic=true", setting])
     load_config(overrides=[setting])
     load_config(overrides=["rollout.deterministic=true", "rollout.engine=embedded_process"])
 
 
-def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
+def test_engine_kwargs_are_passed_on_unchanged(tmp_path: Path) -> None:
     path = write(tmp_path, "rollout: {engine_kwargs: {max_slots: 4, nested: {a: 1}}}")
     assert load_config(path).rollout.engine_kwargs == {"max_slots": 4, "nested": {"a": 1}}
 
@@ -97,7 +101,7 @@ def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
         ("rollout.temprature=1", "'rollout.temprature'; did you mean 'temperature'"),
         ("n=4", "did you mean 'rollout.n'"),
         ("rollout.multi_turn.max_turns=4", "unknown key 'rollout.multi_turn.max_turns'"),
-        ("actor_rollout_ref.rollout.mode=sync", "only 'async' exists"),
+        ("actor_rollout_ref.rollout.mode=sync", "only 'async' is supported"),
         ("rollout.n=0", r"rollout\.n is 0: .* greater than or equal to 1"),
         ("rollout.n=many", r"rollout\.n is 'many'"),
         ("algorithm.kl_reward_type=k4", r"algorithm\.kl_reward_type is 'k4'"),
@@ -107,7 +111,7 @@ def test_engine_kwargs_are_passed_on_as_they_are(tmp_path: Path) -> None:
         ("rollout.seed=${nothing.there}", "nothing.there"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_what_to_do(override: str, complaint: str) -> None:
+def test_a_wrong_setting_is_refused_with_the_remedy(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_config(overrides=[override])
 

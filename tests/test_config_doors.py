@@ -1,4 +1,4 @@
-"""Whatever a value of a setting is, the loader accepts it or refuses it with a ConfigError."""
+"""The loader accepts a value of a setting or refuses it with a ConfigError, and raises nothing else."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def tree(key: str, value: Any) -> dict[str, Any]:
 
 
 def numbers(values: Any) -> Iterator[float]:
-    """The numbers of all settings that have a type; what is handed on to engines is left out."""
+    """Yield the numbers in all settings with a type, which options of engines do not have."""
     if isinstance(values, BaseModel):
         for name, info in type(values).model_fields.items():
             if "Any" not in str(info.annotation):
@@ -104,7 +104,7 @@ def numbers(values: Any) -> Iterator[float]:
 
 
 def check(section: type[Section], values: dict[str, Any]) -> None:
-    """Raises whatever else than a ConfigError the door lets through."""
+    """Check that the values are refused with a ConfigError, or that all numbers are in range."""
     try:
         read = parse_section(section, values, where="settings")
     except ConfigError:
@@ -113,7 +113,7 @@ def check(section: type[Section], values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("section", Config.model_fields)
-def test_an_odd_value_of_any_setting_is_accepted_or_refused(section: str) -> None:
+def test_an_unusual_value_of_any_setting_is_accepted_or_refused(section: str) -> None:
     keys = [section, *(key for key in all_keys(Config) if key.startswith(f"{section}."))]
     for key in keys:
         for value in ODD:
@@ -121,13 +121,13 @@ def test_an_odd_value_of_any_setting_is_accepted_or_refused(section: str) -> Non
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_odd_value_of_any_key_of_an_entry_is_accepted_or_refused(section: type[Section]) -> None:
+def test_an_unusual_value_of_any_key_of_an_entry_is_accepted_or_refused(section: type[Section]) -> None:
     for key in all_keys(section):
         for value in ODD:
             check(section, tree(key, value))
 
 
-def test_an_odd_option_of_the_embedded_engine_is_accepted_or_refused() -> None:
+def test_an_unusual_option_of_the_embedded_engine_is_accepted_or_refused() -> None:
     for name in EmbeddedConfig.__dataclass_fields__:
         for value in ODD:
             spec = ServerSpec("embedded", model=ModelConfig(), max_model_len=64, engine_kwargs={name: value})
@@ -178,8 +178,11 @@ def test_any_override_is_accepted_or_refused(key: str, text: str) -> None:
         ("critic.kl_loss_coef=1", "unknown key"),
         ("reward.success_threshold=inf", "finite"),
         ("trainer.run_dir=''", "trainer.run_dir is ''"),
-        ("rollout=3", "rollout is 3: give it keys, such as rollout.engine"),
-        ("trainer.ray=none", "trainer.ray is 'none': give it keys, such as trainer.ray.address"),
+        ("rollout=3", "rollout is 3: it is a section; set its keys, such as rollout.engine"),
+        (
+            "trainer.ray=none",
+            "trainer.ray is 'none': it is a section; set its keys, such as trainer.ray.address",
+        ),
     ],
 )
 def test_a_number_out_of_range_is_refused_with_its_range(override: str, complaint: str) -> None:
@@ -204,7 +207,7 @@ def test_interpolation_sees_the_defaults() -> None:
         "rollout.seed=${nothing.there}",
     ],
 )
-def test_interpolation_in_a_circle_or_to_nothing_is_refused_on_one_line(override: str) -> None:
+def test_circular_or_missing_interpolation_is_refused_on_one_line(override: str) -> None:
     with pytest.raises(ConfigError, match=override.partition("=")[0]) as refused:
         load_config(overrides=[override])
     assert "\n" not in str(refused.value)

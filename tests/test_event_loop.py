@@ -112,7 +112,7 @@ def test_a_thread_of_the_default_executor_that_hangs_does_not_keep_the_loop() ->
 
 SCRIPT = """
 import asyncio, threading
-from agent_loop.runtime.event_loop import leave, run_to_end
+from agent_loop.runtime.event_loop import exit_process, run_to_end
 
 async def main():
     asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
@@ -120,7 +120,7 @@ async def main():
 
 run_to_end(main(), grace_s=0.05)
 print("done")
-leave(3)
+exit_process(3)
 """
 
 

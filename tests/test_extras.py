@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from agent_loop.rollout.records import to_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from agent_loop.distributed.wire import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.forms import completion_form, read_completion
+from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.batch import assemble
 from agent_loop.rollout.jagged import assemble_jagged
-from agent_loop.rollout.worker import Job
+from agent_loop.rollout.jobs import Job
+from agent_loop.rollout.trajectory_jsonl import to_record
 from agent_loop.storage import StoredRun, to_trajectory, write_trajectories
 from agent_loop.storage.json_text import to_json
 from agent_loop.trajectory import AgentLoopOutput, Segment, Trajectory
@@ -104,7 +104,7 @@ def test_an_aborted_completion_and_its_continuation_join_to_the_whole(
 @given(completions())
 def test_the_journal_and_messages_between_processes_keep_all_arrays(output: TokenOutput) -> None:
     for read in (
-        read_completion(unpack(pack(completion_form(output)))),
+        deserialize_completion(unpack(pack(serialize_completion(output)))),
         PackedCompletion.pack(output).unpack(),
     ):
         assert read == output

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agent_loop.types import TokenChunk
+    from agent_loop.token_chunks import TokenChunk
 
 
 class AgentLoopError(Exception):
@@ -137,8 +137,8 @@ class WeightsError(AgentLoopError):
     """Published weights do not fit the server's model."""
 
 
-class TeamError(AgentLoopError):
-    """One of the processes that train together ended while the others went on."""
+class ProcessGroupError(AgentLoopError):
+    """One of the processes that train together ended while the others were running."""
 
 
 class OutputError(AgentLoopError):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from math import inf
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,6 +15,13 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from agent_loop.errors import SamplingParamsError, did_you_mean
+from agent_loop.token_chunks import ServerStopReason as ServerStopReason
+from agent_loop.token_chunks import TokenArrays as TokenArrays
+from agent_loop.token_chunks import TokenChunk as TokenChunk
+from agent_loop.token_chunks import joined_arrays as joined_arrays
+from agent_loop.token_chunks import same_arrays as same_arrays
+from agent_loop.token_chunks import sliced as sliced
+from agent_loop.token_chunks import stacked_arrays as stacked_arrays
 
 IntArray: TypeAlias = NDArray[np.int32]
 FloatArray: TypeAlias = NDArray[np.float32]
@@ -82,6 +88,11 @@ class SamplingParams(Struct, frozen=True):
     num_sampled: int = 0
     """So many tokens at the end of the prompt are the beginning of this completion: they were sampled before it was
     interrupted. A server with `Ability.FREE_SEEDS` then draws what it would have drawn without the interruption."""
+    top_logprobs: int = 0
+    """Number k of the likeliest tokens to return for each sampled token. The completion then has the extras
+    `top_token_ids`, int32, and `top_logprobs`, float32, both [num_tokens, k], likeliest first. They are the k largest
+    of `log_softmax(logits / temperature)`, before top-k and top-p, as for `TokenChunk.logprobs`; temperature 1 for
+    greedy completions. The sampled token need not be among them. Servers need `Ability.TOP_LOGPROBS`."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < inf:
@@ -96,6 +107,8 @@ class SamplingParams(Struct, frozen=True):
             raise SamplingParamsError(f"max_tokens is {self.max_tokens}; give at least 1, or None")
         if self.num_sampled < 0:
             raise SamplingParamsError(f"num_sampled is {self.num_sampled}; give 0 or more")
+        if self.top_logprobs < 0:
+            raise SamplingParamsError(f"top_logprobs is {self.top_logprobs}; give 0 (none) or more")
         if not 0 < self.repetition_penalty < inf:
             raise SamplingParamsError(
                 f"repetition_penalty is {self.repetition_penalty}; give 1.0 (none) or another finite number above 0"
@@ -138,94 +151,6 @@ class SamplingParams(Struct, frozen=True):
             max_tokens=None if self.max_tokens is None else self.max_tokens - num_sampled,
             num_sampled=self.num_sampled + num_sampled,
         )
-
-
-ServerStopReason: TypeAlias = Literal["stop", "length", "aborted"]
-
-
-TokenArrays: TypeAlias = Mapping[str, NDArray[Any]]
-"""Arrays by name. The first axis of each is the token."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenChunk:
-    """Sampled tokens of one weight version: a part of a completion, as a server streams it.
-
-    Each value per token has one entry for every token of `token_ids`. New kinds of values go into `extras`, which the
-    package carries to the batch and to storage by concatenation and slicing alone.
-    """
-
-    token_ids: list[int]
-    """The sampled tokens, the stop token included where one was sampled."""
-    logprobs: list[float] | None
-    """For each token `log_softmax(logits / temperature)`, natural log, before top-k and top-p cut anything away:
-    what a trainer recomputes. Greedy completions give it at temperature 1. None if the server offers none."""
-    weight_version: int = 0
-    """The version that sampled the tokens."""
-    stop_reason: ServerStopReason | None = None
-    """Why the completion ended. None on every chunk but the last."""
-    num_preempted: int = 0
-    """How often the server preempted the request since the previous chunk and recomputed its prefix."""
-    num_cached_tokens: int | None = None
-    """Prompt tokens that the server found in its cache. None if unknown, and on every chunk but the last."""
-    prefill_s: float | None = None
-    """Seconds from the engine's receipt of the request to the first token. None if unknown, and on every chunk but the
-    first. Not compared."""
-    extras: TokenArrays = field(default_factory=dict[str, NDArray[Any]])
-    """More values per token: arrays by name, shape [num_tokens, ...]."""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, TokenChunk):
-            return NotImplemented
-        return _compared_fields(self) == _compared_fields(other) and same_arrays(self.extras, other.extras)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  (its lists can change)
-
-    def part(self, start: int, end: int) -> TokenChunk:
-        """Return the tokens from `start` to `end`. The stop reason stays with the last token."""
-        if start == 0 and end >= len(self.token_ids):
-            return self
-        is_last = end >= len(self.token_ids)
-        return TokenChunk(
-            token_ids=self.token_ids[start:end],
-            logprobs=None if self.logprobs is None else self.logprobs[start:end],
-            weight_version=self.weight_version,
-            stop_reason=self.stop_reason if is_last else None,
-            num_preempted=self.num_preempted if is_last else 0,
-            num_cached_tokens=self.num_cached_tokens if is_last else None,
-            prefill_s=None if start else self.prefill_s,
-            extras=sliced(self.extras, start, end),
-        )
-
-    def single_tokens(self) -> list[TokenChunk]:
-        """Return one chunk per token."""
-        if len(self.token_ids) < 2:
-            return [self]
-        return [self.part(position, position + 1) for position in range(len(self.token_ids))]
-
-    @classmethod
-    def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
-        """Return several consecutive chunks, at least one, as one chunk of the last chunk's weight version.
-
-        A value per token is kept if every chunk with tokens has it.
-        """
-        if len(chunks) == 1:
-            return chunks[0]
-        with_tokens = [chunk for chunk in chunks if chunk.token_ids] or chunks
-        logprobs = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
-        return cls(
-            token_ids=list(chain.from_iterable([chunk.token_ids for chunk in chunks])),
-            logprobs=list(chain.from_iterable(logprobs)) if len(logprobs) == len(chunks) else None,
-            weight_version=with_tokens[-1].weight_version,
-            stop_reason=chunks[-1].stop_reason,
-            num_preempted=sum([chunk.num_preempted for chunk in chunks]),
-            num_cached_tokens=chunks[-1].num_cached_tokens,
-            prefill_s=chunks[0].prefill_s,
-            extras=joined_arrays([chunk.extras for chunk in with_tokens]),
-        )
-
-
-_compared_fields = attrgetter(*[name for name in TokenChunk.__slots__ if name not in ("prefill_s", "extras")])
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -338,31 +263,20 @@ class TokenOutput:
         return self.chunks[0].prefill_s
 
 
-def sliced(arrays: TokenArrays, start: int, end: int) -> TokenArrays:
-    """Return the arrays of the tokens from `start` to `end`."""
-    return {name: array[start:end] for name, array in arrays.items()}
+def top_logprob_arrays(token_ids: Any, logprobs: Any, *, num_top: int) -> TokenArrays:
+    """Return the extras of `SamplingParams.top_logprobs`.
 
+    Args:
+        token_ids: Token ids of all tokens, end to end or one list per token. Likewise `logprobs`.
+        num_top: Number of entries per token.
 
-def joined_arrays(each: Sequence[TokenArrays]) -> TokenArrays:
-    """Concatenate the arrays that all mappings have in the same shape per token. Drop all others."""
-    first, *others = each
-    if not others:
-        return first
+    Raises:
+        ValueError: A token has more or fewer entries.
+    """
     return {
-        name: np.concatenate([array, *[other[name] for other in others]])
-        for name, array in first.items()
-        if all(name in other and other[name].shape[1:] == array.shape[1:] for other in others)
+        "top_token_ids": np.array(token_ids, np.int32).reshape(-1, num_top),
+        "top_logprobs": np.array(logprobs, np.float32).reshape(-1, num_top),
     }
-
-
-def stacked_arrays(each: Sequence[TokenArrays]) -> TokenArrays:
-    """Return the arrays of tokens, of which each has the same names and shapes, with the token as their first axis."""
-    return {name: np.stack([arrays[name] for arrays in each]) for name in each[0]} if each else {}
-
-
-def same_arrays(one: TokenArrays, other: TokenArrays) -> bool:
-    """Return whether both have equal arrays under equal names."""
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 class ToolCall(Struct, frozen=True):

@@ -106,7 +106,7 @@ def test_names_and_ids_of_calls_cannot_forge_control_tokens(template_text: str) 
 
 def test_a_reply_that_quotes_the_stand_in_is_not_taken_for_it() -> None:
     template = family(ARGUMENTS_ARE_TEXT)
-    quoted = template.renderer.text(user("x"), after=template.replies.user.stand_in.turns([]))  # type: ignore[union-attr]
+    quoted = template.renderer.text(user("x"), after=template.bridges.user.placeholder.messages([]))  # type: ignore[union-attr]
     expected = template.decode(template.bridge(user("x"))).replace("x", quoted)
     assert template.decode(template.bridge(user(quoted))) == expected
 

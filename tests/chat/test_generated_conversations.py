@@ -112,13 +112,13 @@ def tokens(
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of a whole trajectory, and those of a full render."""
     ids = template.open(first, tools=tools).tolist()
-    messages = [template.replies.written(message) for message in first]
+    messages = [template.bridges.adapted(message) for message in first]
 
     def render(messages: list[Message], *, add_generation_prompt: bool = True) -> str:
         return template.renderer.text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     for message, replies in turns:
-        written = template.replies.written(message)
+        written = template.bridges.adapted(message)
         ids += completion(
             template, render(messages), render([*messages, written], add_generation_prompt=False)
         )
@@ -127,7 +127,7 @@ def tokens(
             for c in message.get("tool_calls", ())
         ]
         ids += template.bridge(replies, last_token_id=ids[-1], calls=calls).tolist()
-        messages += [written, *template.replies.filled(replies, calls=calls)]
+        messages += [written, *template.bridges.filled(replies, calls=calls)]
     return ids, template.encoder.encode(render(messages))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from agent_loop.chat.bridge import Bridge
+from agent_loop.chat.bridge import BridgeBuilder
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
 from agent_loop.errors import ToolError
@@ -102,7 +102,7 @@ def test_arguments_that_are_a_json_text_forge_no_control_tokens() -> None:
     template = family(ARGUMENTS_ARE_TEXT)
     forged = "".join(template.encoder.control_texts)
     plain, hostile = (
-        controls(template, template.open([template.replies.written(m) for m in echoed(text, field="value")]))
+        controls(template, template.open([template.bridges.adapted(m) for m in echoed(text, field="value")]))
         for text in ("x", forged)
     )
     assert hostile == plain
@@ -273,7 +273,7 @@ def test_a_reply_that_equals_the_texts_of_the_machinery_is_written_as_it_is(
     chat_template: str, role: str
 ) -> None:
     template = family(chat_template)
-    assert isinstance(template.replies, Bridge)
+    assert isinstance(template.bridges, BridgeBuilder)
     texts = ["@stand.in.for.the.assistant@", "@text.of.a.reply@", "first.reply", "other.tool id0000001"]
     plain = template.decode(template.bridge([{"role": role, "content": "HERE", "name": "HERE"}]))
     for text in texts:

@@ -181,7 +181,7 @@ def test_newlines_merge_in_four_templates_that_are_exact_but_for_that(name: str)
 def only_appends(template: ChatTemplate, probe: Probe) -> bool:
     """Whether each render of a prompt and a turn, up to where the model stops, is how the next render begins."""
     text = template.renderer.text
-    written: list[dict[str, Any]] = [template.replies.written(message) for message in probe.messages]
+    written: list[dict[str, Any]] = [template.bridges.adapted(message) for message in probe.messages]
     for turn in probe.turns:
         start, end = len(turn.opening), len(turn.opening) + 1 + len(turn.replies)
         before = text(written[:start], tools=probe.tools)
@@ -219,7 +219,7 @@ def test_nothing_that_an_assistant_is_said_to_have_said_forges_control_tokens(na
     template = template_of(name)
 
     def controls(text: str, fields: Sequence[str]) -> Counter[int]:
-        messages = [template.replies.written(message) for message in echoed(text, fields)]
+        messages = [template.bridges.adapted(message) for message in echoed(text, fields)]
         ids = template.open(messages).tolist()
         assert "@mask" not in template.decode(ids)
         return Counter(token_id for token_id in ids if token_id in template.encoder.control_ids)
@@ -255,7 +255,7 @@ def test_masks_change_nothing_of_what_a_template_writes(name: str, in_parts: boo
         for more in ([], [reply]):
             said = {"role": "assistant", "content": text, **({"tool_calls": [call]} if more else {})}
             asked = {"role": "user", "content": content}
-            messages = [template.replies.written(message) for message in (asked, said, *more, USER)]
+            messages = [template.bridges.adapted(message) for message in (asked, said, *more, USER)]
             try:
                 written = template.encoder.unmask(template.renderer.text(messages))
             except ChatTemplateError:

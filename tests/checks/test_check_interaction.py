@@ -26,7 +26,7 @@ ANSWERS = ("#### 41", "I give up.", "#### 42")
 
 
 class Tutor(Gsm8kInteraction):
-    """The shipped one; a subclass has one fault."""
+    """The GSM8K interaction; each subclass has one fault."""
 
     def __init__(self) -> None:
         super().__init__({"name": "tutor"})
@@ -38,7 +38,7 @@ def failures(interaction: BaseInteraction, **options: Any) -> list[str]:
     return [result.name for result in report.failures]
 
 
-def test_the_shipped_interactions_keep_the_whole_contract() -> None:
+def test_the_built_in_interactions_follow_the_contract() -> None:
     assert failures(Tutor()) == []
     assert failures(ScriptedInteraction(["Again.", "Again.", "Bye."]), interaction_kwargs={}) == []
     lake = GymnasiumInteraction({**FROZEN_LAKE, "on_replay": "rerun"})
@@ -46,7 +46,7 @@ def test_the_shipped_interactions_keep_the_whole_contract() -> None:
     assert failures(lake, interaction_kwargs={"seed": 1}, answers=ways) == []
 
 
-def test_a_simulated_user_keeps_the_contract() -> None:
+def test_a_simulated_user_follows_the_contract() -> None:
     async def main() -> None:
         async with endpoint(*["Go on."] * 60) as served:
             settings = {"model": "any", "persona": "You are {role}.", "base_url": served.url, "opens": True}
@@ -119,7 +119,7 @@ class Moody(Tutor):
 
 
 class Mixes(Tutor):
-    """Keeps its state under one name for all."""
+    """Shares its state between trajectories."""
 
     on_replay = OnReplay.RERUN
 
@@ -148,7 +148,7 @@ class InsistsOnStart(Tutor):
 
 
 class Clings(Tutor):
-    """Is not to be finalized while it answers, and thinks it still does."""
+    """Hangs in finalize after a cancelled reply."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,12 +196,12 @@ def test_a_fault_is_found(faulty: type[Tutor], check: str) -> None:
     assert check in failures(faulty())
 
 
-def test_every_check_has_a_fault_that_it_finds() -> None:
+def test_every_check_is_tested_with_a_fault() -> None:
     parametrized = next(mark for mark in test_a_fault_is_found.pytestmark if mark.name == "parametrize")
     assert {check for _, check in parametrized.args[1]} == set(INTERACTION_CHECKS.names)
 
 
-def test_a_check_that_hangs_has_failed_and_the_report_says_so() -> None:
+def test_a_check_that_hangs_fails_and_the_report_names_it() -> None:
     class Hangs(Tutor):
         async def generate_response(self, *args: Any, **kwargs: Any) -> Any:
             await asyncio.Event().wait()
@@ -212,6 +212,6 @@ def test_a_check_that_hangs_has_failed_and_the_report_says_so() -> None:
         report.raise_if_failed()
 
 
-def test_the_suite_needs_something_that_the_model_says() -> None:
+def test_the_checks_need_a_message_of_the_model() -> None:
     with pytest.raises(ConfigError, match="at least one answer"):
         asyncio.run(check_interaction(Tutor(), answers=()))

@@ -28,7 +28,7 @@ VOCAB = 97
 
 
 class Embedded(EmbeddedServer):
-    """The embedded server; a subclass has one fault."""
+    """The embedded server; each subclass has one fault."""
 
     def __init__(self) -> None:
         super().__init__(make_model(), config=EmbeddedConfig(max_model_len=LENGTH))
@@ -43,22 +43,22 @@ def reference() -> Reference:
     return Reference(make_model())
 
 
-def test_the_embedded_server_keeps_the_whole_contract(reference: Reference) -> None:
+def test_the_embedded_server_follows_the_contract(reference: Reference) -> None:
     report = asyncio.run(check_server(Embedded(), max_model_len=LENGTH, reference=reference))
     report.raise_if_failed()
     assert report.named("skipped") == []
 
 
 @pytest.mark.parametrize("cache", ["per_request", "none"])
-def test_the_embedded_server_keeps_the_contract_with_any_cache(reference: Reference, cache: Any) -> None:
+def test_the_embedded_server_follows_the_contract_with_every_cache(reference: Reference, cache: Any) -> None:
     server = EmbeddedServer(make_model(), config=EmbeddedConfig(max_model_len=LENGTH, cache=cache))
     report = asyncio.run(check_server(server, max_model_len=LENGTH, reference=reference))
     report.raise_if_failed()
     assert len(report.named("skipped")) == (cache == "none")
 
 
-def say_more(request: ScriptedRequest) -> ScriptedReply:
-    """A model of sorts: the next token depends on all tokens before it."""
+def complete(request: ScriptedRequest) -> ScriptedReply:
+    """Return a completion in which each token depends on all earlier tokens."""
     context = request.prompt_ids.tolist()
     num_prompt = len(context)
     for _ in range(request.sampling_params.max_tokens or LENGTH - num_prompt):
@@ -67,20 +67,20 @@ def say_more(request: ScriptedRequest) -> ScriptedReply:
     return ScriptedReply(token_ids=tokens, stops=False, latency_s=0.1 * len(tokens))
 
 
-def test_the_scripted_server_keeps_what_it_claims() -> None:
-    server = ScriptedServer(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
+def test_the_scripted_server_has_the_abilities_that_it_claims() -> None:
+    server = ScriptedServer(complete, vocab_size=VOCAB, max_model_len=LENGTH)
     report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB))
     report.raise_if_failed()
     assert len(report.named("passed")) >= 14
 
 
-def test_a_server_that_is_faster_than_its_health_keeps_the_contract() -> None:
-    class TellsLate(ScriptedServer):
+def test_a_server_with_slow_health_checks_follows_the_contract() -> None:
+    class SlowHealth(ScriptedServer):
         async def health(self) -> ServerHealth:
             await asyncio.sleep(60.0)
             return await super().health()
 
-    server = TellsLate(say_more, vocab_size=VOCAB, max_model_len=LENGTH)
+    server = SlowHealth(complete, vocab_size=VOCAB, max_model_len=LENGTH)
     report = run_virtual(check_server(server, max_model_len=LENGTH, vocab_size=VOCAB, timeout_s=3600.0))
     report.raise_if_failed()
 
@@ -93,7 +93,7 @@ class LosesStopTokens(Embedded):
         return replace(output, token_ids=output.token_ids[:-1], logprobs=(output.log_probs or [])[:-1])
 
 
-class GivesRawLogProbs(Embedded):
+class ReturnsRawLogProbs(Embedded):
     async def generate(
         self, prompt_ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any
     ) -> TokenOutput:
@@ -102,18 +102,18 @@ class GivesRawLogProbs(Embedded):
         return replace(output, logprobs=raw.tolist())
 
 
-class AbortsLate(Embedded):
+class IgnoresAbort(Embedded):
     async def abort(self, request_id: str) -> None:
         pass
 
 
-class SaysLengthForAborted(Embedded):
+class ReportsLengthForAborted(Embedded):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         output = await super().generate(*args, **kwargs)
         return replace(output, stop_reason="length") if output.stop_reason == "aborted" else output
 
 
-class ForgetsToCancel(Embedded):
+class IgnoresCancellation(Embedded):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         return await asyncio.shield(asyncio.ensure_future(super().generate(*args, **kwargs)))
 
@@ -130,7 +130,7 @@ class StampsOldVersions(Embedded):
         return TokenOutput.from_chunks([replace(chunk, weight_version=0) for chunk in output.chunks])
 
 
-class TakesAnyWeights(Embedded):
+class IgnoresInvalidWeights(Embedded):
     async def update_weights(self, weights: Any, *, weight_version: int) -> None:
         with contextlib.suppress(WeightsError):
             await super().update_weights(weights, weight_version=weight_version)
@@ -153,12 +153,12 @@ class IgnoresSeeds(Embedded):
         return await super().generate(ids, structs.replace(params, seed=None), *args, **kwargs)
 
 
-class DrawsFromTheStartAgain(Embedded):
+class RestartsTheSeed(Embedded):
     async def generate(self, ids: IntArray, params: SamplingParams, *args: Any, **kwargs: Any) -> TokenOutput:
         return await super().generate(ids, structs.replace(params, num_sampled=0), *args, **kwargs)
 
 
-class RaisesWhatItWants(Embedded):
+class RaisesOtherErrors(Embedded):
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
         try:
             return await super().generate(*args, **kwargs)
@@ -178,26 +178,26 @@ class QueuesASecondRequest(Embedded):
             return await super().generate(ids, params, request_id, **kwargs)
 
 
-class NeverAnswersTwice(Embedded):
+class NeverWakesUp(Embedded):
     async def wake_up(self) -> None:
         pass
 
 
 FAULTS: Sequence[tuple[type[Embedded], str]] = [
     (LosesStopTokens, "a stop token ends the completion and is returned"),
-    (GivesRawLogProbs, "log-probs match the reference model"),
-    (AbortsLate, "an aborted request returns the tokens sampled so far"),
-    (SaysLengthForAborted, "an aborted request returns the tokens sampled so far"),
-    (ForgetsToCancel, "cancelling a request frees its slot"),
+    (ReturnsRawLogProbs, "log-probs match the reference model"),
+    (IgnoresAbort, "an aborted request returns the tokens sampled so far"),
+    (ReportsLengthForAborted, "an aborted request returns the tokens sampled so far"),
+    (IgnoresCancellation, "cancelling a request frees its slot"),
     (LosesUpdates, "completions after a weight update come from the new weights"),
     (StampsOldVersions, "completions after a weight update come from the new weights"),
-    (TakesAnyWeights, "invalid weights are refused and change nothing"),
+    (IgnoresInvalidWeights, "invalid weights are refused and change nothing"),
     (MixesRequests, "concurrent requests do not affect each other"),
     (QueuesASecondRequest, "a second request of a session is refused while the first runs"),
     (IgnoresSeeds, "a seed makes a completion reproducible"),
-    (DrawsFromTheStartAgain, "a resumed completion with a seed samples the same tokens"),
-    (RaisesWhatItWants, "invalid requests are refused, and the server keeps running"),
-    (NeverAnswersTwice, "a sleeping server refuses requests, and wakes up unchanged"),
+    (RestartsTheSeed, "a resumed completion with a seed samples the same tokens"),
+    (RaisesOtherErrors, "invalid requests are refused, and the server keeps running"),
+    (NeverWakesUp, "a sleeping server refuses requests, and wakes up unchanged"),
 ]
 
 
@@ -210,7 +210,7 @@ def test_a_fault_is_found(
     assert [result.name for result in report.failures] == [check]
 
 
-def test_a_check_that_hangs_has_failed() -> None:
+def test_a_check_that_hangs_fails() -> None:
     def hang(request: ScriptedRequest) -> ScriptedReply:
         return ScriptedReply(token_ids=[1], latency_s=math.inf)
 
@@ -224,8 +224,8 @@ def test_a_check_that_hangs_has_failed() -> None:
         report.raise_if_failed()
 
 
-def test_the_suite_needs_a_vocabulary_and_room() -> None:
-    server = ScriptedServer(say_more)
+def test_the_checks_need_a_vocabulary_and_a_long_context() -> None:
+    server = ScriptedServer(complete)
     with pytest.raises(ConfigError, match="give vocab_size or a reference"):
         asyncio.run(check_server(server, max_model_len=LENGTH))
     with pytest.raises(ConfigError, match="at least 64"):

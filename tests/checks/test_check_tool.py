@@ -37,7 +37,7 @@ CALLS = [{"text": "a"}, {"text": "b"}, {"text": "c"}]
 
 
 class Notes(BaseTool):
-    """Keeps notes and counts them: a tool without fault. A subclass has one."""
+    """Tool that stores notes and counts them, without fault. Each subclass has one fault."""
 
     on_replay = "rerun"
 
@@ -101,24 +101,24 @@ class RecordsObjects(Notes):
         return response, reward, {**extra, "tool": self}
 
 
-class JudgesInWords(Notes):
+class RewardsWithText(Notes):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         return "well done"
 
 
-class JudgesOnlyWhatWasUsed(Notes):
+class NeedsACallForItsReward(Notes):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         return 1 / len(self.notes[instance_id])
 
 
-class StumblesOverOddText(Notes):
+class FailsOnUnusualText(Notes):
     async def answer(self, instance_id: str, text: str) -> Any:
         text.encode("ascii")
         return await super().answer(instance_id, text)
 
 
-class OneForAll(Notes):
-    """What belongs to a trajectory is kept on the object."""
+class SharesState(Notes):
+    """Shares its state between trajectories."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class OneForAll(Notes):
 
 
 class OneAtATime(Notes):
-    """Breaks when it is called while it works."""
+    """Fails if two calls overlap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,12 +149,12 @@ class OneAtATime(Notes):
             self.is_busy = False
 
 
-class SaysRecorded(Notes):
+class DeclaresRecorded(Notes):
     on_replay = "recorded"
 
 
-class SaysRerun(Notes):
-    """Its answers are never the same."""
+class DeclaresRerun(Notes):
+    """Returns a different result each time."""
 
     num_calls = 0
 
@@ -169,7 +169,7 @@ class Blocks(Notes):
         return ToolResponse(text="noted"), None, {}
 
 
-class NeverForgets(Notes):
+class NeverReleases(Notes):
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         pass
 
@@ -190,7 +190,7 @@ class ReleasesOnlyWhatIsThere(Notes):
 
 
 class ForgetsLateStarts(Notes):
-    """A create that is cancelled leaves a trace that release does not know."""
+    """A cancelled create leaves state that release does not remove."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class ForgetsLateStarts(Notes):
 
 
 class KeepsItsLock(Notes):
-    """A call that is cancelled never gives its place back."""
+    """A cancelled call never releases its semaphore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,17 +230,17 @@ class Exits(Notes):
         raise SystemExit(3)
 
 
-class AnswersWithNoList(Notes):
+class ReturnsNoList(Notes):
     async def answer(self, instance_id: str, text: str) -> Any:
         return ToolResponse(text="noted", image="note.png"), None, {}  # type: ignore[arg-type]
 
 
-class JudgesAllTogether(Notes):
+class SumsRewardsOfAll(Notes):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         return float(sum(map(len, self.notes.values())))
 
 
-class BlocksWhenItJudges(Notes):
+class BlocksInCalcReward(Notes):
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> Any:
         time.sleep(0.12)  # noqa: ASYNC251  (this is the fault)
 
@@ -285,7 +285,7 @@ class LeavesThreads(Notes):
 
 
 class KeepsItsLockLate(KeepsItsLock):
-    """As the other, if it is cancelled a few awaits later."""
+    """Like `KeepsItsLock`, if the call is cancelled a few awaits later."""
 
     async def answer(self, instance_id: str, text: str) -> Any:
         for _ in range(5):
@@ -338,22 +338,22 @@ def test_a_tool_without_fault_passes() -> None:
             "SystemExit.* to end the process",
         ),
         (
-            AnswersWithNoList,
+            ReturnsNoList,
             "a call returns a response, an optional reward and extra data",
             "return a list of them",
         ),
-        (JudgesInWords, "calc_reward returns a number or None", "finite number"),
-        (JudgesOnlyWhatWasUsed, "a trajectory may end before its first call", "ZeroDivisionError"),
-        (StumblesOverOddText, "unusual arguments that match the schema get a response", "UnicodeEncodeError"),
-        (OneForAll, "concurrent trajectories do not share state", "beside another trajectory"),
-        (JudgesAllTogether, "concurrent trajectories do not share state", "calc_reward returns 6.0, not 3.0"),
+        (RewardsWithText, "calc_reward returns a number or None", "finite number"),
+        (NeedsACallForItsReward, "a trajectory may end before its first call", "ZeroDivisionError"),
+        (FailsOnUnusualText, "unusual arguments that match the schema get a response", "UnicodeEncodeError"),
+        (SharesState, "concurrent trajectories do not share state", "beside another trajectory"),
+        (SumsRewardsOfAll, "concurrent trajectories do not share state", "calc_reward returns 6.0, not 3.0"),
         (OneAtATime, "many concurrent trajectories all get responses", "RuntimeError: busy"),
         (OneAtATime, "concurrent calls of one trajectory all get responses", "RuntimeError: busy"),
-        (SaysRecorded, "repeated calls behave as on_replay declares", "recorded, but after other calls"),
-        (SaysRerun, "repeated calls behave as on_replay declares", "rerun, but the same calls"),
+        (DeclaresRecorded, "repeated calls behave as on_replay declares", "recorded, but after other calls"),
+        (DeclaresRerun, "repeated calls behave as on_replay declares", "rerun, but the same calls"),
         (Blocks, "the tool does not block the event loop", "the event loop was blocked"),
-        (BlocksWhenItJudges, "the tool does not block the event loop", "the event loop was blocked"),
-        (NeverForgets, "release leaves nothing behind", "its id is still in self.notes"),
+        (BlocksInCalcReward, "the tool does not block the event loop", "the event loop was blocked"),
+        (NeverReleases, "release leaves nothing behind", "its id is still in self.notes"),
         (LeavesTasks, "release leaves nothing behind", "tasks still run"),
         (LeavesFiles, "release leaves nothing behind", "leaks one open file"),
         (LeavesProcesses, "release leaves nothing behind", "leaks one process"),
@@ -400,7 +400,7 @@ def test_a_faulty_tool_is_reported_with_each_reason() -> None:
         report.raise_if_failed()
 
 
-def test_calls_that_do_not_fit_the_schema_are_the_callers_fault() -> None:
+def test_given_calls_must_match_the_schema() -> None:
     report = checked(Notes(), calls=[{"txt": "a"}])
     assert "has no argument 'txt'; did you mean 'text'?" in report.failures[0].detail
     with pytest.raises(ConfigError, match="at least one call"):
@@ -409,12 +409,12 @@ def test_calls_that_do_not_fit_the_schema_are_the_callers_fault() -> None:
 
 @function_tool
 def shout(text: str, times: int = 1) -> str:
-    """Repeats a text in capitals."""
+    """Repeat a text in capitals."""
     return text.upper() * min(times, 3)
 
 
 @pytest.mark.slow
-def test_the_kits_tools_keep_the_contract(tmp_path: Path) -> None:
+def test_the_built_in_tools_follow_the_contract(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Oak", "text": "A tree."}\n{"title": "Otter", "text": "A mammal."}\n')
     search = SearchTool({"corpus": [str(corpus)], "cache_dir": str(tmp_path)})
@@ -425,7 +425,7 @@ def test_the_kits_tools_keep_the_contract(tmp_path: Path) -> None:
     checked(shout, calls=[{"text": "a"}, {"text": "b", "times": 2}]).raise_if_failed()
 
 
-def test_edges_fit_the_schema_and_differ_from_the_example() -> None:
+def test_unusual_arguments_match_the_schema_and_differ_from_the_example() -> None:
     edges = edge_arguments(shout.tool_schema, {"text": "a", "times": 2})
     assert {"text": "a"} in edges
     assert {"text": "", "times": 2} in edges
@@ -450,7 +450,7 @@ def test_the_command_checks_a_tool_by_its_name() -> None:
     assert f"tool 'calculator': {len(TOOL_CHECKS.names)} passed, 0 failed, 0 skipped" in output
 
 
-def test_the_command_reads_a_config_and_tells_by_its_exit_code(tmp_path: Path) -> None:
+def test_the_command_reads_a_config_and_sets_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "faulty.py").write_text(
         "from agent_loop.tools.base import BaseTool, ToolResponse\n"
         "class Faulty(BaseTool):\n"

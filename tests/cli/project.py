@@ -1,4 +1,4 @@
-"""A folder with a tiny model, rows, a reward and a configuration, as a user would have it."""
+"""Project of a user: a tiny model, rows, a reward and a configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def crawls(output, row):
 
 
 def make_project(folder: Path) -> Path:
-    """Writes the project and returns its configuration file."""
+    """Write the project and return its configuration file."""
     tokenizer = small_tokenizer()
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}

@@ -1,4 +1,4 @@
-"""A folder with rows of two levels and a scripted engine that solves one of them always and the other half the time."""
+"""Project with easy and hard rows, and a scripted engine that solves easy rows always and hard rows half the time."""
 
 from __future__ import annotations
 
@@ -56,10 +56,11 @@ def together(outputs, rows):
 
 
 def make_eval_project(folder: Path) -> None:
-    """Rows 0, 2 and 4 are easy; 1, 3 and 5 are hard. `calls.log` has each call's row and temperature.
+    """Write the project with the easy rows 0, 2 and 4 and the hard rows 1, 3 and 5.
 
-    The rows that the file `hang` names get no answer; one that `interrupt` names presses Ctrl-C when six trajectories
-    have ended; where there is a file `breaks`, the reward function raises.
+    `calls.log` lists the row and temperature of each call.
+    Three files control the script: rows named in `hang` get no completion, a row named in `interrupt` sends Ctrl-C
+    after six trajectories, and the reward function raises if `breaks` exists.
     """
     path = make_project(folder)
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A run whose trajectories are stored: a scripted model that calls a tool and answers."""
+"""Project with stored trajectories of a scripted model that calls a tool and answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def half(output, row):
 
 
 def make_stored_project(folder: Path) -> None:
-    """Rows 0 to 3; the tool refuses the last one. The file `other` makes the model say something else."""
+    """Write the project with four rows, of which the tool refuses the last.
+
+    The model answers differently if there is a file `other`.
+    """
     path = make_project(folder)
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
     rows = [{"prompt": f"question {n}"} for n in range(4)]

@@ -1,4 +1,4 @@
-"""What is shown of stored trajectories counts a rollout once, however many branches it has."""
+"""Summaries of stored trajectories count a rollout once, even if it has several branches."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_show_gives_the_mean_reward_over_rollouts(stored: Path) -> None:
+def test_show_prints_the_mean_reward_of_rollouts(stored: Path) -> None:
     assert "4 trajectories, mean reward 0.500" in run("show", "run").output
 
 
-def test_rescore_compares_over_rollouts(stored: Path) -> None:
+def test_rescore_compares_means_of_rollouts(stored: Path) -> None:
     lines = run("rescore", "run", "--reward", "task.py:reward", "--threshold", "1").output.splitlines()
     cells = {line.split("  ")[0].strip(): line.split()[-2:] for line in lines if line.strip()}
     assert cells["mean reward"] == ["0.5000", "0.5000"]
@@ -53,14 +53,14 @@ def test_rescore_compares_over_rollouts(stored: Path) -> None:
     assert cells["scored"] == ["4", "4"]
 
 
-def test_the_table_of_a_rollout_gives_mean_rewards_over_rollouts() -> None:
+def test_the_table_of_the_rollout_command_has_mean_rewards_of_rollouts() -> None:
     columns = {str(column.header): list(column.cells) for column in _summary(TRAJECTORIES).columns}
     assert columns["mean reward"] == ["0.500"]
     assert columns["trajectories"] == ["4"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs a module of the viewer")
-def test_the_viewers_means_are_over_rollouts() -> None:
+def test_the_viewer_shows_means_of_rollouts() -> None:
     module = Path(agent_loop.viewer.__file__).parent / "static" / "rollout_means.js"
     script = f"""
     import {{ meanOverRollouts }} from {json.dumps(module.as_uri())};

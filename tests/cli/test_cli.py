@@ -25,7 +25,7 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `agent-loop ...` in a project of its own."""
+    """Return a function that runs `agent-loop ...` in a new project."""
     make_project(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
@@ -47,14 +47,14 @@ def metrics_of(run_dir: str) -> list[dict]:
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
 
-def test_train_leaves_metrics_and_a_model_that_transformers_loads(command: Command) -> None:
+def test_train_writes_metrics_and_a_model_that_transformers_loads(command: Command) -> None:
     result = command("train", "config.yaml")
     assert result.exit_code == 0, result.err
     assert [line["step"] for line in metrics_of("run")] == [1, 2, 3]
     assert AutoModelForCausalLM.from_pretrained("run/checkpoints/step-000003/model").config.hidden_size == 16
 
 
-def test_train_goes_on_with_resume_and_refuses_to_mix_runs(command: Command) -> None:
+def test_train_continues_with_resume_and_refuses_to_mix_runs(command: Command) -> None:
     assert command("train", "config.yaml").exit_code == 0
     mixed = command("train", "config.yaml")
     assert mixed.exit_code == 2
@@ -63,7 +63,7 @@ def test_train_goes_on_with_resume_and_refuses_to_mix_runs(command: Command) -> 
     assert [line["step"] for line in metrics_of("run")] == [1, 2, 3, 4, 5]
 
 
-def test_rollout_writes_trajectories_complete_to_the_token(command: Command) -> None:
+def test_rollout_writes_complete_trajectories(command: Command) -> None:
     result = command("rollout", "config.yaml", "--max-rows", "3", "-n", "2", "--out", "out/sampled.jsonl")
     assert result.exit_code == 0, result.err
     records = [json.loads(line) for line in Path("out/sampled.jsonl").read_text().splitlines()]
@@ -75,7 +75,7 @@ def test_rollout_writes_trajectories_complete_to_the_token(command: Command) -> 
         assert record["reward"] == len(said["token_ids"]) % 2
 
 
-def test_a_rollout_that_is_stopped_keeps_what_is_finished(command: Command) -> None:
+def test_a_stopped_rollout_keeps_its_finished_trajectories(command: Command) -> None:
     result = command("rollout", "config.yaml", "reward.function=task.py:breaks", "--out", "sampled.jsonl")
     assert result.exit_code == 2
     assert "ZeroDivisionError" in result.err
@@ -85,7 +85,7 @@ def test_a_rollout_that_is_stopped_keeps_what_is_finished(command: Command) -> N
     assert f"the {len(records)} finished trajectories are in sampled.jsonl" in result.out
 
 
-def test_eval_shows_pass_at_k_and_a_row_each(command: Command) -> None:
+def test_eval_prints_pass_at_k_and_a_line_per_row(command: Command) -> None:
     result = command("eval", "config.yaml", "-n", "4", "--max-rows", "2")
     assert result.exit_code == 0, result.err
     for shown in ("pass@1", "pass@4", "mean reward", "question 0", "question 1"):
@@ -130,7 +130,7 @@ def test_help_has_examples(command: Command, name: str) -> None:
         (["config.yaml", "reward.function=task.py:breaks"], "ZeroDivisionError"),
     ],
 )
-def test_what_is_wrong_is_said_on_one_screen(command: Command, arguments: list[str], complaint: str) -> None:
+def test_an_error_fits_on_one_screen(command: Command, arguments: list[str], complaint: str) -> None:
     result = command("train", *arguments)
     assert result.exit_code == 2
     assert complaint in result.err
@@ -168,7 +168,7 @@ def test_sampling_parameters_are_checked_before_any_row_runs(command: Command) -
         assert not Path("sampled.jsonl").exists()
 
 
-def test_train_refuses_to_begin_where_nothing_can_give_a_reward(command: Command) -> None:
+def test_train_refuses_to_start_without_any_source_of_rewards(command: Command) -> None:
     result = command("train", "config.yaml", "reward.function=null")
     assert result.exit_code == 2
     assert "nothing gives a reward, so nothing can be learned; set reward.function" in " ".join(
@@ -177,7 +177,7 @@ def test_train_refuses_to_begin_where_nothing_can_give_a_reward(command: Command
     assert not Path("run").exists()
 
 
-def test_train_stops_where_every_prompt_is_too_long_and_begins_once_that_is_mended(command: Command) -> None:
+def test_train_stops_if_every_prompt_is_too_long_and_starts_once_that_is_fixed(command: Command) -> None:
     result = command("train", "config.yaml", "rollout.prompt_length=1", "rollout.response_length=32")
     assert result.exit_code == 2
     assert "step 1 has nothing to learn from: the prompts of all 4 trajectories are over" in " ".join(

@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of a step, and what is there afterwards."""
+"""A run that was killed with `kill -9` in the middle of a step is resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.training.metrics import read_metrics
 from tests.cli.project import make_project
 from tests.rollout.journaled import records_of
@@ -47,9 +47,9 @@ def note(word: str) -> str:
     return "noted " + word
 
 def answer(request):
-    asked = tokenizer.decode(request.prompt_ids.tolist())
-    number = int(asked.split("question ")[1][0])
-    if "<tool_response>" not in asked:
+    prompt = tokenizer.decode(request.prompt_ids.tolist())
+    number = int(prompt.split("question ")[1][0])
+    if "<tool_response>" not in prompt:
         call = '{"name": "note", "arguments": {"word": "%d-%d"}}' % (number, random.randrange(10**6))
         text, latency_s = "<tool_call>" + call + "</tool_call>", 0.0
     else:
@@ -61,7 +61,10 @@ def answer(request):
 
 
 def make_scripted_project(folder: Path, *, hang: str, **trainer: Any) -> None:
-    """Six rows; each calls the tool once. Those whose numbers are in the file `hang` then get no answer."""
+    """Write a project with six rows, each of which calls the tool once.
+
+    Rows whose numbers are in the file `hang` get no completion after the call.
+    """
     (folder / "hang").write_text(hang)
     path = make_project(folder)
     (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
@@ -85,9 +88,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def killed_when(
-    command: list[str], folder: Path, *, journal: Path, counts: dict[Kind, int]
+    command: list[str], folder: Path, *, journal: Path, counts: dict[RecordKind, int]
 ) -> Iterator[None]:
-    """Runs a command until the journal holds so many records of each kind, and kills it."""
+    """Run a command until the journal holds these numbers of records of each kind, and kill it."""
     process = subprocess.Popen(
         [*AGENT_LOOP, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -115,22 +118,24 @@ def calls_per_rollout(folder: Path) -> Counter[str]:
 def tokens_by_row(records: list[dict[str, Any]]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for record in records:
-        if record["is"] in (Kind.PROMPT, Kind.COMPLETION, Kind.OBSERVATION):
+        if record["is"] in (RecordKind.PROMPT, RecordKind.COMPLETION, RecordKind.OBSERVATION):
             tokens.setdefault(record["row"], []).extend(record["got"]["ids"].tolist())
     return tokens
 
 
-def test_a_rollout_that_was_killed_goes_on_with_the_same_tokens_and_runs_no_tool_twice(
+def test_a_killed_rollout_resumes_with_the_same_tokens_and_runs_no_tool_twice(
     tmp_path: Path,
 ) -> None:
     make_scripted_project(tmp_path, hang="135")
     journal = tmp_path / "out.jsonl.journal"
     command = ["rollout", "config.yaml", "--out", "out.jsonl"]
 
-    with killed_when(command, tmp_path, journal=journal, counts={Kind.END: 6, Kind.OBSERVATION: 12}):
+    with killed_when(
+        command, tmp_path, journal=journal, counts={RecordKind.END: 6, RecordKind.OBSERVATION: 12}
+    ):
         before = read(journal)
         (tmp_path / "hang").unlink()
-        said = run([*command, "--resume"], tmp_path)
+        output = run([*command, "--resume"], tmp_path)
 
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     after = {line["trajectory_id"]: [t for s in line["segments"] for t in s["token_ids"]] for line in lines}
@@ -138,32 +143,32 @@ def test_a_rollout_that_was_killed_goes_on_with_the_same_tokens_and_runs_no_tool
     assert sorted(after) == sorted(recorded) == [f"group={g}/rollout={r}" for g in range(6) for r in range(2)]
     for row, tokens in recorded.items():
         assert after[row][: len(tokens)] == tokens
-    ended = {record["row"] for record in before if record["is"] == Kind.END}
+    ended = {record["row"] for record in before if record["is"] == RecordKind.END}
     assert ended == {f"group={g}/rollout={r}" for g in (0, 2, 4) for r in range(2)}
     assert all(after[row] == recorded[row] for row in ended)
     assert all(len(after[row]) > len(recorded[row]) for row in set(after) - ended)
     assert calls_per_rollout(tmp_path) == dict.fromkeys("012345", 2)
     assert {line["stop_reason"] for line in lines} == {"answered"}
-    assert "12 trajectories" in said
+    assert "12 trajectories" in output
     assert not journal.exists()
 
 
-def test_a_training_that_was_killed_before_its_first_checkpoint_trains_its_steps_again_without_running_them(
+def test_a_training_killed_before_its_first_checkpoint_repeats_its_updates_without_repeating_rollouts(
     tmp_path: Path,
 ) -> None:
     make_scripted_project(tmp_path, hang="5", total_steps=4, save_every=100)
     journals = tmp_path / "run" / "journal"
     command, third = ["train", "config.yaml"], journals / "step-000003.journal"
 
-    with killed_when(command, tmp_path, journal=third, counts={Kind.END: 2, Kind.OBSERVATION: 4}):
+    with killed_when(command, tmp_path, journal=third, counts={RecordKind.END: 2, RecordKind.OBSERVATION: 4}):
         (tmp_path / "hang").unlink()
         recorded = tokens_by_row(read(third))
         called = calls_per_rollout(tmp_path)
-        said = run([*command, "--resume"], tmp_path)
+        output = run([*command, "--resume"], tmp_path)
 
-    assert "step 1: 4 rollouts are in the journal" in said
-    assert "step 2: 4 rollouts are in the journal" in said
-    assert "step 3: 2 rollouts are in the journal" in said
+    assert "step 1: 4 rollouts are in the journal" in output
+    assert "step 2: 4 rollouts are in the journal" in output
+    assert "step 3: 2 rollouts are in the journal" in output
     lines = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert called == dict.fromkeys("012345", 2)

@@ -42,7 +42,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Evaluate:
-    """Runs `agent-loop eval config.yaml ...` in a project of its own."""
+    """Return a function that runs `agent-loop eval config.yaml ...` in a new project."""
     shutil.copytree(project, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
@@ -79,7 +79,7 @@ def file(name: str, content: str) -> Iterator[None]:
     Path(name).unlink()
 
 
-def test_an_evaluation_leaves_trajectories_and_a_summary_with_categories(evaluate: Evaluate) -> None:
+def test_an_evaluation_writes_trajectories_and_a_summary_with_categories(evaluate: Evaluate) -> None:
     result = evaluate("--by", "level", "--table-rows", "2")
 
     assert result.exit_code == 0, result.err
@@ -97,7 +97,7 @@ def test_an_evaluation_leaves_trajectories_and_a_summary_with_categories(evaluat
     assert not Path("runs/eval/rollout.journal").exists()
 
 
-def test_a_batch_reward_scores_the_samples_of_each_row_with_one_call_and_none_again(
+def test_a_batch_reward_is_called_once_per_row_and_never_again_for_the_same_samples(
     evaluate: Evaluate,
 ) -> None:
     options = ["reward.function=script.py:together", "reward.batch=true"]
@@ -114,14 +114,14 @@ def test_a_batch_reward_scores_the_samples_of_each_row_with_one_call_and_none_ag
     assert summary["evaluation"]["scores"]["pass_at_k"]["2"]["value"] == 1.0
 
 
-def test_json_goes_to_the_output_alone(evaluate: Evaluate) -> None:
+def test_json_is_the_only_output_on_stdout(evaluate: Evaluate) -> None:
     result = evaluate("--json", "-n", "1", "--max-rows", "2")
 
     assert json.loads(result.out)["evaluation"]["scores"]["num_samples"] == 2
-    assert "kept in runs/eval" in result.err
+    assert "results in runs/eval" in result.err
 
 
-def test_validation_has_sampling_parameters_of_its_own(evaluate: Evaluate) -> None:
+def test_evaluation_uses_the_sampling_parameters_of_validation(evaluate: Evaluate) -> None:
     assert evaluate("rollout.temperature=1", "rollout.val.temperature=0.25", "-n", "1").exit_code == 0
     assert {line.split()[1] for line in Path("calls.log").read_text().splitlines()} == {"0.25"}
     assert {record["stop_reason"] for record in trajectories()} == {"answered"}
@@ -131,16 +131,16 @@ def test_validation_has_sampling_parameters_of_its_own(evaluate: Evaluate) -> No
     assert {len(record["segments"][1]["token_ids"]) for record in trajectories()} == {1}
 
 
-def test_an_evaluation_is_not_written_over_by_chance(evaluate: Evaluate) -> None:
+def test_an_evaluation_is_not_overwritten_by_accident(evaluate: Evaluate) -> None:
     assert evaluate().exit_code == 0
     again = evaluate()
     assert again.exit_code == 2
-    assert "holds a finished evaluation; go on with --resume" in again.err
+    assert "holds a finished evaluation; resume it with --resume" in again.err
     assert evaluate("--overwrite", "-n", "1").exit_code == 0
     assert len(trajectories()) == 6
 
 
-def test_ctrl_c_leaves_what_is_finished_and_resume_runs_the_rest_alone(evaluate: Evaluate) -> None:
+def test_ctrl_c_keeps_finished_trajectories_and_resume_runs_only_the_others(evaluate: Evaluate) -> None:
     with file("interrupt", "5"), file("hang", "34"):
         stopped = evaluate()
     assert stopped.exit_code == 130
@@ -162,7 +162,7 @@ def test_ctrl_c_leaves_what_is_finished_and_resume_runs_the_rest_alone(evaluate:
     assert [calls()[number] for number in "012"] == [2, 2, 2]
 
 
-def test_a_finished_evaluation_is_shown_again_without_a_server(evaluate: Evaluate) -> None:
+def test_resume_shows_a_finished_evaluation_without_a_server(evaluate: Evaluate) -> None:
     assert evaluate().exit_code == 0
     Path("script.py").write_text("import nothing_of_this_name")
     shown = evaluate("--resume", "--by", "level")
@@ -186,7 +186,9 @@ def test_resume_of_another_unfinished_evaluation_names_what_changed(evaluate: Ev
     assert "'elsewhere' holds no evaluation to resume" in nothing.err
 
 
-def test_too_many_failures_end_it_and_those_that_failed_are_run_again(evaluate: Evaluate) -> None:
+def test_too_many_failures_stop_the_evaluation_and_resume_runs_the_failed_rows_again(
+    evaluate: Evaluate,
+) -> None:
     with file("breaks", ""):
         broken = evaluate()
     assert broken.exit_code == 2
@@ -215,11 +217,11 @@ def test_two_evaluations_are_compared_row_by_row(evaluate: Evaluate) -> None:
     Path("others.jsonl").write_text('{"prompt": "question 7"}')
     others = evaluate("--out", "third", "--compare", "base", "--data", "others.jsonl")
     assert others.exit_code == 2
-    assert "none of these rows" in others.err
+    assert "shares no rows" in others.err
     assert not Path("third").exists()
 
 
-def test_a_category_that_no_row_has_is_refused_before_anything_runs(evaluate: Evaluate) -> None:
+def test_a_category_that_no_row_has_is_refused_before_the_rollout(evaluate: Evaluate) -> None:
     result = evaluate("--by", "levle")
     assert result.exit_code == 2
     assert "did you mean 'level'" in result.err
@@ -231,21 +233,23 @@ def test_a_category_that_no_row_has_is_refused_before_anything_runs(evaluate: Ev
     [
         (["--checkpoint", "nowhere"], "'nowhere' does not exist"),
         (["--checkpoint", "."], "holds no run"),
-        (["--checkpoint", "model", "--model", "model"], "both name the model"),
+        (["--checkpoint", "model", "--model", "model"], "both select a model"),
         (["--checkpoint", "model", "rollout.server_urls=[http://h:1]"], "have their own weights"),
         (["--resume", "--overwrite"], "--resume and --overwrite"),
         (["--out", "rows.jsonl"], "'rows.jsonl', which is a file"),
         (["rollout.val.max_turn_tokens=0"], "rollout.val.max_turn_tokens is 0"),
     ],
 )
-def test_what_is_wrong_is_said(evaluate: Evaluate, arguments: list[str], complaint: str) -> None:
+def test_wrong_arguments_are_refused_with_the_reason(
+    evaluate: Evaluate, arguments: list[str], complaint: str
+) -> None:
     result = evaluate(*arguments)
     assert result.exit_code == 2
     assert complaint in result.err
     assert not Path("runs").exists()
 
 
-def test_a_checkpoint_is_a_models_folder_a_step_or_a_run(evaluate: Evaluate) -> None:
+def test_a_checkpoint_may_be_a_model_folder_a_step_or_a_run(evaluate: Evaluate) -> None:
     step = Path("trained/checkpoints/step-000007")
     step.mkdir(parents=True)
     shutil.copytree("model", step / "model")
@@ -265,7 +269,7 @@ def test_a_checkpoint_is_a_models_folder_a_step_or_a_run(evaluate: Evaluate) -> 
     assert "config.json is missing" in damaged.err
 
 
-def test_a_checkpoint_of_adapters_is_evaluated_with_the_model_below_them(evaluate: Evaluate) -> None:
+def test_a_checkpoint_of_adapters_is_evaluated_with_its_base_model(evaluate: Evaluate) -> None:
     step = Path("trained/checkpoints/step-000007")
     settings = ModelConfig(path="model", lora_rank=2, device="cpu")
     load_policy(settings).save_pretrained(step / "model")

@@ -1,4 +1,4 @@
-"""`kill -9` in the middle of an evaluation, and what is there afterwards."""
+"""An evaluation that was killed with `kill -9` is resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from tests.cli.scripted_eval import make_eval_project
 from tests.rollout.journaled import records_of
 
@@ -20,10 +20,12 @@ EVAL = [sys.executable, "-c", "from agent_loop.cli import main; main()", "eval",
 
 
 def num_ended(journal: Path) -> int:
-    return sum(r["is"] == Kind.END for r in records_of(journal.read_bytes())) if journal.is_file() else 0
+    return (
+        sum(r["is"] == RecordKind.END for r in records_of(journal.read_bytes())) if journal.is_file() else 0
+    )
 
 
-def test_an_evaluation_that_was_killed_goes_on_and_runs_nothing_twice(tmp_path: Path) -> None:
+def test_a_killed_evaluation_resumes_and_runs_nothing_twice(tmp_path: Path) -> None:
     make_eval_project(tmp_path)
     (tmp_path / "hang").write_text("135")
     lines = tmp_path / "runs" / "eval" / "trajectories.jsonl"
@@ -49,6 +51,6 @@ def test_an_evaluation_that_was_killed_goes_on_and_runs_nothing_twice(tmp_path: 
     assert {name: after[name] for name in before} == before
     calls = [line.split()[0] for line in (tmp_path / "calls.log").read_text().splitlines()]
     assert [calls.count(number) for number in "024"] == [2, 2, 2]
-    assert [calls.count(number) for number in "135"] == [4, 4, 4]  # those that hung were asked again
+    assert [calls.count(number) for number in "135"] == [4, 4, 4]  # the rows that hung were run again
     assert (lines.parent / "summary.json").is_file()
     assert not (lines.parent / "rollout.journal").exists()

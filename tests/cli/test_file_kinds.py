@@ -1,4 +1,4 @@
-"""A command that is given a file of another kind says what it is, and which command reads it."""
+"""A command refuses a file of another kind, with the kind of the file and the command that reads it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One file of each kind, written by the commands themselves where they are quick."""
+    """Return a folder with a file of each kind, written by the commands if they are fast."""
     folder = tmp_path_factory.mktemp("kinds")
     make_stored_project(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +145,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_file_of_another_kind_is_refused_with_what_it_is(command: Command, name: str) -> None:
+def test_a_file_of_another_kind_is_refused_with_its_kind(command: Command, name: str) -> None:
     for file, kind in KINDS.items():
         if kind is None or kind in READERS[name] or file == "torn.jsonl":
             continue
@@ -158,7 +158,7 @@ def test_a_file_of_another_kind_is_refused_with_what_it_is(command: Command, nam
         assert "remove" not in said, said
 
 
-def test_a_step_that_is_not_stored_is_refused_with_those_that_are(command: Command) -> None:
+def test_a_missing_step_is_refused_with_the_stored_steps(command: Command) -> None:
     for arguments in (
         ["show", "evaluated", "--step", "99"],
         ["show", "evaluated", "--split", "train"],
@@ -171,7 +171,7 @@ def test_a_step_that_is_not_stored_is_refused_with_those_that_are(command: Comma
         assert "there are eval: step 0" in said
 
 
-def test_the_only_run_in_a_folder_is_taken(command: Command) -> None:
+def test_the_only_run_in_a_folder_is_used(command: Command) -> None:
     for arguments in (["show", "runs/demo"], ["view", "runs/demo", "--export", "page.html"]):
         exit_code, said = command(*arguments)
         assert exit_code == 0, said
@@ -186,7 +186,7 @@ def test_serve_names_the_model_in_a_run(command: Command) -> None:
     assert "runs/demo/train/checkpoints/step-000003/model" in said
 
 
-def test_a_context_that_the_model_does_not_take_is_refused_in_the_words_of_the_command(
+def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_option(
     command: Command,
 ) -> None:
     exit_code, said = command("serve", "model", "--max-model-len", "40000", "--port", "0")
@@ -208,7 +208,7 @@ def test_a_context_that_the_model_does_not_take_is_refused_in_the_words_of_the_c
     ],
     ids=lambda arguments: " ".join(arguments)[:40],
 )
-def test_an_option_that_makes_no_sense_is_refused(command: Command, arguments: list[str]) -> None:
+def test_an_invalid_option_is_refused(command: Command, arguments: list[str]) -> None:
     exit_code, said = command(*arguments)
     assert exit_code == 2
     assert "Traceback" not in said

@@ -1,4 +1,4 @@
-"""Commands end, whatever the code that they run does."""
+"""Commands end even if user code never returns."""
 
 from __future__ import annotations
 

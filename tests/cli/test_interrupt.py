@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 TRAIN = [sys.executable, "-c", "from agent_loop.cli import main; main()", "train", "config.yaml"]
 
 
-def test_ctrl_c_stops_within_seconds_and_resume_goes_on_at_the_same_step(tmp_path: Path) -> None:
+def test_ctrl_c_stops_within_seconds_and_resume_continues_at_the_same_step(tmp_path: Path) -> None:
     make_project(tmp_path)
     metrics = tmp_path / "run" / "metrics.jsonl"
     running = subprocess.Popen(

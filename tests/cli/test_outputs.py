@@ -1,4 +1,4 @@
-"""Where results go: checked before anything runs, held by one run, and never lost when they cannot be written."""
+"""Output paths are checked first and locked by one run, and results survive a failed write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.storage.exclusive import exclusive_file, exclusive_folder
 from agent_loop.storage.run import StoredRun
 from tests.cli.test_cli import Command, Result, command
@@ -33,7 +33,7 @@ def reward(output, row):
 
 @pytest.fixture
 def blocked(command: Command) -> Command:
-    """A project whose output cannot be written at the end: the file `target` names the path."""
+    """Return a command in a project whose output cannot be written at the end. The file `target` holds the path."""
     Path("blocks.py").write_text(IN_THE_WAY)
 
     def run(*arguments: str) -> Result:
@@ -47,7 +47,7 @@ def block(path: str) -> None:
 
 
 @pytest.mark.parametrize("out", ["rows.jsonl/out.jsonl", "/proc/out.jsonl", ".", "/proc/out.parquet"])
-def test_a_rollout_whose_output_cannot_be_written_does_not_begin(command: Command, out: str) -> None:
+def test_a_rollout_with_an_unwritable_output_does_not_start(command: Command, out: str) -> None:
     Path("task.py").write_text(
         "from pathlib import Path\ndef reward(output, row):\n    Path('ran').touch()\n    return 1.0\n"
     )
@@ -58,7 +58,7 @@ def test_a_rollout_whose_output_cannot_be_written_does_not_begin(command: Comman
 
 
 @pytest.mark.parametrize("out", ["rows.jsonl/run", "/proc/run"])
-def test_a_folder_that_cannot_be_written_is_named_before_anything_runs(command: Command, out: str) -> None:
+def test_an_unwritable_folder_is_reported_before_the_rollout(command: Command, out: str) -> None:
     evaluated = command("eval", "config.yaml", "--out", out)
     trained = command("train", "config.yaml", f"trainer.run_dir={out}")
     assert (evaluated.exit_code, trained.exit_code) == (2, 2)
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_runs(command: 
     assert f"OutputError: trainer.run_dir is '{out}', which cannot be written or locked" in trained.err
 
 
-def test_scores_that_cannot_be_written_are_not_computed(command: Command) -> None:
+def test_rescore_with_an_unwritable_output_computes_nothing(command: Command) -> None:
     assert command("rollout", "config.yaml", "--out", "sampled.parquet", "--max-rows", "1").exit_code == 0
     Path("scores.py").write_text(
         "from pathlib import Path\ndef other(output, row):\n    Path('ran').touch()\n"
@@ -79,7 +79,7 @@ def test_scores_that_cannot_be_written_are_not_computed(command: Command) -> Non
     assert not Path("ran").exists()
 
 
-def test_a_second_run_in_the_same_place_is_refused_and_the_first_is_named(command: Command) -> None:
+def test_a_second_run_with_the_same_output_is_refused_and_the_first_is_named(command: Command) -> None:
     with (
         exclusive_folder(Path("run"), name="trainer.run_dir"),
         exclusive_file(Path("sampled.jsonl"), name="--out"),
@@ -117,7 +117,7 @@ def test_an_output_that_cannot_be_written_at_the_end_is_in_the_journal(blocked: 
 
 
 @pytest.mark.parametrize("out", ["sampled.jsonl", "sampled.parquet"])
-def test_without_a_journal_they_are_written_elsewhere_and_the_place_is_named(
+def test_without_a_journal_trajectories_are_written_to_another_file_that_the_error_names(
     blocked: Command, out: str
 ) -> None:
     block(out)
@@ -139,13 +139,15 @@ def test_the_journal_of_an_earlier_rollout_is_kept_under_another_name(command: C
     assert kept == [b"an hour of turns 1", b"an hour of turns 2"]
 
 
-def test_an_evaluation_whose_summary_cannot_be_written_goes_on_from_its_journal(blocked: Command) -> None:
+def test_an_evaluation_with_an_unwritable_summary_resumes_from_its_journal(blocked: Command) -> None:
     block("runs/eval/summary.json")
     result = blocked("eval", "-n", "1")
     assert result.exit_code == 2
     assert "OutputError: 'runs/eval' cannot be written" in result.err
     assert "run the same command with --resume" in " ".join(result.err.split())
-    ended = [r for r in records_of(Path("runs/eval/rollout.journal").read_bytes()) if r["is"] == Kind.END]
+    ended = [
+        r for r in records_of(Path("runs/eval/rollout.journal").read_bytes()) if r["is"] == RecordKind.END
+    ]
     num_scored = len(Path("calls.log").read_text())
     assert len(ended) == num_scored == 6
 
@@ -156,14 +158,14 @@ def test_an_evaluation_whose_summary_cannot_be_written_goes_on_from_its_journal(
     assert Path("runs/eval/summary.json").is_file()
 
 
-def test_an_evaluation_never_takes_the_training_rows_unasked(command: Command) -> None:
+def test_an_evaluation_uses_training_rows_only_on_request(command: Command) -> None:
     refused = command("eval", "config.yaml", "data.val_files=[]")
     assert refused.exit_code == 2
     assert "data.val_files is empty" in refused.err
     assert "--on train" in refused.err
     assert not Path("runs").exists()
     both = command("eval", "config.yaml", "--on", "train", "--data", "rows.jsonl")
-    assert "--data and --on train both name the rows" in both.err
+    assert "--data and --on train both select rows" in both.err
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_an_evaluation_never_takes_the_training_rows_unasked(command: Command) -
         (["--data", "rows.jsonl", "data.val_files=[]"], "--data"),
     ],
 )
-def test_an_evaluation_says_which_rows_it_took_in_its_first_line_and_in_its_summary(
+def test_an_evaluation_names_its_rows_in_the_first_line_and_in_the_summary(
     command: Command, arguments: list[str], rows_of: str
 ) -> None:
     result = command("eval", "config.yaml", "-n", "1", "--max-rows", "2", *arguments)
@@ -183,7 +185,7 @@ def test_an_evaluation_says_which_rows_it_took_in_its_first_line_and_in_its_summ
     assert json.loads(Path("runs/eval/summary.json").read_text())["rows_of"] == rows_of
 
 
-def test_no_good_file_is_to_be_removed(command: Command) -> None:
+def test_no_error_advises_to_remove_a_good_file(command: Command) -> None:
     assert command("eval", "config.yaml", "-n", "1", "--max-rows", "1").exit_code == 0
     assert command("rollout", "config.yaml", "--out", "sampled.jsonl", "--max-rows", "1").exit_code == 0
     stored = Path("runs/eval/trajectories.parquet")
@@ -202,6 +204,6 @@ def test_no_good_file_is_to_be_removed(command: Command) -> None:
     }.items():
         result = command("show", path)
         assert result.exit_code == 2
-        said = " ".join(result.err.split())
-        assert advice in said, said
-        assert "remove" not in said
+        message = " ".join(result.err.split())
+        assert advice in message, message
+        assert "remove" not in message

@@ -1,4 +1,4 @@
-"""Every command that takes rows takes globs, folders, compressed files, CSV files and saved data sets."""
+"""Every command that reads rows accepts globs, folders, compressed files, CSV files and saved data sets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ PATH = "rollout.multi_turn.interaction_config_path=interactions.yaml"
 DATA = [argument for source in SOURCES for argument in ("--data", source)]
 
 
-def test_rollout_takes_rows_from_everywhere(command: Command) -> None:
+def test_rollout_reads_rows_of_every_source(command: Command) -> None:
     exit_code, said = command("rollout", "config.yaml", PATH, *DATA, "-n", "1", "--out", "sampled.jsonl")
 
     assert exit_code == 0, said
@@ -75,14 +75,14 @@ def test_rollout_takes_rows_from_everywhere(command: Command) -> None:
     assert [record["group"] for record in records] == list(range(8))
 
 
-def test_eval_takes_rows_from_everywhere(command: Command) -> None:
+def test_eval_reads_rows_of_every_source(command: Command) -> None:
     exit_code, said = command("eval", "config.yaml", PATH, *DATA, "-n", "1", "--out", "evaluated", "--json")
 
     assert exit_code == 0, said
     assert len(json.loads(Path("evaluated/summary.json").read_text())["evaluation"]["rows"]) == 8
 
 
-def test_train_takes_rows_from_everywhere(command: Command) -> None:
+def test_train_reads_rows_of_every_source(command: Command) -> None:
     files = f"data.train_files=[{','.join(SOURCES)}]"
 
     exit_code, said = command(
@@ -103,7 +103,7 @@ def test_train_takes_rows_from_everywhere(command: Command) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_check_interaction_takes_rows_from_everywhere(command: Command, source: str) -> None:
+def test_check_interaction_reads_rows_of_every_source(command: Command, source: str) -> None:
     exit_code, said = command("check", "interaction", "config.yaml", f"data.train_files=['{source}']", PATH)
 
     assert exit_code == 0, said
@@ -111,7 +111,7 @@ def test_check_interaction_takes_rows_from_everywhere(command: Command, source: 
 
 
 @pytest.mark.parametrize("name", ["rollout", "eval", "train"])
-def test_a_source_that_cannot_be_read_is_refused_on_one_line(command: Command, name: str) -> None:
+def test_an_unreadable_source_is_refused_on_one_line(command: Command, name: str) -> None:
     source = ["data.train_files=[shards/*.jsonl]"] if name == "train" else ["--data", "shards/*.jsonl"]
 
     exit_code, said = command(name, "config.yaml", *source)

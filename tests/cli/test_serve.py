@@ -25,25 +25,25 @@ pytestmark = pytest.mark.slow
 
 
 @dataclass
-class Running:
+class ServeProcess:
     process: subprocess.Popen[str]
     url: str = ""
-    said: str = ""
+    output: str = ""
 
     def read_until(self, start: str) -> None:
-        """Reads on in what the process says, to the end of the line that starts so."""
+        """Read the output of the process up to the first line that starts with `start`."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said += line
+            self.output += line
             self.url = line.removeprefix("base_url: ").strip() if line.startswith("base_url: ") else self.url
             if line.startswith(start):
                 return
-        raise AssertionError(f"no line starts with {start!r}: {self.said}")
+        raise AssertionError(f"no line starts with {start!r}: {self.output}")
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[Running]:
-    """`agent-loop serve` on a free port, until the body ends."""
+def running(folder: Path, *arguments: str) -> Iterator[ServeProcess]:
+    """Run `agent-loop serve` on a free port until the body ends."""
     process = subprocess.Popen(
         [*COMMAND, *arguments, "--port", "0"],
         cwd=folder,
@@ -53,7 +53,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Running]:
         env={**os.environ, "NO_COLOR": "1"},
     )
     try:
-        served = Running(process)
+        served = ServeProcess(process)
         served.read_until("Ctrl-C")
         yield served
     finally:
@@ -71,7 +71,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: Path) -> None:
     options = ["--num-servers", "2", "--max-model-len", "4096", "rollout.engine_kwargs.max_slots=4"]
     with running(project, "model", *options) as served:
-        assert "model on 2 servers, contexts of 4096 tokens" in served.said
+        assert "model on 2 servers, contexts of 4096 tokens" in served.output
         with openai.OpenAI(base_url=served.url, api_key="-", max_retries=0) as client:
             reply = client.chat.completions.create(model="model", messages=user("hi"), max_tokens=4)
             assert 1 <= reply.usage.completion_tokens <= 4
@@ -81,19 +81,19 @@ def test_a_model_is_served_until_ctrl_c_even_in_the_middle_of_a_stream(project: 
             parts = iter(stream)
             next(parts)
             served.process.send_signal(signal.SIGINT)
-            served.read_until("stopping; requests in flight have")
+            served.read_until("stopping; in-flight requests have")
             next(parts)
             served.process.send_signal(signal.SIGINT)
             with pytest.raises(openai.APIError, match="being stopped"):
                 list(parts)
-            said, _ = served.process.communicate(timeout=30)
-        assert served.process.returncode == 130, said
-        assert "Traceback" not in said
-        assert "cutting the requests in flight" in said
-        assert said.strip().endswith("stopped")
+            output, _ = served.process.communicate(timeout=30)
+        assert served.process.returncode == 130, output
+        assert "Traceback" not in output
+        assert "aborting in-flight requests" in output
+        assert output.strip().endswith("stopped")
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
+def test_an_occupied_port_is_reported_before_the_model_loads(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from agent_loop.serving.process import listening_socket
@@ -103,14 +103,14 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         result = call(monkeypatch, capsys, str(project / "no-model"), "--port", port)
     assert result == (
         2,
-        f"ConfigError: 127.0.0.1:{port} cannot be had (Address already in use); give another --port",
+        f"ConfigError: 127.0.0.1:{port} is not available (Address already in use); give another --port",
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["./nowhere"], "no tokenizer can be loaded from './nowhere': there is no such folder; give"),
+        (["./nowhere"], "no tokenizer can be loaded from './nowhere': the folder does not exist; give"),
         (["model", "--engine", "vlm"], "rollout.engine is 'vlm'"),
         (["model", "--tool-format", "hermis"], "did you mean 'hermes'?"),
         (["model", "--host", "999.0.0.1"], "--host is '999.0.0.1'"),
@@ -118,7 +118,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         (["model", "--config", "missing.yaml"], "missing.yaml"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_wrong_arguments_are_refused_with_the_reason(
     project: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -126,12 +126,12 @@ def test_what_does_not_fit_is_named(
     words: str,
 ) -> None:
     monkeypatch.chdir(project)
-    exit_code, said = call(monkeypatch, capsys, *arguments, "--port", "0")
+    exit_code, output = call(monkeypatch, capsys, *arguments, "--port", "0")
     assert exit_code == 2
-    assert words in said
+    assert words in output
 
 
-def test_without_its_extra_the_command_says_what_to_install(
+def test_without_its_extra_the_command_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(serve_module, "find_spec", lambda name: None)
@@ -153,17 +153,17 @@ def test_help_has_examples(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> tuple[int, str]:
-    """Exit code and the error up to its remedy's details."""
+    """Return the exit code and the start of the error."""
     monkeypatch.setattr(sys, "argv", ["agent-loop", "serve", *arguments])
     with pytest.raises(SystemExit) as stopped:
         main()
     return int(stopped.value.code or 0), capsys.readouterr().err.partition(", or 0")[0].strip()
 
 
-def test_without_options_the_context_is_what_the_model_takes(project: Path, tmp_path: Path) -> None:
+def test_without_options_the_context_length_is_that_of_the_model(project: Path, tmp_path: Path) -> None:
     model = tmp_path / "short"
     shutil.copytree(project / "model", model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 300}))
     with running(tmp_path, "short") as served:
-        assert "short on 1 server, contexts of 300 tokens" in served.said
+        assert "short on 1 server, contexts of 300 tokens" in served.output

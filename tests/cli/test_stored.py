@@ -1,4 +1,4 @@
-"""The commands on stored trajectories."""
+"""Commands that read stored trajectories."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rollout_writes_parquet_with_every_column() -> None:
     assert [segment["origin"] for segment in row["segments"]] == ["prompt", "model", "tool", "model"]
 
 
-def test_show_lists_trajectories_that_fit() -> None:
+def test_show_lists_the_trajectories_that_match() -> None:
     text = run("show", "run").output
     assert text.count("group=") == 4
     assert "4 trajectories, mean reward 0.250" in text
@@ -53,7 +53,7 @@ def test_show_lists_trajectories_that_fit() -> None:
     assert run("show", "run", "--text", "too MUCH").output.count("group=") == 1
 
 
-def test_show_tells_one_trajectory_turn_by_turn() -> None:
+def test_show_prints_one_trajectory_turn_by_turn() -> None:
     text = run("show", "run", "--row", "group=3/rollout=0").output
     order = ["rollout step 0  group=3/rollout=0  reward 0", "-- user", "question 3", "-> add(", "-- tool add"]
     order += ["(incident tool_error)", "!  tool_error: three is too much", "sum 4", "time:"]
@@ -61,7 +61,7 @@ def test_show_tells_one_trajectory_turn_by_turn() -> None:
     assert places == sorted(places)
 
 
-def test_show_tells_one_trajectory_token_by_token() -> None:
+def test_show_prints_one_trajectory_token_by_token() -> None:
     text = run("show", "run", "--row", ROW, "--tokens").output
     assert "log-prob >= -0.1" in text
     assert "<|im_start|>assistant\nsum 3<|im_end|>" in text
@@ -72,16 +72,16 @@ def test_show_tells_one_trajectory_token_by_token() -> None:
     [
         (["--where", "rewrd<1"], "did you mean 'reward'"),
         (["--row", "group=9/rollout=9"], "there is no trajectory 'group=9/rollout=9'"),
-        (["--tokens"], "give --row too"),
+        (["--tokens"], "give the trajectory with --row"),
         (["--sort", "messages"], "no column 'messages'"),
     ],
 )
-def test_show_refuses_what_is_not_there(arguments: list[str], message: str) -> None:
+def test_show_refuses_names_that_do_not_exist(arguments: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         run("show", "run", *arguments)
 
 
-def test_rescore_compares_and_lists_who_differs() -> None:
+def test_rescore_compares_rewards_and_lists_the_differences() -> None:
     text = run("rescore", "run", "--reward", "script.py:generous", "--out", "new.parquet").output
     assert "0.2500  1.0000" in text
     assert "25.0%   100.0%" in text
@@ -100,7 +100,7 @@ def test_rescore_with_a_function_that_raises_ends_with_1() -> None:
     assert "1 -> none  RewardError: reward function script.py:half raised ValueError: not this one" in text
 
 
-def test_rescore_in_batches_asks_once_for_each_row(tmp_path: Path) -> None:
+def test_rescore_in_batches_calls_the_function_once_per_row(tmp_path: Path) -> None:
     judge = tmp_path / "judge.py"
     judge.write_text(
         "def together(outputs, rows):\n"
@@ -126,7 +126,7 @@ def test_rescore_in_batches_asks_once_for_each_row(tmp_path: Path) -> None:
         run("rescore", "run", "--reward", f"{judge}:together")
 
 
-def test_rescore_refuses_what_it_cannot_use() -> None:
+def test_rescore_refuses_wrong_arguments() -> None:
     with pytest.raises(ConfigError, match="nothing"):
         run("rescore", "run", "--reward", "script.py:nothing")
     with pytest.raises(DataError, match="holds no trajectories of val; there are rollout: step 0"):
@@ -136,13 +136,13 @@ def test_rescore_refuses_what_it_cannot_use() -> None:
 
 
 @pytest.mark.parametrize("row", [ROW, "group=3/rollout=0"])
-def test_replay_finds_the_same_tokens_and_touches_no_tool(row: str) -> None:
+def test_replay_reproduces_the_tokens_and_calls_no_tool(row: str) -> None:
     text = run("replay", "run", row).output
     assert f"{row} is identical" in text
     assert not Path("added.log").exists()
 
 
-def test_replay_says_where_another_template_first_differs() -> None:
+def test_replay_prints_where_another_template_first_differs() -> None:
     changed = HERMES_TEMPLATE.replace("<tool_response>\\n'", "<tool_response>'")
     assert changed != HERMES_TEMPLATE
     Path("changed.jinja").write_text(changed, encoding="utf-8")
@@ -153,13 +153,13 @@ def test_replay_says_where_another_template_first_differs() -> None:
     assert "'\\n3\\n</tool_response>" in text
 
 
-def test_replay_says_when_the_loop_ends_earlier() -> None:
+def test_replay_reports_a_loop_that_ends_earlier() -> None:
     text = run("replay", "run", ROW, "rollout.multi_turn.max_assistant_turns=1", exit_code=1).output
     assert "now:      []" in text
-    assert "ended with answered, and ends with max_assistant_turns" in text
+    assert "ended with answered, and now ends with max_assistant_turns" in text
 
 
-def test_replay_says_when_the_loop_asks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_reports_a_loop_that_needs_more_completions(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path("script.py").read_text(encoding="utf-8")
     loop = """
 from agent_loop import AgentLoopBase, register
@@ -182,13 +182,13 @@ class AsksTwice(AgentLoopBase):
     assert "the loop asks for another completion than the 2 that were recorded" in text
 
 
-def test_replay_from_a_turn_goes_on_with_the_real_model_and_real_tools() -> None:
+def test_replay_from_a_turn_continues_with_the_real_model_and_real_tools() -> None:
     Path("other").touch()
     try:
         text = run("replay", "run", ROW, "--from-turn", "1", "--out", "again.parquet").output
     finally:
         Path("other").unlink()
-    assert "reward                1         0" in text
+    assert "reward              1         0" in text
     assert "sum 3" in text
     assert "now 2" in text
     assert Path("added.log").read_text(encoding="utf-8") == "1+2\n"
@@ -200,23 +200,23 @@ def test_replay_from_a_turn_goes_on_with_the_real_model_and_real_tools() -> None
     assert again["prompt_ids"].tolist() == old["prompt_ids"].tolist()
 
 
-def test_replay_follows_the_turns_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_from_a_turn_replays_the_earlier_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     text = run("replay", "run", ROW, "--from-turn", "2").output
     assert not Path("added.log").exists(), "a tool without state is not called again"
-    assert "turns of the model's  2         2" in text
-    with pytest.raises(DataError, match="could go on at turn 3 at the latest"):
+    assert "turns of the model  2         2" in text
+    with pytest.raises(DataError, match="can continue at turn 3 at the latest"):
         run("replay", "run", ROW, "--from-turn", "4")
 
 
-def test_replay_needs_to_know_how_the_trajectory_came_about(tmp_path: Path) -> None:
+def test_replay_needs_the_settings_of_the_run(tmp_path: Path) -> None:
     copy = tmp_path / "alone.parquet"
     copy.write_bytes(Path("run/rollout.parquet").read_bytes())
-    with pytest.raises(ConfigError, match="give --config"):
+    with pytest.raises(ConfigError, match="give them with --config"):
         run("replay", str(copy), ROW)
     assert "is identical" in run("replay", str(copy), ROW, "--config", "config.yaml").output
 
 
-def test_eval_leaves_parquet_beside_its_own_files() -> None:
+def test_eval_also_writes_parquet() -> None:
     run("eval", "config.yaml", "--out", "evaluated", "-n", "2")
     assert StoredRun("evaluated").scalars()["split"].to_pylist() == ["eval"] * 8
     assert "8 trajectories, mean reward 0.250" in run("show", "evaluated").output

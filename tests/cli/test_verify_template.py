@@ -32,7 +32,7 @@ def test_a_model_folder_is_reported_probe_by_probe(tmp_path: Path) -> None:
         assert shown in result.output
 
 
-def test_a_template_file_alone_can_be_tried(template_file: Path) -> None:
+def test_a_template_file_can_be_verified_without_a_model(template_file: Path) -> None:
     result = verify(template_file)
     assert result.exit_code == 1
     assert "no tools, please" in result.output
@@ -40,7 +40,7 @@ def test_a_template_file_alone_can_be_tried(template_file: Path) -> None:
 
 
 def test_the_table_fits_eighty_columns(template_file: Path) -> None:
-    """Each probe with its verdict and cause in one line."""
+    """Check that each probe has its verdict and causes on one line."""
     lines = verify(template_file, columns=80).output.splitlines()
     table = lines[: next(number for number, line in enumerate(lines) if line.startswith("adds: "))]
     assert max(map(len, table)) <= 80
@@ -49,7 +49,7 @@ def test_the_table_fits_eighty_columns(template_file: Path) -> None:
         assert line.split(probe)[1].split()[0] in {"exact", "differs", "unsupported"}
 
 
-def test_where_tokens_differ_is_shown_with_both_texts(tmp_path: Path) -> None:
+def test_a_difference_is_printed_with_both_texts(tmp_path: Path) -> None:
     path = tmp_path / "strips.jinja"
     path.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content if loop.last }}{{ m.content }}"
@@ -63,7 +63,7 @@ def test_where_tokens_differ_is_shown_with_both_texts(tmp_path: Path) -> None:
     assert "full render 'S" in result.output
 
 
-def test_what_is_left_out_is_shown_first_and_told_by_the_exit_code(tmp_path: Path) -> None:
+def test_left_out_content_is_printed_first_and_sets_the_exit_code(tmp_path: Path) -> None:
     path = tmp_path / "no_schemas.jinja"
     path.write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -83,7 +83,7 @@ def test_what_is_left_out_is_shown_first_and_told_by_the_exit_code(tmp_path: Pat
     assert [*json.loads(verify(path, "--json").output)["causes"]] == ["ignored_tools", "dropped_call"]
 
 
-def test_a_template_file_can_be_tried_with_a_tokenizer(tmp_path: Path, template_file: Path) -> None:
+def test_a_template_file_can_be_verified_with_a_tokenizer(tmp_path: Path, template_file: Path) -> None:
     small_tokenizer().save_pretrained(tmp_path / "model")
     result = verify(tmp_path / "model", "--chat-template", template_file, "--json")
     assert result.exit_code == 1

@@ -56,7 +56,7 @@ def test_long_names_mean_what_they_mean_in_verl(config: Config) -> None:
     assert (rollout.prompt_length, rollout.response_length) == (512, 512)
     assert (rollout.val.temperature, rollout.agent.num_workers) == (0.0, 2)
     assert rollout.multi_turn.max_tool_response_length == 64
-    with pytest.raises(ConfigError, match=r"multi_turn\.enable is False; only True exists here"):
+    with pytest.raises(ConfigError, match=r"multi_turn\.enable is False, but only True is supported"):
         load_config(CONFIG, overrides=["actor_rollout_ref.rollout.multi_turn.enable=False"])
 
 

@@ -130,7 +130,7 @@ def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> N
     ("message", "words"),
     [
         ({"role": "user", "content": [{"type": "input_audio"}]}, r"messages\[0\].content\[0\]: type is"),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "only an assistant calls tools"),
+        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "only assistant messages may have tool calls"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             r"tool_calls\[0\].function.arguments is not valid JSON",
@@ -139,7 +139,7 @@ def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> N
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
             "JSON object",
         ),
-        ({"role": "assistant", "tool_calls": [{}]}, "no call of a function"),
+        ({"role": "assistant", "tool_calls": [{}]}, "not a function call with a name"),
     ],
 )
 def test_messages_that_cannot_be_read_are_named(message: dict, words: str) -> None:

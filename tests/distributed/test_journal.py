@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.recording.record import Kind, Place
+from agent_loop.recording.record import RecordKind, RecordPosition
 from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
@@ -80,21 +80,21 @@ def test_rows_of_a_killed_worker_go_on_from_their_last_turn(stage: Stage, tmp_pa
             return await stage.run(work, breaks=kill_in_the_middle, journal=journal)
 
     async def kill_in_the_middle() -> None:
-        await holds(path, Kind.OBSERVATION, 40)
+        await holds(path, RecordKind.OBSERVATION, 40)
         await stage.kill_worker()
 
     trajectories = stage.runner.run(main())
     records = read(path)
-    asked = Counter((r["row"], Place(*r["at"]), r["is"]) for r in records if "at" in r)
+    asked = Counter((r["row"], RecordPosition(*r["at"]), r["is"]) for r in records if "at" in r)
     assert set(asked.values()) == {1}
-    assert Kind.RESTART not in {record["is"] for record in records}
+    assert RecordKind.RESTART not in {record["is"] for record in records}
     tokens = tokens_by_row(records)
     assert {t.trajectory_id: all_tokens(t) for t in trajectories} == tokens
     assert len(tokens) == 64
     assert not any(stage.runner.run(stage.held()).values())
 
 
-async def holds(path: Path, kind: Kind, count: int) -> None:
+async def holds(path: Path, kind: RecordKind, count: int) -> None:
     """Waits until the journal has so many records."""
     while sum(record["is"] == kind for record in read(path)) < count:  # noqa: ASYNC110  (another thread writes it)
         await asyncio.sleep(0.05)
@@ -114,7 +114,7 @@ def test_a_rollout_that_was_cancelled_resumes_from_its_journal(stage: Stage, tmp
             asyncio.TaskGroup() as group,
         ):
             running = group.create_task(stage.manager.run(work, journal=journal))
-            await holds(path, Kind.END, 4)
+            await holds(path, RecordKind.END, 4)
             running.cancel()
 
     async def resumed() -> list[Trajectory]:
@@ -134,9 +134,11 @@ def test_a_driver_that_was_killed_resumes_on_another_cluster(tmp_path: Path) -> 
     journal = tmp_path / "out.jsonl.journal"
     command = ["rollout", "config.yaml", *ON_RAY, "--out", "out.jsonl"]
 
-    with killed_when(command, tmp_path, journal=journal, counts={Kind.END: 6, Kind.OBSERVATION: 12}):
+    with killed_when(
+        command, tmp_path, journal=journal, counts={RecordKind.END: 6, RecordKind.OBSERVATION: 12}
+    ):
         recorded = tokens_by_row(read(journal))
-        ended = {record["row"] for record in read(journal) if record["is"] == Kind.END}
+        ended = {record["row"] for record in read(journal) if record["is"] == RecordKind.END}
         (tmp_path / "hang").unlink()
         run([*command, "--resume"], tmp_path)
 

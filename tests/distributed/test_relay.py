@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_loop.distributed.batch import Batch
 from agent_loop.distributed.relay import SEND_WITHIN_S, Relay
-from agent_loop.recording.record import Entry, Kind, Place
+from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.values import pack
 from agent_loop.rollout.jobs import Job
@@ -71,8 +71,10 @@ def test_who_needs_a_record_to_be_safe_does_not_wait_for_others() -> None:
     run_virtual(scenario())
 
 
-def recorded(kind: Kind, turn: int) -> bytes:
-    return pack({"is": kind, "row": "group=0/rollout=0", "at": Place(0, turn), "asked": "x", "got": None})
+def recorded(kind: RecordKind, turn: int) -> bytes:
+    return pack(
+        {"is": kind, "row": "group=0/rollout=0", "at": RecordPosition(0, turn), "asked": "x", "got": None}
+    )
 
 
 def logged_batch(sink: Kept) -> tuple[Batch, Any]:
@@ -87,21 +89,21 @@ def test_the_next_worker_of_a_row_gets_what_the_last_one_recorded() -> None:
 
     async def scenario() -> None:
         batch, chunk = logged_batch(sink)
-        await batch.keep([("group=0/rollout=0", recorded(Kind.PROMPT, 0))])
-        await batch.keep([("group=0/rollout=0", recorded(Kind.COMPLETION, 1))])
+        await batch.keep([("group=0/rollout=0", recorded(RecordKind.PROMPT, 0))])
+        await batch.keep([("group=0/rollout=0", recorded(RecordKind.COMPLETION, 1))])
         assert await batch.put_back(chunk, max_restarts=5, reason="killed") == 1
         [chunk] = batch.next_chunks([_worker("second")])
         assert _entries(chunk.jobs[0]) == [
-            (Kind.PROMPT, (0, 0, 0), "x", None),
-            (Kind.COMPLETION, (0, 1, 0), "x", None),
+            (RecordKind.PROMPT, (0, 0, 0), "x", None),
+            (RecordKind.COMPLETION, (0, 1, 0), "x", None),
         ]
-        await batch.keep([("group=0/rollout=0", recorded(Kind.OBSERVATION, 2))])
+        await batch.keep([("group=0/rollout=0", recorded(RecordKind.OBSERVATION, 2))])
         await batch.put_back(chunk, max_restarts=5, reason="killed")
         [chunk] = batch.next_chunks([_worker("third")])
         assert [entry[0] for entry in _entries(chunk.jobs[0])] == [
-            Kind.PROMPT,
-            Kind.COMPLETION,
-            Kind.OBSERVATION,
+            RecordKind.PROMPT,
+            RecordKind.COMPLETION,
+            RecordKind.OBSERVATION,
         ]
 
     run_virtual(scenario())
@@ -148,6 +150,6 @@ def _worker(name: str) -> Any:
     return name
 
 
-def _entries(job: Job) -> list[Entry]:
+def _entries(job: Job) -> list[RecordEntry]:
     assert job.log is not None
     return job.log.record.entries

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from agent_loop.config import load_config
-from agent_loop.errors import TeamError
+from agent_loop.errors import ProcessGroupError
 from agent_loop.training import metrics as names
 from agent_loop.training.metrics import read_metrics
 from agent_loop.training.ppo_trainer import PPOTrainer
@@ -91,18 +91,20 @@ def test_a_training_process_that_is_killed_ends_the_run_with_an_error_that_names
         while not (metrics.exists() and len(metrics_of(tmp_path, "step")) >= 2):
             await asyncio.sleep(0.1)
             assert not training.done(), training
-        os.kill(follower(), signal.SIGKILL)
-        with pytest.raises(TeamError, match="of the 2 processes that train together, process 1 ended"):
+        os.kill(rank_1(), signal.SIGKILL)
+        with pytest.raises(
+            ProcessGroupError, match="of the 2 processes that train together, process 1 ended"
+        ):
             await training
 
     asyncio.run(main())
 
 
-def follower() -> int:
+def rank_1() -> int:
     """The process id of the actor that trains along."""
     (pid,) = (
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if b"ray::FollowerActor" in path.read_bytes()
+        if b"ray::RankActor" in path.read_bytes()
     )
     return pid

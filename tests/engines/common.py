@@ -39,6 +39,12 @@ MAX_REQUESTS_AT_ONCE = 96
 """What the engines are started with: 64 requests and those beside them all run, and none waits for another's end."""
 LOG_PROB_TOLERANCE = 2e-5
 """Between two float32 implementations of one forward."""
+TOP_LOGPROBS_CASES = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 0.0},
+    {"temperature": 2.0, "top_p": 0.5},
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,31 @@ def reference_logprobs(
         logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
     logprobs = (logits.double() / (temperature or 1.0)).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+def assert_top_logprobs_of_the_reference(
+    model: Any, prompt_ids: IntArray, output: TokenOutput, *, num_top: int, temperature: float
+) -> None:
+    """Compare the likeliest tokens of a completion with one plain forward over all of it."""
+    ids = torch.tensor([*prompt_ids.tolist(), *output.token_ids])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, len(prompt_ids) - 1 :]
+    logprobs, token_ids = (logits.double() / (temperature or 1.0)).log_softmax(-1).topk(num_top)
+    assert output.extras["top_token_ids"].tolist() == token_ids.tolist()
+    assert (output.extras["top_token_ids"].dtype, output.extras["top_logprobs"].dtype) == (
+        np.int32,
+        np.float32,
+    )
+    np.testing.assert_allclose(output.extras["top_logprobs"], logprobs.numpy(), atol=LOG_PROB_TOLERANCE)
+
+
+async def generate_and_stream(
+    server: AsyncServerBase, prompt_ids: IntArray, params: SamplingParams
+) -> list[TokenOutput]:
+    """Return a completion, and another one joined from its stream."""
+    output = await server.generate(prompt_ids, params, "generate")
+    chunks = [chunk async for chunk in server.stream(prompt_ids, params, "stream")]
+    return [output, TokenOutput.from_chunks(chunks)]
 
 
 def reference_greedy(model: Any, prompt_ids: IntArray, *, max_tokens: int) -> list[int]:

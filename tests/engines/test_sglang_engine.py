@@ -18,10 +18,13 @@ from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
+    TOP_LOGPROBS_CASES,
     adapted_weights_of,
     assert_says_what_the_reference_says,
+    assert_top_logprobs_of_the_reference,
     changed_weights,
     generate_all,
+    generate_and_stream,
     largest_difference,
     load_into,
     load_reference,
@@ -70,6 +73,19 @@ def test_logprobs_are_of_the_scaled_distribution_before_any_cut(
     for prompt, output in zip(asked, outputs, strict=True):
         difference = largest_difference(reference, prompt, output, temperature=params["temperature"])
         assert difference < LOG_PROB_TOLERANCE
+
+
+@pytest.mark.parametrize("params", [*TOP_LOGPROBS_CASES, {"temperature": 0.7, "top_k": 1}])
+def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
+    engine: Engine, model_path: Path, params: dict[str, Any]
+) -> None:
+    server, runner = engine
+    reference, prompt = load_reference(model_path), prompts(1, seed=5)[0]
+    wanted = SamplingParams(**params, max_tokens=16, ignore_eos=True, top_logprobs=7)
+    for output in runner.run(generate_and_stream(server, prompt, wanted)):
+        assert_top_logprobs_of_the_reference(
+            reference, prompt, output, num_top=7, temperature=params["temperature"]
+        )
 
 
 def test_requests_of_all_kinds_in_one_batch_keep_their_own_logprobs(engine: Engine, model_path: Path) -> None:

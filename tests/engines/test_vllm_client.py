@@ -6,17 +6,21 @@ import asyncio
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agent_loop.checks import Reference, check_server
 from agent_loop.errors import ConfigError, ServerDied
 from agent_loop.servers.base import AsyncServerBase
-from agent_loop.types import IntArray, SamplingParams
+from agent_loop.types import IntArray, SamplingParams, TokenOutput
 from tests.engines.common import (
     MAX_MODEL_LEN,
+    TOP_LOGPROBS_CASES,
     EngineCase,
     assert_is_token_exact,
+    assert_top_logprobs_of_the_reference,
+    generate_and_stream,
     load_reference,
     make_model_folder,
     prompts,
@@ -74,6 +78,34 @@ def test_the_client_keeps_the_contract_of_servers(process: ServerProcess, model_
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("sampling", TOP_LOGPROBS_CASES)
+def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
+    process: ServerProcess, model_path: Path, sampling: dict[str, Any]
+) -> None:
+    server, prompt = client(process, model_path, rollout__top_logprobs=7), prompts(1, seed=5)[0]
+    params = SamplingParams(max_tokens=16, ignore_eos=True, top_logprobs=7, **sampling)
+
+    async def main() -> list[TokenOutput]:
+        await server.start()
+        try:
+            return await generate_and_stream(server, prompt, params)
+        finally:
+            await server.close()
+
+    for output in asyncio.run(main()):
+        assert_top_logprobs_of_the_reference(
+            load_reference(model_path), prompt, output, num_top=7, temperature=sampling["temperature"]
+        )
+
+
+def test_a_server_that_returns_fewer_logprobs_is_refused_at_the_start(
+    process: ServerProcess, model_path: Path
+) -> None:
+    server = client(process, model_path, rollout__top_logprobs=25)
+    with pytest.raises(ConfigError, match=r"does not return 26 log-probs .* start it with --max-logprobs 26"):
+        asyncio.run(server.start())
 
 
 def test_it_tells_how_full_it_is(process: ServerProcess, model_path: Path) -> None:

@@ -18,10 +18,13 @@ from agent_loop.types import SamplingParams, TokenOutput
 from tests.engines.common import (
     LOG_PROB_TOLERANCE,
     MAX_MODEL_LEN,
+    TOP_LOGPROBS_CASES,
     adapted_weights_of,
     assert_says_what_the_reference_says,
+    assert_top_logprobs_of_the_reference,
     changed_weights,
     generate_all,
+    generate_and_stream,
     largest_difference,
     load_into,
     load_reference,
@@ -92,6 +95,18 @@ def test_logprobs_are_of_the_scaled_distribution_before_any_cut(
     for prompt, output in zip(asked, outputs, strict=True):
         difference = largest_difference(engine.reference, prompt, output, temperature=sampling["temperature"])
         assert difference < LOG_PROB_TOLERANCE
+
+
+@pytest.mark.parametrize("sampling", TOP_LOGPROBS_CASES)
+def test_the_likeliest_tokens_are_those_of_the_scaled_distribution(
+    engine: Engine, sampling: dict[str, Any]
+) -> None:
+    prompt = prompts(1, seed=5)[0]
+    params = SamplingParams(max_tokens=16, ignore_eos=True, top_logprobs=7, **sampling)
+    for output in engine.run(generate_and_stream(engine.server, prompt, params)):
+        assert_top_logprobs_of_the_reference(
+            engine.reference, prompt, output, num_top=7, temperature=sampling["temperature"]
+        )
 
 
 def test_requests_of_one_batch_get_logprobs_by_their_own_temperatures(engine: Engine) -> None:

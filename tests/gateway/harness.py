@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.gateway.listener import _sites
+from agent_loop.gateway.listener import _servers
 from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rewards.function import RewardFunction
@@ -89,7 +89,7 @@ class Stage:
             if isinstance(server, ScriptedServer):
                 assert server.num_running == 0
                 assert server.num_sessions == 0
-        assert asyncio.get_running_loop() not in _sites
+        assert asyncio.get_running_loop() not in _servers
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     def assert_the_tokens_are_true(self, outputs: Sequence[AgentLoopOutput]) -> None:

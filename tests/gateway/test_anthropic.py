@@ -120,7 +120,7 @@ def test_a_stop_sequence_is_named() -> None:
 def test_errors_have_the_shape_of_the_dialect_and_limits_stop_the_program() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(anthropic_base_url, api_key, http_client).messages.create
-        with pytest.raises(anthropic.BadRequestError, match="not offered here") as caught:
+        with pytest.raises(anthropic.BadRequestError, match="is not supported") as caught:
             await create(
                 model=MODEL,
                 max_tokens=9,

@@ -76,8 +76,8 @@ def test_a_caller_that_is_cancelled_as_the_program_exits_leaves_no_children(
             exits(watch)
             running.cancel()
 
-        exits = module._Watch.process_exited
-        monkeypatch.setattr(module._Watch, "process_exited", exited)
+        exits = module.OutputCollector.process_exited
+        monkeypatch.setattr(module.OutputCollector, "process_exited", exited)
         code = LEAVES_A_CHILD.format(apart=False, pids=str(tmp_path / "pid"))
         running = asyncio.ensure_future(run_command(python(code), env={}, stdin=b""))
         with pytest.raises(asyncio.CancelledError):
@@ -112,4 +112,4 @@ sys.stdout.buffer.write({said!r}.encode())
 @pytest.mark.parametrize("command", ["python agent.py", [], ["python", 1], 3])
 def test_a_command_is_a_list_of_texts(command: Any) -> None:
     [trajectory] = asyncio.run(Stage(in_order(says("x"))).worker.run([job(None, command=command)]))
-    assert "as a list of texts: [python, agent.py]" in trajectory.output.failure.error
+    assert "as a list of strings: [python, agent.py]" in trajectory.output.failure.error

@@ -319,7 +319,7 @@ def test_more_than_one_choice_is_refused_by_name() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         await create(model=MODEL, messages=user("?"))
-        with pytest.raises(openai.BadRequestError, match="as often as you want answers") as caught:
+        with pytest.raises(openai.BadRequestError, match="send the request n times") as caught:
             await create(model=MODEL, messages=user("?"), n=2)
         assert caught.value.param == "n"
 

@@ -118,7 +118,7 @@ def test_a_program_that_asks_nothing_is_told_so() -> None:
         return 1.0
 
     [trajectory] = Stage(in_order(says("x"))).run_virtual(idle)
-    assert "have it use the base URL" in trajectory.output.failure.error
+    assert "make it use the base URL" in trajectory.output.failure.error
 
 
 def test_a_return_value_that_is_no_reward_is_a_failure() -> None:
@@ -215,7 +215,7 @@ class WithoutLogProbs(ScriptedServer):
 def test_logprobs_that_the_server_does_not_give_are_refused_by_name(stream: bool) -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="this server gives none"):
+        with pytest.raises(openai.BadRequestError, match="the server returns no log-probs"):
             await create(model=MODEL, messages=user("?"), logprobs=True, stream=stream)
 
     server = WithoutLogProbs(in_order(says("x")), streams=True)

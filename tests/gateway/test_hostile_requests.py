@@ -127,4 +127,4 @@ def test_an_answer_that_a_program_began_is_refused_with_the_reason(path: str, fi
     body = json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
     [(status, _, reply)] = run_virtual(answers(path, [body]))
     assert status == 400
-    assert "continue" in json.loads(reply)["error"]["message"]
+    assert "is not supported" in json.loads(reply)["error"]["message"]

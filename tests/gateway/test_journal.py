@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.recording.forms import read_completion
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
+from agent_loop.recording.serialization import deserialize_completion
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.trajectory import IncidentKind
@@ -40,7 +40,7 @@ def test_a_journal_brings_every_conversation_back(tmp_path: Path) -> None:
 def test_nothing_is_sampled_again_not_even_on_a_branch_from_a_place_that_was_left(tmp_path: Path) -> None:
     first = run_journaled(tmp_path / "j", stage(1), ROWS)
     payloads = scan((tmp_path / "j").read_bytes()).payloads
-    kept = [p for p in payloads if unpack(p)["is"] not in (Kind.END, Kind.COMPLETE)]
+    kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
     (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
     talker = Talker(seed=2, per_turn=2)
     again = run_journaled(tmp_path / "j", Stage(talker, agent="agent_program"), ROWS, resume=True)
@@ -53,14 +53,14 @@ def test_completions_from_before_the_crash_are_replayed(tmp_path: Path, share: f
     run_journaled(tmp_path / "j", stage(1), ROWS)
     data = (tmp_path / "j").read_bytes()
     (tmp_path / "k").write_bytes(data[: int(len(data) * share)])
-    kept = [r for r in records_of((tmp_path / "k").read_bytes()) if r["is"] == Kind.COMPLETION]
+    kept = [r for r in records_of((tmp_path / "k").read_bytes()) if r["is"] == RecordKind.COMPLETION]
     talker = Talker(seed=2, per_turn=2)
     again = run_journaled(tmp_path / "k", Stage(talker, agent="agent_program"), ROWS, resume=True)
     assert not any(i.kind is IncidentKind.RESTARTED for t in again for i in t.output.incidents)
     assert [t.output.failure for t in again] == [None] * len(again)
     sampled = {tuple(s.token_ids.tolist()) for t in again for s in t.output.segments}
     assert kept
-    assert all(tuple(read_completion(record["got"]).token_ids) in sampled for record in kept)
+    assert all(tuple(deserialize_completion(record["got"]).token_ids) in sampled for record in kept)
     assert talker.num_requests <= NUM_REQUESTS - len(kept)
 
 

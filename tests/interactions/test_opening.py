@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.runtime.instances import OnReplay
@@ -53,7 +53,7 @@ def test_a_conversation_that_the_interaction_opened_goes_on(tmp_path: Path, on_r
     [whole] = run_journaled(path, stage_of(Guide(on_replay=on_replay, words="old")), ROWS)
     assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
     payloads = scan(path.read_bytes()).payloads
-    num_kept = [unpack(payload)["is"] for payload in payloads].index(Kind.INTERACTION) + 1
+    num_kept = [unpack(payload)["is"] for payload in payloads].index(RecordKind.INTERACTION) + 1
     path.write_bytes(HEADER + b"".join(framed(payload) for payload in payloads[:num_kept]))
 
     guide = Guide(on_replay=on_replay, words="new")

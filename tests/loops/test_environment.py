@@ -86,7 +86,7 @@ def play(
     return stage.run_one(**(row or {}))
 
 
-def test_a_class_written_for_trl_plays_unchanged() -> None:
+def test_an_environment_class_written_for_trl_works_unchanged() -> None:
     trajectory = play(
         Shop, [calls("buy", price=3), calls("look"), says("Done.")], row={"budget": 5, "prompt": "x", "id": 7}
     )
@@ -114,7 +114,7 @@ def test_the_models_tools_are_the_public_methods() -> None:
     }
 
 
-def test_what_a_method_raises_is_told_to_the_model() -> None:
+def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
     output = play(Shop, [calls("buy", price=99), says("Too bad.")]).output
     assert output.messages[2]["content"] == "ValueError: tea is too dear."
     assert [incident.kind for incident in output.incidents] == [IncidentKind.TOOL_ERROR]
@@ -155,14 +155,14 @@ def test_calls_of_one_turn_run_one_after_the_other() -> None:
     assert trajectory.reward == 2.0
 
 
-def test_the_reward_is_asked_for_where_a_limit_ends_the_trajectory() -> None:
+def test_the_reward_is_read_where_a_limit_ends_the_trajectory() -> None:
     limits = MultiTurnConfig(max_assistant_turns=2)
     trajectory = play(Shop, [calls("buy", price=1), calls("buy", price=1)], multi_turn=limits)
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.reward == 1.0
 
 
-def test_an_environment_without_a_reward_leaves_it_to_others() -> None:
+def test_an_environment_without_a_reward_leaves_scoring_to_the_reward_function() -> None:
     class Judged:
         def reset(self, **kwargs: Any) -> None:
             return None
@@ -172,7 +172,7 @@ def test_an_environment_without_a_reward_leaves_it_to_others() -> None:
     assert roles(trajectory.output.messages) == ["user", "assistant"]
 
 
-def test_a_close_is_no_tool_and_is_called_at_the_end() -> None:
+def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
     output = play(Closing, [says("Hello.")], row={"fails": "close"}).output
     assert Shop.made[0].log == ["closed"]
     [incident] = output.incidents
@@ -189,14 +189,14 @@ def test_a_close_is_no_tool_and_is_called_at_the_end() -> None:
         ({"get_reward": lambda self: float("nan")}, "get_reward of shop returned nan"),
     ],
 )
-def test_an_environment_that_breaks_fails_its_trajectory(broken: dict[str, Any], says_what: str) -> None:
+def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], says_what: str) -> None:
     output = play(type("Broken", (Closing,), broken), [says("Hello.")]).output
     assert output.failure is not None
     assert says_what in output.failure.error
     assert Shop.made[0].log == ["closed"]
 
 
-def test_a_method_that_hangs_times_out_and_nothing_waits_for_it() -> None:
+def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
     release = threading.Event()
 
     class Stuck(Shop):
@@ -217,7 +217,7 @@ def test_a_method_that_hangs_times_out_and_nothing_waits_for_it() -> None:
     assert "get_reward of shop took longer than 0.2 s" in output.failure.error
 
 
-def test_rows_choose_among_several() -> None:
+def test_rows_select_one_of_several_environments() -> None:
     environments = {name: EnvironmentFactory(Shop, where=name) for name in ("shop", "stall")}
     stage = Stage(lambda _: says("Hello."), environments=environments, agent="environment_agent")
     assert stage.run_one(environment="stall").reward == 0.0
@@ -236,7 +236,7 @@ def test_a_tool_of_the_same_name_is_refused() -> None:
     assert "shop has a method 'buy', and there is a tool of that name" in failure.error
 
 
-def test_an_image_among_what_a_method_returns_is_an_image() -> None:
+def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
     class Camera(Shop):
         def look(self) -> list[dict[str, Any]]:  # type: ignore[override]
             """Looks."""
@@ -244,10 +244,10 @@ def test_an_image_among_what_a_method_returns_is_an_image() -> None:
 
     failure = play(Camera, [calls("look"), says("A cat.")]).output.failure
     assert failure is not None
-    assert "tool 'look' answered with an image; only text reaches this model" in failure.error
+    assert "tool 'look' returned an image, but this model accepts only text; return text" in failure.error
 
 
-def test_an_observation_follows_the_last_message() -> None:
+def test_an_observation_is_appended_to_the_last_message() -> None:
     prompt = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert with_observation(prompt, "c")[-1] == {"role": "user", "content": "bc"}
     assert with_observation(prompt, None) == prompt

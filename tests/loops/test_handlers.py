@@ -94,7 +94,7 @@ def test_the_state_can_be_read_in_each_handler() -> None:
     assert output.extra_fields["tool_rewards"] == list(output.tool_rewards) == [0.5]
 
 
-def test_a_list_that_was_read_can_be_changed_without_changing_the_trajectory() -> None:
+def test_changing_a_returned_list_does_not_change_the_trajectory() -> None:
     @register("vandal")
     class Vandal(ToolAgentLoop):
         async def _handle_generating_state(
@@ -124,7 +124,7 @@ def test_the_prompt_can_be_changed_before_it_is_rendered() -> None:
     assert row["raw_prompt"] == user("What is 1 + 2?")
 
 
-def test_one_handler_alone_can_be_replaced() -> None:
+def test_a_single_handler_can_be_overridden() -> None:
     @register("refuses_tools")
     class RefusesTools(ToolAgentLoop):
         async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
@@ -178,7 +178,7 @@ def test_a_handler_that_returns_no_next_state_fails_its_trajectory(returned: Any
     assert complaint in output.failure.error
 
 
-def test_a_handler_that_skips_the_prompt_is_told_what_to_call() -> None:
+def test_the_error_for_a_handler_that_skips_the_prompt_states_what_to_call() -> None:
     @register("hasty")
     class Hasty(ToolAgentLoop):
         async def _handle_pending_state(

@@ -46,7 +46,9 @@ def random_setting(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 200, 20))
-def test_a_trajectory_that_is_cut_anywhere_and_resumed_is_the_one_that_was_not_cut(first_seed: int) -> None:
+def test_a_trajectory_cancelled_anywhere_and_resumed_equals_one_without_a_cancellation(
+    first_seed: int,
+) -> None:
     num_cut = 0
     for seed in range(first_seed, first_seed + 20):
         make = random_setting(seed)
@@ -90,7 +92,7 @@ ASKING = f"I ask. {call_text('book', a=2)}{call_text('look', a=1)}"
 ASKING_TURNS = [ASKING, "It is done."]
 
 
-def test_a_completion_that_is_cut_goes_on_from_its_tokens_and_its_calls_are_read_as_a_whole() -> None:
+def test_an_aborted_completion_resumes_from_its_tokens_and_its_calls_are_parsed_as_a_whole() -> None:
     setting = Setting(ASKING_TURNS, tools=TOOLS)
     part = cut_in("completion", setting)
     assert (part.stop_reason, part.extra_fields["state"]) == (StopReason.CANCELLED, "generating")
@@ -124,7 +126,7 @@ def test_a_completion_on_both_sides_of_a_weight_update_is_one_turn_of_two_segmen
     assert_grows([part, output])
 
 
-def test_each_token_has_the_version_of_the_part_in_which_it_was_sampled() -> None:
+def test_each_token_has_the_weight_version_that_sampled_it() -> None:
     async def scenario(seed: int) -> tuple[list[AgentLoopOutput], AgentLoopOutput]:
         setting, of = random_setting(seed)(), random.Random(seed)
         parts: list[AgentLoopOutput] = []
@@ -142,7 +144,9 @@ def test_each_token_has_the_version_of_the_part_in_which_it_was_sampled() -> Non
         assert output.weight_versions[output.response_mask == 1].tolist() == expected.tolist()
 
 
-def test_a_call_that_may_run_only_once_ends_before_its_trajectory_is_cancelled_and_others_are_cut() -> None:
+def test_a_call_that_may_run_only_once_ends_before_its_trajectory_is_cancelled_and_other_calls_are_aborted() -> (
+    None
+):
     setting = Setting(ASKING_TURNS, tools=TOOLS)
     part = cut_in("calls", setting)
     assert part.extra_fields["state"] == "processing_tools"
@@ -161,7 +165,7 @@ def test_a_call_that_may_run_only_once_and_does_not_end_in_time_is_answered_with
     assert "may or may not have taken effect" in output.messages[2]["content"]
 
 
-def test_calls_that_wait_for_a_place_when_the_cancellation_comes_are_not_begun() -> None:
+def test_queued_calls_are_not_started_after_a_cancellation() -> None:
     setting = Setting(
         [f"{call_text('book', a=1)}{call_text('book', a=2)}", "Done."], tools=TOOLS, max_parallel_calls=1
     )
@@ -173,7 +177,7 @@ def test_calls_that_wait_for_a_place_when_the_cancellation_comes_are_not_begun()
     assert not output.incidents
 
 
-def test_a_trajectory_whose_tool_cannot_be_replayed_begins_anew_and_says_so_ever_after() -> None:
+def test_a_trajectory_whose_tool_cannot_be_replayed_starts_again_and_keeps_the_incident() -> None:
     setting = Setting(
         ASKING_TURNS, tools={**TOOLS, "look": (OnReplay.RESTART, 0.4), "book": (OnReplay.RERUN, 0.1)}
     )
@@ -188,7 +192,7 @@ def test_a_trajectory_whose_tool_cannot_be_replayed_begins_anew_and_says_so_ever
     assert len(again.response_ids) == 8
 
 
-def test_one_that_cannot_be_replayed_and_used_something_that_may_be_used_only_once_is_refused() -> None:
+def test_a_trajectory_that_cannot_be_replayed_and_used_a_once_only_tool_is_refused() -> None:
     setting = Setting(ASKING_TURNS, tools={**TOOLS, "look": (OnReplay.RESTART, 0.4)})
     part = cut_in("calls", setting)
     with pytest.raises(ReplayMismatch, match="tool 'book' was used and may be used only once"):
@@ -196,7 +200,7 @@ def test_one_that_cannot_be_replayed_and_used_something_that_may_be_used_only_on
     assert setting.world.begun["book"] == 1
 
 
-def test_a_cancellation_that_is_set_from_the_start_keeps_all_that_there_was() -> None:
+def test_a_cancellation_before_the_start_keeps_the_whole_record() -> None:
     setting = Setting(ASKING_TURNS, tools=TOOLS)
     part = cut_in("calls", setting)
     again = run_virtual(setting.run(partial_output=part, cancel_after_s=0))
@@ -207,7 +211,7 @@ def test_a_cancellation_that_is_set_from_the_start_keeps_all_that_there_was() ->
     assert run_virtual(setting.run(partial_output=empty)).stop_reason is StopReason.ANSWERED
 
 
-def test_an_output_that_is_over_is_the_result() -> None:
+def test_a_finished_output_is_returned_unchanged() -> None:
     setting = Setting(ASKING_TURNS, tools=TOOLS)
     output = run_virtual(setting.run())
     num_requests = len(setting.servers[0].requests)
@@ -215,12 +219,12 @@ def test_an_output_that_is_over_is_the_result() -> None:
     assert len(setting.servers[0].requests) == num_requests
 
 
-def test_what_a_cancelled_output_carries_is_plain_data_that_a_journal_can_keep() -> None:
+def test_a_cancelled_output_holds_plain_data_that_a_journal_can_store() -> None:
     fields: Mapping[str, Any] = cut_in("calls", Setting(ASKING_TURNS, tools=TOOLS)).extra_fields
     assert unpack(pack(fields)) == fields
 
 
-def test_another_process_goes_on_where_this_one_was_cancelled(tmp_path: Path) -> None:
+def test_another_process_can_resume_a_cancelled_trajectory(tmp_path: Path) -> None:
     setting = Setting(ASKING_TURNS, tools=TOOLS)
     whole, part = run_virtual(Setting(ASKING_TURNS, tools=TOOLS).run()), cut_in("calls", setting)
     (tmp_path / "part").write_bytes(pickle.dumps(part))
@@ -242,14 +246,14 @@ def test_another_process_goes_on_where_this_one_was_cancelled(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("data", [None, [b"nonsense"], [pack({"is": "unheard of"})]])
-def test_an_output_that_cannot_be_gone_on_from_is_refused(data: Any) -> None:
+def test_an_output_that_cannot_be_resumed_is_refused(data: Any) -> None:
     fields = {} if data is None else {"is_cancel": True, "agent_data": data}
     broken = AgentLoopOutput(segments=(), stop_reason=StopReason.CANCELLED, extra_fields=fields)
     with pytest.raises(EpisodeError, match="agent_data"):
         run_virtual(Setting(ASKING_TURNS, tools=TOOLS).run(partial_output=broken))
 
 
-def test_a_row_that_changed_since_is_begun_anew() -> None:
+def test_a_trajectory_whose_row_changed_starts_again() -> None:
     setting = Setting(["Hm. " * 20, "Done."], tools=TOOLS, response_length=1000)
     part = run_virtual(setting.run(cancel_after_s=1))
     other = Setting(["Hm. " * 20, "Done."], tools=TOOLS, response_length=900)

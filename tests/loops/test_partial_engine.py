@@ -1,4 +1,4 @@
-"""Cut and resumed on an engine with a model: the embedded one."""
+"""CallAborted and resumed on an engine with a model: the embedded one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def cut_after(num_tokens: int, server: EmbeddedServer) -> AgentLoopOutput:
     return running.result()
 
 
-def test_a_cut_completion_goes_on_with_the_same_tokens_and_logprobs() -> None:
+def test_an_aborted_completion_resumes_with_the_same_tokens_and_logprobs() -> None:
     async def scenario() -> tuple[AgentLoopOutput, AgentLoopOutput, AgentLoopOutput]:
         async with serving(MODEL) as server:
             part = await cut_after(20, server)

@@ -77,7 +77,7 @@ def restarts(output: AgentLoopOutput) -> list[str]:
     return [i.detail for i in output.incidents if i.kind is IncidentKind.RESTARTED]
 
 
-def test_tokens_are_kept_when_the_cut_is_in_a_completion_behind_the_last_call() -> None:
+def test_tokens_are_kept_if_a_completion_after_the_last_call_is_aborted() -> None:
     turns = [LOOK, "It is done."]
     whole = run_virtual(Setting(turns, tools=SILENT).run())
     setting = Setting(turns, tools=SILENT)
@@ -89,7 +89,7 @@ def test_tokens_are_kept_when_the_cut_is_in_a_completion_behind_the_last_call() 
     assert setting.servers[0].requests[-1].prompt_ids.tolist() == [*part.prompt_ids, *part.response_ids]
 
 
-def test_a_new_call_to_a_tool_whose_state_is_gone_begins_the_trajectory_anew() -> None:
+def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() -> None:
     turns = [LOOK, LOOK, "It is done."]
     setting = Setting(turns, tools=SILENT)
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
@@ -102,7 +102,7 @@ def test_a_new_call_to_a_tool_whose_state_is_gone_begins_the_trajectory_anew() -
     assert setting.world.begun["look"] == 3
 
 
-def test_a_call_that_was_cut_begins_the_trajectory_anew() -> None:
+def test_an_aborted_call_starts_the_trajectory_again() -> None:
     setting = Setting([LOOK, "It is done."], tools=SILENT)
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
     assert part.extra_fields["state"] == "processing_tools"
@@ -113,7 +113,7 @@ def test_a_call_that_was_cut_begins_the_trajectory_anew() -> None:
 @pytest.mark.parametrize(
     ("on_replay", "num_restarts"), [("recorded", 0), ("rerun", 0), ("once", 1), ("restart", 1)]
 )
-def test_other_tools_may_be_called_later_if_they_cannot_read_the_state_that_is_gone(
+def test_other_tools_may_be_called_later_if_they_cannot_read_the_lost_state(
     on_replay: str, num_restarts: int
 ) -> None:
     turns = [LOOK, f"And now. {call_text('book', a=0)}", "It is done."]
@@ -127,7 +127,7 @@ def test_other_tools_may_be_called_later_if_they_cannot_read_the_state_that_is_g
     assert setting.world.begun["look"] == 1 + num_restarts
 
 
-def test_one_that_called_something_only_once_is_refused_when_it_would_have_to_begin_anew() -> None:
+def test_a_trajectory_that_called_a_once_only_tool_is_refused_if_it_would_have_to_start_again() -> None:
     book = f"I book. {call_text('book', a=0)}"
     setting = Setting([book, LOOK, LOOK, "Done."], tools={**SILENT, "book": (OnReplay.ONCE, LATENCY_S)})
     part = run_virtual(setting.run(cancel_after_s=after_calls(book, LOOK)))
@@ -135,7 +135,7 @@ def test_one_that_called_something_only_once_is_refused_when_it_would_have_to_be
         run_virtual(setting.run(partial_output=part))
 
 
-def test_a_verdict_is_asked_for_at_the_cut_and_counts_at_the_end() -> None:
+def test_a_tool_reward_is_calculated_at_the_cancellation_and_counts_at_the_end() -> None:
     turns = [LOOK, LOOK, "It is done."]
     setting = Setting(turns, tools=SILENT, tool_class=Judge)
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, LOOK)))
@@ -149,7 +149,7 @@ def test_a_verdict_is_asked_for_at_the_cut_and_counts_at_the_end() -> None:
     assert setting.world.begun == {"look": 2, "verdict": 1}
 
 
-def test_without_a_verdict_at_the_cut_the_trajectory_begins_anew() -> None:
+def test_without_a_tool_reward_at_the_cancellation_the_trajectory_starts_again() -> None:
     setting = Setting([LOOK, LOOK, "It is done."], tools=SILENT, tool_class=FailsEarly)
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
     output = run_virtual(setting.run(partial_output=part))
@@ -170,7 +170,7 @@ def test_a_tool_of_verl_keeps_tokens_and_reward() -> None:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 60, 20))
-def test_whatever_is_cut_the_end_is_that_of_a_trajectory_that_was_not_cut(first_seed: int) -> None:
+def test_any_cancelled_and_resumed_trajectory_ends_as_one_without_a_cancellation(first_seed: int) -> None:
     num_cut = num_restarts = 0
     tools = {**SILENT, "book": (OnReplay.RESTART, 0.7), "step": (OnReplay.RERUN, 0.3)}
     for seed in range(first_seed, first_seed + 20):

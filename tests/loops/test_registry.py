@@ -41,7 +41,7 @@ def loops_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_shipped_loops_are_there() -> None:
+def test_the_loops_of_the_package_are_registered() -> None:
     assert LoopRegistry().get("single_turn_agent").loop_class is SingleTurnAgentLoop
     assert LoopRegistry().get("tool_agent")
 
@@ -50,7 +50,7 @@ def test_importing_a_file_registers_its_loops(loops_file: Path) -> None:
     assert LoopRegistry(loop_files=[str(loops_file)]).get("from_a_file").loop_class.__name__ == "FromAFile"
 
 
-def test_a_yaml_file_names_loops_and_what_they_are_made_with(loops_file: Path, tmp_path: Path) -> None:
+def test_a_yaml_file_names_loops_and_their_constructor_arguments(loops_file: Path, tmp_path: Path) -> None:
     config = tmp_path / "loops.yaml"
     config.write_text(f"- {{name: patient, _target_: '{loops_file}:Patient', tries: 5}}\n", encoding="utf-8")
     entry = LoopRegistry(config_path=str(config)).get("patient")
@@ -67,7 +67,7 @@ def test_a_yaml_file_names_loops_and_what_they_are_made_with(loops_file: Path, t
         ("- [", "not valid YAML"),
     ],
 )
-def test_a_wrong_yaml_file_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+def test_an_invalid_yaml_file_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
     config = tmp_path / "loops.yaml"
     config.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=complaint):
@@ -86,7 +86,7 @@ def test_an_unknown_loop_is_named_with_the_nearest() -> None:
         ("agent_program", "agent_loop.gateway.program.AgentProgramLoop"),
     ],
 )
-def test_a_shipped_name_that_is_registered_again_goes_to_the_new_loop_with_a_warning(
+def test_registering_a_name_of_the_package_again_replaces_its_loop_with_a_warning(
     name: str, before: str
 ) -> None:
     with pytest.warns(UserWarning, match=f"agent loop {name!r} was {before}; .*Other replaces it") as warned:
@@ -99,7 +99,7 @@ def test_a_shipped_name_that_is_registered_again_goes_to_the_new_loop_with_a_war
     assert warned[0].filename == __file__
 
 
-def test_a_loop_that_is_defined_again_replaces_itself_without_a_warning() -> None:
+def test_redefining_a_loop_replaces_it_without_a_warning() -> None:
     for _ in range(2):
 
         @register("again")
@@ -109,7 +109,7 @@ def test_a_loop_that_is_defined_again_replaces_itself_without_a_warning() -> Non
         assert LoopRegistry().get("again").loop_class is Again
 
 
-def test_what_a_trajectory_is_given_is_all_that_its_worker_has() -> None:
+def test_the_context_of_a_trajectory_has_every_field_of_its_workers_context() -> None:
     stand_ins = {name: cast(Any, object()) for name in LoopContext.__struct_fields__}
     context = LoopContext(**stand_ins)
     own = {name: cast(Any, object()) for name in ("server_manager", "new_log", "completions")}

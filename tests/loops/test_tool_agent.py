@@ -9,7 +9,7 @@ import pytest
 from agent_loop.config import MultiTurnConfig
 from agent_loop.errors import ToolError
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.loops.tool_agent import MAX_MALFORMED_ANSWERS
+from agent_loop.loops.tool_agent import MAX_MALFORMED_REPLIES
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, StopReason
@@ -37,7 +37,7 @@ def assert_token_truth(trajectory: Trajectory, stage: Stage) -> None:
     assert len(output.response_ids) == len(output.response_mask) == len(output.weight_versions)
 
 
-def test_a_call_is_run_and_its_reply_is_read_before_the_answer() -> None:
+def test_a_call_is_run_and_its_reply_reaches_the_model_before_the_answer() -> None:
     tool = Adder()
     stage = Stage([ADD, ANSWER], tools=[tool])
     trajectory = stage.run_one()
@@ -66,7 +66,7 @@ def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
     assert trajectory.output.metrics.tool_calls == 2.0
 
 
-def test_a_malformed_call_is_answered_with_what_is_wrong() -> None:
+def test_the_reply_to_a_malformed_call_states_the_error() -> None:
     trajectory = Stage([says('<tool_call>{"name": "add"</tool_call>'), ANSWER], tools=[Adder()]).run_one()
     assert "not valid JSON" in replies(trajectory)[0]
     assert kinds(trajectory) == [IncidentKind.INVALID_TURN, IncidentKind.MALFORMED_CALL]
@@ -79,13 +79,13 @@ def test_a_malformed_call_beside_a_good_one_does_not_stop_the_good_one() -> None
     assert replies(trajectory)[1] == "3"
 
 
-def test_of_a_thousand_malformed_calls_the_first_are_answered_and_the_rest_are_counted() -> None:
+def test_a_thousand_malformed_calls_get_a_few_replies_and_a_count_of_the_rest() -> None:
     many = says("<tool_call>oops</tool_call>" * 1000 + call_text("add", a=1, b=2))
     trajectory = Stage([many, ANSWER], tools=[Adder()], response_length=50_000).run_one()
     *errors, result, rest = replies(trajectory)
-    assert len(errors) == MAX_MALFORMED_ANSWERS
+    assert len(errors) == MAX_MALFORMED_REPLIES
     assert result == "3"
-    assert rest == f"Error: {1000 - MAX_MALFORMED_ANSWERS} more calls cannot be read either"
+    assert rest == f"Error: {1000 - MAX_MALFORMED_REPLIES} more calls cannot be read either"
     assert kinds(trajectory).count(IncidentKind.MALFORMED_CALL) == 1000
 
 
@@ -114,7 +114,7 @@ def test_invalid_arguments_are_answered_and_do_not_reach_the_tool() -> None:
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
-def test_a_tool_error_is_told_to_the_model() -> None:
+def test_a_tool_error_is_reported_to_the_model() -> None:
     tool = Adder({"raises": ToolError("the abacus is broken")})
     trajectory = Stage([ADD, ANSWER], tools=[tool]).run_one()
     assert replies(trajectory) == ["the abacus is broken"]
@@ -167,7 +167,7 @@ def test_a_reply_that_fits_exactly_is_kept_and_its_reward_too() -> None:
     assert kinds(trajectory) == []
 
 
-def test_a_reply_that_does_not_fit_is_named() -> None:
+def test_a_reply_that_does_not_fit_is_reported() -> None:
     limit = len(ADD.token_ids) + bridge_length("3") - 1
     trajectory = Stage([ADD], tools=[Adder()], response_length=limit).run_one()
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
@@ -185,7 +185,7 @@ def test_a_long_reply_is_cut_to_its_limit_in_tokens_marker_included() -> None:
     assert kinds(trajectory) == [IncidentKind.TRUNCATED_REPLY]
 
 
-def test_the_last_turn_stops_as_soon_as_it_opens_a_call_that_nobody_could_run() -> None:
+def test_the_last_turn_stops_when_it_opens_a_call_since_the_call_could_not_run() -> None:
     tool = Adder()
     stage = Stage([ADD, ADD], tools=[tool], multi_turn=MultiTurnConfig(max_user_turns=1))
     trajectory = stage.run_one()
@@ -200,7 +200,7 @@ def test_the_last_assistant_turn_may_answer() -> None:
     assert stage.run_one().output.stop_reason is StopReason.ANSWERED
 
 
-def test_a_call_on_the_last_assistant_turn_is_named_and_not_run() -> None:
+def test_a_call_on_the_last_assistant_turn_is_reported_and_not_run() -> None:
     tool = Adder()
     stage = Stage([ADD], tools=[tool], multi_turn=MultiTurnConfig(max_assistant_turns=1))
     trajectory = stage.run_one()
@@ -208,7 +208,7 @@ def test_a_call_on_the_last_assistant_turn_is_named_and_not_run() -> None:
     assert tool.executed == []
 
 
-def test_an_answer_cut_by_length_is_not_called_answered() -> None:
+def test_an_answer_cut_by_length_does_not_have_the_stop_reason_answered() -> None:
     trajectory = Stage([ANSWER], response_length=3).run_one()
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
     assert kinds(trajectory) == [IncidentKind.CUT_TURN]
@@ -238,7 +238,7 @@ def test_a_prompt_over_its_limit_ends_the_episode_before_anything_is_sent() -> N
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_long_prompt_is_cut_where_the_config_says(side: str) -> None:
+def test_a_long_prompt_is_truncated_as_the_config_says(side: str) -> None:
     stage = Stage([ANSWER], prompt_length=3, truncate_prompt=side)
     trajectory = stage.run_one()
     full = hermes_template().open([{"role": "user", "content": "What is 1 + 2?"}])
@@ -307,7 +307,7 @@ def test_an_interaction_answers_where_no_tool_is_called() -> None:
     assert_token_truth(trajectory, stage)
 
 
-def test_an_unknown_interaction_fails_the_row_by_name() -> None:
+def test_an_unknown_interaction_fails_the_row_with_its_name() -> None:
     trajectory = Stage([ANSWER], interactions={"patient": Patient({"truth": "3"})}).run_one(
         interaction_kwargs={"name": "patent"}
     )
@@ -315,7 +315,7 @@ def test_an_unknown_interaction_fails_the_row_by_name() -> None:
     assert "did you mean 'patient'" in trajectory.output.failure.error
 
 
-def test_an_unknown_tool_in_a_row_is_an_error_not_silence() -> None:
+def test_an_unknown_tool_in_a_row_is_an_error() -> None:
     trajectory = Stage([ANSWER], tools=[Adder()]).run_one(tools_kwargs={"sum": {}})
     assert trajectory.output.failure is not None
     assert "sum" in trajectory.output.failure.error

@@ -17,7 +17,13 @@ from agent_loop.config import AgentConfig, Config, RolloutConfig, load_config
 from agent_loop.errors import ConfigError, RewardError, RolloutError
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.rewards.function import BatchRewardFunction, Score, Verdict, load_batch_reward, load_reward
+from agent_loop.rewards.function import (
+    BatchRewardFunction,
+    Score,
+    ScoreResult,
+    load_batch_reward,
+    load_reward,
+)
 from agent_loop.rollout.components import load_reward_function
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.activity import WaitKind
@@ -146,7 +152,7 @@ def test_a_plain_function_runs_in_a_thread_and_gets_copies() -> None:
     assert "mine" not in trajectories[0].output.extra_fields
 
 
-def test_each_element_may_be_what_a_single_function_may_return() -> None:
+def test_each_element_may_be_any_value_that_a_single_function_may_return() -> None:
     def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
         return (True, {"score": 2, "why": "close"}, np.float32(0.5), {"reward": 1.0})
 
@@ -166,7 +172,7 @@ def test_an_evaluation_scores_its_samples_of_a_row_together() -> None:
     assert len(trajectories) == 6
 
 
-def test_runs_beside_each_other_do_not_mix_their_groups() -> None:
+def test_concurrent_runs_do_not_mix_their_groups() -> None:
     judge = Judge()
     manager = make_manager(judge)
 
@@ -222,7 +228,7 @@ def test_the_trace_holds_the_seconds_of_the_call_and_not_the_wait_for_the_group(
 # -- who is scored ---------------------------------------------------------------------------------------------------
 
 
-def test_branches_are_outputs_of_their_own() -> None:
+def test_branches_are_separate_outputs() -> None:
     judge = Judge()
 
     trajectories = run_virtual(make_manager(judge, agent="says_two_things", n=2, num_workers=2).run(rows(2)))
@@ -269,7 +275,7 @@ def test_a_cancelled_trajectory_does_not_keep_its_group_from_being_scored() -> N
     assert [len(said) for said, _ in judge.calls] == [N - 1]
 
 
-def test_a_group_that_is_to_be_resumed_is_scored_once_it_has_ended() -> None:
+def test_a_group_with_a_resumable_trajectory_is_scored_after_it_has_ended() -> None:
     judge = Judge()
     manager = make_manager(judge, agent="partial_tool_agent")
     work = rows(2)
@@ -327,7 +333,7 @@ async def hangs(count: int) -> Any:
         (hangs, r"judge took longer than 60 s; fix it, or raise reward\.timeout_s"),
     ],
 )
-def test_a_bad_call_fails_the_trajectories_of_its_group_and_no_others(bad: Any, says: str) -> None:
+def test_a_failing_call_fails_the_trajectories_of_its_group_and_no_others(bad: Any, says: str) -> None:
     trajectories = run_virtual(make_manager(of_row_1(bad), num_workers=2).run(rows(3)))
 
     assert rewards_of(trajectories) == [[1.0] * N, [None] * N, [1.0] * N]
@@ -347,29 +353,29 @@ def test_a_bad_call_fails_the_trajectories_of_its_group_and_no_others(bad: Any, 
         ({"scor": 1.0}, "returned a mapping with the keys"),
     ],
 )
-def test_a_bad_value_fails_its_own_trajectory_alone(value: Any, says: str) -> None:
+def test_an_invalid_value_fails_its_own_trajectory_alone(value: Any, says: str) -> None:
     reward = of_row_1(lambda count: [0.5, 0.5, value, 0.5])
 
     trajectories = run_virtual(make_manager(reward).run(rows(2)))
 
     assert rewards_of(trajectories) == [[1.0] * N, [0.5, 0.5, None, 0.5]]
     [error] = errors_of(trajectories)
-    assert re.match(f"RewardError: reward function judge, at place 2, {says}", error)
+    assert re.match(f"RewardError: reward function judge, at index 2, {says}", error)
 
 
-def test_more_bad_rewards_than_may_fail_end_the_run() -> None:
+def test_too_many_failed_rewards_end_the_run() -> None:
     manager = make_manager(of_row_1(raises), max_failed_share=0.25)
     with pytest.raises(RolloutError, match=r"4 of 12 trajectories failed.* 'truth'"):
         run_virtual(manager.run(rows(3)))
 
 
-def test_more_bad_trajectories_than_may_fail_end_the_run_too() -> None:
+def test_too_many_failed_trajectories_end_the_run_too() -> None:
     manager = make_manager(Judge(), agent="fails_at_times", max_failed_share=0.25)
     with pytest.raises(RolloutError, match=r"3 of 8 trajectories failed.*a bad day"):
         run_virtual(manager.run(rows(2, failing=[], all_fail=True)))
 
 
-def test_what_cannot_be_stored_is_noted_on_the_trajectory_it_came_with() -> None:
+def test_a_value_that_cannot_be_stored_is_an_incident_of_its_trajectory() -> None:
     def reward(outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
         return [0.0, {"reward": 1.0, "lock": threading.Lock()}, 0.0, 0.0]
 
@@ -430,8 +436,8 @@ OUTPUT = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1])
 def test_the_function_can_be_called_by_itself() -> None:
     function = BatchRewardFunction(lambda outputs, rows: [1, {"reward": 0.5, "n": 2}], timeout_s=1)
     assert run_virtual(function([OUTPUT, OUTPUT], [{}, {}])) == [
-        Verdict(Score(1.0)),
-        Verdict(Score(0.5, {"n": 2})),
+        ScoreResult(Score(1.0)),
+        ScoreResult(Score(0.5, {"n": 2})),
     ]
     with pytest.raises(RewardError, match="2 values for 1 outputs"):
         run_virtual(function([OUTPUT], [{}]))
@@ -458,7 +464,7 @@ def test_a_reference_loads_a_batch_function(file: Path, name: str) -> None:
     config = Config.model_validate({"reward": {"function": f"{file}:{name}", "batch": True}})
     function = load_reward_function(config)
     assert isinstance(function, BatchRewardFunction)
-    assert run_virtual(function([OUTPUT], [{}])) == [Verdict(Score(1.0))]
+    assert run_virtual(function([OUTPUT], [{}])) == [ScoreResult(Score(1.0))]
 
 
 @pytest.mark.parametrize(
@@ -486,10 +492,10 @@ def test_batch_without_a_function_is_refused() -> None:
 
 
 @pytest.mark.parametrize("key", ["reward_model.reward_manager", "reward.reward_manager.name"])
-def test_reward_managers_of_verl_are_understood_or_refused_by_name(key: str) -> None:
+def test_verls_reward_managers_are_accepted_or_refused_with_a_message(key: str) -> None:
     assert load_config(overrides=[f"{key}=batch"]).reward.batch is True
     assert load_config(overrides=[f"{key}=naive"]).reward.batch is False
-    with pytest.raises(ConfigError, match=f"{key} is 'dapo'; only 'naive' and 'batch' exist here"):
+    with pytest.raises(ConfigError, match=f"{key} is 'dapo'; give 'naive' or 'batch'"):
         load_config(overrides=[f"{key}=dapo"])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_loop.config import AgentConfig, RolloutConfig
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import pack
 from agent_loop.rewards.function import BatchRewardFunction
 from agent_loop.rollout.journal.frames import HEADER, framed
@@ -28,7 +28,7 @@ N = 3
 ROWS = [{"raw_prompt": user(f"question {n}"), "number": n} for n in range(2)]
 LATENCIES = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 """Of the trajectories, in the order in which they begin: group 0 ends after 3 s, group 1 after 6 s."""
-Place = tuple[int, int]
+RecordPosition = tuple[int, int]
 
 
 class Trial:
@@ -92,7 +92,7 @@ class Trial:
         return rewards if self._spoils is None else self._spoils(rewards)
 
 
-def rewards_of(trajectories: Sequence[Trajectory]) -> dict[Place, float | None]:
+def rewards_of(trajectories: Sequence[Trajectory]) -> dict[RecordPosition, float | None]:
     return {(t.group, t.rollout): t.reward for t in trajectories}
 
 
@@ -125,7 +125,7 @@ def test_a_group_that_was_killed_before_it_had_ended_is_scored_as_a_whole(tmp_pa
     assert [t.reward for t in trajectories] == [0.0, 1.0, 2.0, 3.0, 50.0, 51.0]
 
 
-def test_a_run_that_was_complete_comes_back_with_its_rewards_and_failures(tmp_path: Path) -> None:
+def test_a_complete_run_is_replayed_with_its_rewards_and_failures(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     before = Trial(spoils=lambda rewards: [*rewards[:-1], float("nan")]).run(path)
     assert rewards_of(before) == {(0, 0): 0, (0, 1): 1, (0, 2): None, (1, 0): 3, (1, 1): 4, (1, 2): None}
@@ -139,7 +139,7 @@ def test_a_run_that_was_complete_comes_back_with_its_rewards_and_failures(tmp_pa
     assert [t.reward_extra for t in after] == [t.reward_extra for t in before]
 
 
-def test_a_trajectory_that_failed_for_its_reward_alone_is_scored_again_and_not_run_again(
+def test_a_trajectory_whose_reward_failed_is_scored_again_and_not_run_again(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "journal"
@@ -183,7 +183,7 @@ def test_a_failed_trajectory_is_run_again_and_the_recorded_rewards_of_its_group_
     assert [t.reward_extra["of"] for t in trajectories] == [2, 3, 2, 3, 3, 3]
 
 
-def test_rewards_are_on_record_once_and_are_told_of_after_that(tmp_path: Path) -> None:
+def test_rewards_are_recorded_once_before_they_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     told: list[int] = []
 
@@ -191,7 +191,9 @@ def test_rewards_are_on_record_once_and_are_told_of_after_that(tmp_path: Path) -
         async with open_journal(path, key=key_of(ROWS), rows=ROWS, resume=False) as journal:
 
             def note(_: Trajectory) -> None:
-                told.append(sum(record["is"] == Kind.REWARDS for record in records_of(path.read_bytes())))
+                told.append(
+                    sum(record["is"] == RecordKind.REWARDS for record in records_of(path.read_bytes()))
+                )
 
             await Trial().manager.run(ROWS, journal=journal, on_trajectory=note)
 
@@ -199,13 +201,13 @@ def test_rewards_are_on_record_once_and_are_told_of_after_that(tmp_path: Path) -
     assert told == [1, 1, 1, 2, 2, 2]
 
 
-def test_a_reward_of_a_trajectory_that_was_run_again_since_is_not_used(tmp_path: Path) -> None:
+def test_the_recorded_reward_of_a_trajectory_that_was_run_again_is_not_used(tmp_path: Path) -> None:
     """As after damage that cost the end of a row: the row ran once more, and was killed before it was scored."""
     path = tmp_path / "journal"
     Trial().run(path)
     records = records_of(path.read_bytes())
-    is_end = [r["is"] == Kind.END and r["row"] == "group=0/rollout=1" for r in records]
-    kept = [r for r, end in zip(records, is_end, strict=True) if not end and r["is"] != Kind.COMPLETE]
+    is_end = [r["is"] == RecordKind.END and r["row"] == "group=0/rollout=1" for r in records]
+    kept = [r for r, end in zip(records, is_end, strict=True) if not end and r["is"] != RecordKind.COMPLETE]
     kept += [r for r, end in zip(records, is_end, strict=True) if end]
     path.write_bytes(HEADER + b"".join(framed(pack(record)) for record in kept))
 

@@ -32,7 +32,7 @@ def score_of(returned: Any) -> Score:
         ({"reward": 1.0, "score": 7}, Score(1.0, {"score": 7})),
     ],
 )
-def test_numbers_and_mappings_are_read(returned: Any, score: Score) -> None:
+def test_numbers_and_mappings_are_accepted_as_rewards(returned: Any, score: Score) -> None:
     assert score_of(returned) == score
 
 
@@ -50,7 +50,7 @@ def test_numbers_and_mappings_are_read(returned: Any, score: Score) -> None:
         ({"scor": 1.0}, r"a mapping with the keys \['scor'\]; add 'reward'"),
     ],
 )
-def test_anything_else_is_refused_with_what_was_got(returned: Any, says: str) -> None:
+def test_the_error_for_any_other_value_states_the_value(returned: Any, says: str) -> None:
     with pytest.raises(RewardError, match=says):
         score_of(returned)
 
@@ -91,7 +91,7 @@ def test_a_hung_reward_function_ends_at_its_time_limit() -> None:
         run_virtual(RewardFunction(judge, timeout_s=60)(OUTPUT, ROW))
 
 
-def test_a_timeout_of_its_own_is_an_exception_like_any_other() -> None:
+def test_a_timeout_error_of_the_function_is_an_ordinary_exception() -> None:
     def judge(output: AgentLoopOutput, row: Any) -> float:
         raise TimeoutError("grader is down")
 
@@ -130,7 +130,7 @@ def test_a_reference_loads_a_function(file: Path) -> None:
         ("exactly", "did you mean 'exact'"),
     ],
 )
-def test_a_reference_to_no_reward_function_is_refused_before_any_work(
+def test_a_reference_that_is_not_a_reward_function_is_refused_before_anything_runs(
     file: Path, name: str, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

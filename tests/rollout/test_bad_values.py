@@ -55,7 +55,7 @@ def run_rows(*edits: Any) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("reward", [*BAD_REWARDS, "x", [1.0], np.array([1.0, 2.0])])
-def test_a_reward_score_that_no_batch_can_hold_fails_its_row_by_name(reward: Any) -> None:
+def test_a_reward_score_that_a_batch_cannot_hold_fails_its_row_with_a_message(reward: Any) -> None:
     bad, good = run_rows(lambda output: replace(output, reward_score=reward), None)
 
     assert bad.output.stop_reason is StopReason.FAILED
@@ -77,7 +77,7 @@ def test_a_reward_score_of_another_numeric_type_becomes_a_float(reward: Any) -> 
 
 
 @pytest.mark.parametrize("reward", [math.nan, 1e308, "x"])
-def test_the_reward_of_a_turn_that_a_loop_writes_itself_is_checked(reward: Any) -> None:
+def test_turn_rewards_written_by_a_loop_are_validated(reward: Any) -> None:
     feedback = [Feedback(Origin.TOOL, "judge", place=0, reward=reward)]
     bad, good = run_rows(lambda output: replace(output, feedback=feedback), None)
 
@@ -87,7 +87,7 @@ def test_the_reward_of_a_turn_that_a_loop_writes_itself_is_checked(reward: Any) 
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5])
-def test_logprobs_that_a_loop_writes_itself_are_checked(logprob: float) -> None:
+def test_logprobs_written_by_a_loop_are_validated(logprob: float) -> None:
     def edit(output: AgentLoopOutput) -> AgentLoopOutput:
         logprobs = [-0.5] * len(output.response_ids)
         logprobs[-1] = logprob
@@ -106,7 +106,7 @@ def test_logprobs_that_a_loop_writes_itself_are_checked(logprob: float) -> None:
 
 
 @pytest.mark.parametrize("reward", BAD_REWARDS)
-def test_every_other_door_of_rewards_refuses_what_no_batch_can_hold(reward: float) -> None:
+def test_every_source_of_rewards_refuses_values_that_a_batch_cannot_hold(reward: float) -> None:
     with pytest.raises(RewardError, match="return a finite number, or a mapping"):
         read_score(reward, source="judge")
     with pytest.raises(RewardError, match="returned reward"):
@@ -118,7 +118,7 @@ def test_every_other_door_of_rewards_refuses_what_no_batch_can_hold(reward: floa
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_a_reward_that_is_not_finite_in_the_batch_counts_as_none(estimator: Any) -> None:
+def test_a_reward_that_is_not_finite_in_the_batch_counts_as_missing(estimator: Any) -> None:
     """The last guard, for batches of trajectories that no worker made."""
     config = AlgorithmConfig(adv_estimator=estimator, turn_reward_weight=1.0)
     trajectories = [

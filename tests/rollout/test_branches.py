@@ -72,7 +72,7 @@ def test_a_loop_may_return_several_outputs_for_one_row() -> None:
     assert [m["role"] for m in second.output.messages] == ["user", "assistant", "user", "assistant"]
 
 
-def test_branches_hold_the_same_segments_for_what_they_have_in_common() -> None:
+def test_branches_share_the_segments_of_their_common_prefix() -> None:
     first, second = run_best_of_two()
     assert [a is b for a, b in zip(first.output.segments, second.output.segments, strict=True)] == [
         True,
@@ -85,7 +85,7 @@ def test_branches_hold_the_same_segments_for_what_they_have_in_common() -> None:
     assert stage_requests[1].request_id != stage_requests[0].request_id
 
 
-def test_what_branches_share_is_trained_once() -> None:
+def test_tokens_shared_by_branches_are_trained_once() -> None:
     batch = assemble(run_best_of_two(), pad_token_id=0)
     num_shared, num_own = len(encoded("answer 0<|im_end|>")), len(encoded("answer 1<|im_end|>"))
     assert batch["response_mask"].sum(dim=1).tolist() == [num_shared + num_own, num_own]
@@ -94,7 +94,7 @@ def test_what_branches_share_is_trained_once() -> None:
     assert batch["branch"].tolist() == [0, 1]
 
 
-def test_what_an_unscored_branch_shares_is_trained_in_the_next_one() -> None:
+def test_tokens_shared_with_an_unscored_branch_are_trained_in_the_next_branch() -> None:
     def reward(output: AgentLoopOutput, row: Any) -> float:
         if output.answer == "answer 2":
             raise ValueError

@@ -143,11 +143,11 @@ def settings(folder: Path) -> Config:
     )
 
 
-def test_there_are_at_least_forty_kinds_of_hostile_parts() -> None:
+def test_there_are_at_least_forty_kinds_of_hostile_components() -> None:
     assert len({kind.name for kind in KINDS}) == len(KINDS) >= 40
 
 
-def test_a_thousand_hostile_rows_end_typed_change_no_other_row_leave_nothing_and_train(
+def test_a_thousand_hostile_rows_end_with_a_reason_leak_nothing_and_do_not_change_other_rows(
     released: Released, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))

@@ -232,7 +232,7 @@ def learned_from(trajectory: Trajectory) -> tuple[Any, ...]:
 @given(
     replies=st.lists(REPLIES, min_size=1, max_size=12), num_servers=st.integers(1, 2), streams=st.booleans()
 )
-def test_replies_to_hostile_rows_change_no_other_row_and_reach_no_update(
+def test_responses_to_hostile_rows_do_not_change_other_rows_and_are_not_trained_on(
     replies: list[Reply], num_servers: int, streams: bool
 ) -> None:
     alone, _ = trajectories_of([], num_servers=num_servers, streams=streams)
@@ -256,7 +256,7 @@ def test_replies_to_hostile_rows_change_no_other_row_and_reach_no_update(
     assert int(batch["weight_versions"].min()) >= -1
 
 
-def test_a_server_that_says_that_it_died_moves_its_rows_and_changes_none() -> None:
+def test_rows_of_a_server_that_reports_its_death_move_without_changes() -> None:
     died = Reply({}, ServerDied, None, 0.7, False, True, 1)
     alone, _ = trajectories_of([], num_servers=2, streams=True)
     trajectories, left = trajectories_of([died], num_servers=2, streams=True)

@@ -14,7 +14,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from agent_loop.errors import JournalError
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rollout.journal.frames import FRAME_BYTES, HEADER, framed, scan
 from agent_loop.rollout.journal.step import open_journal
@@ -65,7 +65,7 @@ def record_starts(data: bytes) -> list[int]:
 
 
 def calls_begun(records: list[dict[str, Any]]) -> Counter[str]:
-    return Counter(record["row"] for record in records if record["is"] == Kind.CALL_BEGAN)
+    return Counter(record["row"] for record in records if record["is"] == RecordKind.CALL_BEGAN)
 
 
 def resumed(
@@ -88,7 +88,7 @@ def ended_before(data: bytes, place: int) -> set[str]:
         for record, start, end in zip(records, starts, starts[1:], strict=False)
         if start <= place < end
     }
-    return {record["row"] for record in records if record["is"] == Kind.END} - hit
+    return {record["row"] for record in records if record["is"] == RecordKind.END} - hit
 
 
 def cut_off(data: bytes, share: float) -> bytes:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agent_loop.errors import JournalError, OutputError
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
 from agent_loop.recording.values import Unstorable, digest, pack, unpack
 from agent_loop.rollout.journal.folder import JournalFolder
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
@@ -130,7 +130,7 @@ def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
     assert str(aside) in caplog.text
     assert len(after) == len(before)
     kept = records_of(path.read_bytes())
-    assert [record["is"] for record in kept[:2]] == [Kind.STEP, Kind.DAMAGE]
+    assert [record["is"] for record in kept[:2]] == [RecordKind.STEP, RecordKind.DAMAGE]
     num_good = len(records_of(whole[:good]))
     assert [repr(r) for r in kept[2 : num_good + 1]] == [repr(r) for r in records_of(whole)[1:num_good]]
 

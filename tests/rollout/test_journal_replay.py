@@ -20,8 +20,8 @@ from agent_loop.interactions.session import InteractionReply
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.environments import EnvironmentFactory
 from agent_loop.loops.registry import register
-from agent_loop.recording.forms import read_completion
-from agent_loop.recording.record import Kind
+from agent_loop.recording.record import RecordKind
+from agent_loop.recording.serialization import deserialize_completion
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.journal.frames import FRAME_BYTES, scan
 from agent_loop.runtime.instances import OnReplay
@@ -85,7 +85,7 @@ def first_run() -> tuple[bytes, list[Trajectory]]:
         return path.read_bytes(), trajectories
 
 
-ENCODED = (Kind.PROMPT, Kind.OBSERVATION, Kind.INTERACTION)
+ENCODED = (RecordKind.PROMPT, RecordKind.OBSERVATION, RecordKind.INTERACTION)
 
 
 def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list[tuple[int, bool, float]]:
@@ -94,10 +94,10 @@ def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list
     for record in records:
         if record.get("row") != row or "at" not in record or record["got"] is None:
             continue
-        if record["is"] == Kind.BRANCH and record["at"][0] == lane:
+        if record["is"] == RecordKind.BRANCH and record["at"][0] == lane:
             found += tokens_on_record(records[: records.index(record)], row, record["got"]["parent"])
-        elif record["is"] == Kind.COMPLETION and record["at"][0] == lane:
-            output = read_completion(record["got"])
+        elif record["is"] == RecordKind.COMPLETION and record["at"][0] == lane:
+            output = deserialize_completion(record["got"])
             assert output.log_probs is not None
             found += zip(output.token_ids, [True] * len(output.token_ids), output.log_probs, strict=True)
         elif record["is"] in ENCODED and record["at"][0] == lane:
@@ -117,7 +117,7 @@ def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
     """Cuts the run, resumes it with a model that says other things, and compares."""
     whole, before = first_run()
     records = records_of(data)
-    ended = {record["row"] for record in records if record["is"] == Kind.END}
+    ended = {record["row"] for record in records if record["is"] == RecordKind.END}
     stage, tool = make_stage(2, on_replay=on_replay)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"
@@ -160,8 +160,8 @@ def test_a_rollout_cut_between_any_two_records_asks_the_model_for_the_missing_tu
     ends = [len(data) - sum(cuts) for cuts in _record_sizes_from_behind(data)]
     for end in ends:
         path.write_bytes(data[:end])
-        num_completions = sum(record["is"] == Kind.COMPLETION for record in records_of(data[:end]))
-        num_calls = sum(record["is"] == Kind.CALL_ENDED for record in records_of(data[:end]))
+        num_completions = sum(record["is"] == RecordKind.COMPLETION for record in records_of(data[:end]))
+        num_calls = sum(record["is"] == RecordKind.CALL_ENDED for record in records_of(data[:end]))
         stage, tool = make_stage(2, on_replay=OnReplay.RECORDED)
         [trajectory] = run_journaled(path, stage, rows, resume=True)
         assert len(stage.server.requests) == 3 - num_completions
@@ -181,7 +181,7 @@ def _payloads(data: bytes) -> list[bytes]:
     return scan(data).payloads
 
 
-def cut_after(data: bytes, kind: Kind, *, count: int = 1) -> bytes:
+def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:
     """The journal as it was when so many records of a kind were in it."""
     end = 32
     for payload, record in zip(_payloads(data), records_of(data), strict=True):
@@ -193,7 +193,7 @@ def cut_after(data: bytes, kind: Kind, *, count: int = 1) -> bytes:
 
 
 def interrupted(
-    path: Path, *, on_replay: OnReplay, kind: Kind, count: int = 1
+    path: Path, *, on_replay: OnReplay, kind: RecordKind, count: int = 1
 ) -> tuple[Trajectory, Adder, Stage]:
     """One row whose journal ends after some record, resumed."""
     rows = ROWS[:1]
@@ -210,7 +210,7 @@ def kinds(trajectory: Trajectory) -> Counter[IncidentKind]:
 
 def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_said(tmp_path: Path) -> None:
     trajectory, tool, stage = interrupted(
-        tmp_path / "j", on_replay=OnReplay.RESTART, kind=Kind.CALL_ENDED, count=3
+        tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_ENDED, count=3
     )
     assert len(stage.server.requests) == 3
     assert len(tool.executed) == 4
@@ -245,7 +245,7 @@ def test_an_environment_that_was_used_has_its_row_begin_anew_since_its_reward_is
     path, row = tmp_path / "j", {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
     sums = {"sums": EnvironmentFactory(Sums, where="sums")}
     run_journaled(path, Stage(Talker(seed=1, per_turn=2), environments=sums), [row])
-    path.write_bytes(cut_after(path.read_bytes(), Kind.CALL_ENDED, count=4))
+    path.write_bytes(cut_after(path.read_bytes(), RecordKind.CALL_ENDED, count=4))
     [trajectory] = run_journaled(
         path, Stage(Talker(seed=2, per_turn=2), environments=sums), [row], resume=True
     )
@@ -255,13 +255,15 @@ def test_an_environment_that_was_used_has_its_row_begin_anew_since_its_reward_is
 
 
 def test_a_call_that_may_not_be_run_again_and_did_not_end_has_its_row_begin_anew(tmp_path: Path) -> None:
-    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, kind=Kind.CALL_BEGAN)
+    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_BEGAN)
     assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
     assert len(tool.executed) == 4
 
 
 def test_a_call_that_may_run_only_once_and_did_not_end_is_answered_with_that(tmp_path: Path) -> None:
-    trajectory, tool, _ = interrupted(tmp_path / "j", on_replay=OnReplay.ONCE, kind=Kind.CALL_BEGAN, count=2)
+    trajectory, tool, _ = interrupted(
+        tmp_path / "j", on_replay=OnReplay.ONCE, kind=RecordKind.CALL_BEGAN, count=2
+    )
     assert kinds(trajectory) == {IncidentKind.INTERRUPTED_CALL: 2}
     assert len(tool.executed) == 2
     assert trajectory.output.stop_reason is StopReason.ANSWERED
@@ -287,7 +289,7 @@ def test_tools_with_state_are_brought_to_where_they_were(tmp_path: Path) -> None
 
     path = tmp_path / "j"
     run_journaled(path, Stage(Talker(seed=1, num_calls=4), tools=[Counting()]), ROWS[:1])
-    path.write_bytes(cut_after(path.read_bytes(), Kind.OBSERVATION, count=2))
+    path.write_bytes(cut_after(path.read_bytes(), RecordKind.OBSERVATION, count=2))
     [trajectory] = run_journaled(
         path, Stage(Talker(seed=2, num_calls=4), tools=[Counting()]), ROWS[:1], resume=True
     )
@@ -298,7 +300,7 @@ def test_tools_with_state_are_brought_to_where_they_were(tmp_path: Path) -> None
 
 def test_a_tool_whose_replies_are_recorded_is_created_but_not_called(tmp_path: Path) -> None:
     trajectory, tool, _ = interrupted(
-        tmp_path / "j", on_replay=OnReplay.RECORDED, kind=Kind.OBSERVATION, count=2
+        tmp_path / "j", on_replay=OnReplay.RECORDED, kind=RecordKind.OBSERVATION, count=2
     )
     assert tool.executed == []
     assert (tool.num_created, tool.num_released) == (1, 1)
@@ -328,7 +330,7 @@ class Fickle(AgentLoopBase):
 def resume_fickle(path: Path, *, on_replay: OnReplay) -> tuple[Trajectory, Adder]:
     rows = [{"raw_prompt": user("?"), "agent_name": "fickle"}]
     run_journaled(path, make_stage(1, on_replay=on_replay)[0], rows)
-    path.write_bytes(cut_after(path.read_bytes(), Kind.COMPLETION, count=2))
+    path.write_bytes(cut_after(path.read_bytes(), RecordKind.COMPLETION, count=2))
     stage, tool = make_stage(2, on_replay=on_replay)
     [trajectory] = run_journaled(path, stage, rows, resume=True)
     return trajectory, tool
@@ -360,7 +362,7 @@ def test_a_failed_row_of_an_unfinished_rollout_is_tried_again_from_its_last_turn
     tool.on_replay = OnReplay.RECORDED
     [failed] = run_journaled(path, Stage(script, tools=[tool]), ROWS[:1])
     assert failed.output.stop_reason is StopReason.FAILED
-    path.write_bytes(cut_after(path.read_bytes(), Kind.END))
+    path.write_bytes(cut_after(path.read_bytes(), RecordKind.END))
     [mended] = run_journaled(path, Stage(lambda _: says("3"), tools=[tool]), ROWS[:1], resume=True)
     assert mended.output.answer == "3"
     assert len(tool.executed) == 1
@@ -379,7 +381,7 @@ def test_a_result_that_has_no_form_in_the_journal_is_recorded_as_text_and_its_ro
 
     path = tmp_path / "j"
     run_journaled(path, Stage(Talker(seed=1), tools=[Odd()]), ROWS[:1])
-    path.write_bytes(cut_after(path.read_bytes(), Kind.OBSERVATION))
+    path.write_bytes(cut_after(path.read_bytes(), RecordKind.OBSERVATION))
     [trajectory] = run_journaled(path, Stage(Talker(seed=2), tools=[Odd()]), ROWS[:1], resume=True)
     assert trajectory.output.feedback[0].extra == {"handle": "<object object>"}
     assert IncidentKind.RESTARTED not in {incident.kind for incident in trajectory.output.incidents}

@@ -89,7 +89,7 @@ def without_logprobs(fields: dict[str, Any]) -> AgentLoopOutput:
     return AgentLoopOutput(**{**fields, "response_logprobs": None})
 
 
-def test_a_reward_on_the_answer_reads_what_a_loop_on_token_ids_said() -> None:
+def test_a_reward_function_can_read_the_answer_of_a_loop_on_token_ids() -> None:
     def reward(output: AgentLoopOutput, row: Any) -> float:
         return float("7" in output.answer)
 
@@ -102,7 +102,7 @@ def test_a_reward_on_the_answer_reads_what_a_loop_on_token_ids_said() -> None:
     ]
 
 
-def test_each_turn_and_each_reply_becomes_a_message_and_calls_are_read() -> None:
+def test_each_turn_and_each_reply_becomes_a_message_and_calls_are_parsed() -> None:
     script = [says("Hm." + call_text("add", a=1, b=2)), says("It is 7.")]
     output = Stage(script, agent="bare_turns").run_one(num_turns=2).output
     assert roles(output.messages) == ["user", "assistant", "tool", "assistant"]
@@ -111,7 +111,7 @@ def test_each_turn_and_each_reply_becomes_a_message_and_calls_are_read() -> None
     assert output.answer == "It is 7."
 
 
-def test_messages_that_a_loop_gives_are_kept() -> None:
+def test_messages_set_by_a_loop_are_kept() -> None:
     said = [{"role": "assistant", "content": "seven"}]
     output = Stage([says("7")], agent="bare_turns").run_one(
         edit=lambda fields: AgentLoopOutput(**fields, messages=said)
@@ -119,7 +119,7 @@ def test_messages_that_a_loop_gives_are_kept() -> None:
     assert list(output.output.messages) == said
 
 
-def test_a_prompt_that_is_not_the_rows_is_shown_as_its_text() -> None:
+def test_a_prompt_other_than_the_rows_is_decoded_to_text() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         return AgentLoopOutput(**{**fields, "prompt_ids": encoded("another prompt")})
 
@@ -152,7 +152,7 @@ def test_a_completion_that_spans_a_weight_swap_keeps_both_versions() -> None:
     assert kinds(trajectory.output) == []
 
 
-def test_logprobs_that_a_loop_leaves_out_come_from_its_completions() -> None:
+def test_logprobs_that_a_loop_omits_are_taken_from_its_completions() -> None:
     reply = says("It is 7.", logprobs=[-0.25] * len(encoded(ANSWER)))
     [output] = [
         t.output
@@ -164,7 +164,7 @@ def test_logprobs_that_a_loop_leaves_out_come_from_its_completions() -> None:
     )
 
 
-def test_logprobs_of_another_context_are_not_taken_but_the_version_is() -> None:
+def test_logprobs_of_another_context_are_not_used_but_the_weight_version_is() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         fields = {**fields, "prompt_ids": fields["prompt_ids"][1:], "response_logprobs": None}
         return AgentLoopOutput(**fields)
@@ -175,7 +175,7 @@ def test_logprobs_of_another_context_are_not_taken_but_the_version_is() -> None:
     assert kinds(output) == []
 
 
-def test_tokens_that_no_completion_holds_are_named() -> None:
+def test_tokens_that_no_completion_contains_are_reported() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         forced = encoded("Sure: ")
         ids = forced + fields["response_ids"]
@@ -200,7 +200,7 @@ def test_tokens_sampled_elsewhere_have_the_version_of_the_servers() -> None:
     assert kinds(output) == []
 
 
-def test_a_version_that_a_loop_gives_is_kept() -> None:
+def test_a_weight_version_set_by_a_loop_is_kept() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         return AgentLoopOutput(**fields, weight_version=2)
 
@@ -209,7 +209,7 @@ def test_a_version_that_a_loop_gives_is_kept() -> None:
 
 
 @pytest.mark.parametrize("pad_to", ["longest", "limits", "none"])
-def test_a_response_over_its_limit_is_cut_and_named_and_the_batch_is_whole(pad_to: str) -> None:
+def test_a_response_over_its_limit_is_cut_and_reported_and_the_batch_is_complete(pad_to: str) -> None:
     long = says("one two three four five six seven " * 40)
     rows = [question(), question(num_turns=2), question(edit=lambda fields: AgentLoopOutput(**fields))]
     batch, trajectories = run_manager([long, long], rows, pad_to=pad_to, prompt_length=64, response_length=32)
@@ -225,7 +225,7 @@ def test_a_response_over_its_limit_is_cut_and_named_and_the_batch_is_whole(pad_t
 
 
 @pytest.mark.parametrize("pad_to", ["longest", "limits", "none"])
-def test_a_prompt_over_its_limit_ends_its_row_by_name(pad_to: str) -> None:
+def test_a_prompt_over_its_limit_ends_its_row_with_prompt_length(pad_to: str) -> None:
     rows = [question(raw_prompt=user("word " * 200)), question()]
     batch, trajectories = run_manager([says("7")], rows, pad_to=pad_to, prompt_length=64, response_length=32)
     assert batch.batch_size[0] == 2
@@ -247,7 +247,7 @@ def test_a_prompt_is_truncated_where_the_limits_say_so(side: str) -> None:
     assert output.answer == "7"
 
 
-def test_feedback_of_a_turn_that_was_cut_has_no_place() -> None:
+def test_feedback_of_a_turn_that_was_cut_has_no_position() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         feedback = [Feedback(Origin.TOOL, place=place, reward=1.0) for place in (2, 100)]
         return AgentLoopOutput(**fields, feedback=feedback)
@@ -324,7 +324,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_output_fails_its_own_row_by_name(name: str) -> None:
+def test_an_invalid_output_fails_its_own_row_with_a_message(name: str) -> None:
     edit, message = BAD[name]
     batch, trajectories = run_manager([says("7")], [question(edit=edit), question()])
     assert batch.batch_size[0] == 2
@@ -334,14 +334,14 @@ def test_a_bad_output_fails_its_own_row_by_name(name: str) -> None:
     assert good.stop_reason is StopReason.ANSWERED
 
 
-def test_a_stop_reason_as_text_is_read() -> None:
+def test_a_stop_reason_given_as_text_is_parsed() -> None:
     output = Stage([says("7")], agent="bare_turns").run_one(
         edit=lambda fields: AgentLoopOutput(**fields, stop_reason="max_assistant_turns")  # pyright: ignore
     )
     assert output.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
 
 
-def test_what_a_loop_streams_is_remembered_too() -> None:
+def test_streamed_completions_of_a_loop_are_remembered_too() -> None:
     @register("streaming")
     class Streaming(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:

@@ -87,7 +87,7 @@ def test_a_batch_is_padded_to_the_limits_where_the_config_says() -> None:
 
 
 @pytest.mark.parametrize(("response_length", "in_thread"), [(30, False), (LARGE_BATCH, True)])
-def test_only_large_batches_are_assembled_in_a_thread_and_none_while_the_collector_looks_often(
+def test_only_large_batches_are_assembled_in_a_thread_and_garbage_collections_are_rare_meanwhile(
     response_length: int, in_thread: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
@@ -119,7 +119,7 @@ def test_servers_sleep_between_rollouts_even_after_a_failed_one() -> None:
     assert all(server.is_asleep for server in servers)
 
 
-def test_validation_samples_as_its_own_settings_say() -> None:
+def test_validation_samples_with_its_own_settings() -> None:
     seen: list[float] = []
 
     def script(request: Any) -> ScriptedReply:
@@ -146,7 +146,7 @@ def test_one_trajectory_of_a_batch_can_be_cancelled() -> None:
     assert reasons == {StopReason.ANSWERED: 3, StopReason.CANCELLED: 1}
 
 
-def test_a_cancelled_rollout_leaves_nothing_and_the_next_one_works() -> None:
+def test_a_cancelled_rollout_leaks_nothing_and_the_next_one_works() -> None:
     stuck = True
 
     def script(_: Any) -> ScriptedReply:
@@ -172,7 +172,7 @@ def by_row(request: Any) -> ScriptedReply:
     return says("hello", latency_s=float(len(request.prompt_ids)))
 
 
-def test_trajectories_come_as_they_end() -> None:
+def test_trajectories_are_streamed_as_they_end() -> None:
     manager = make_manager(by_row, agent=AgentConfig(num_workers=2))
     work = [{"raw_prompt": user("long " * (5 - n))} for n in range(5)]
 
@@ -182,7 +182,7 @@ def test_trajectories_come_as_they_end() -> None:
     assert run_virtual(scenario()) == [4, 3, 2, 1, 0]
 
 
-def test_leaving_the_stream_cancels_what_still_runs() -> None:
+def test_leaving_the_stream_cancels_the_trajectories_in_flight() -> None:
     server = ScriptedServer(by_row)
     manager = make_manager(by_row, servers=[server], prompt_length=4096)
     work = [{"raw_prompt": user("long " * n)} for n in range(200)]
@@ -201,7 +201,7 @@ def test_leaving_the_stream_cancels_what_still_runs() -> None:
     run_virtual(scenario())
 
 
-def test_what_stops_a_run_stops_its_stream() -> None:
+def test_an_error_that_stops_a_run_ends_its_stream() -> None:
     manager = make_manager(lambda _: ScriptedReply([1], error="down"), max_failed_share=0.0)
 
     async def scenario() -> None:
@@ -211,7 +211,7 @@ def test_what_stops_a_run_stops_its_stream() -> None:
     run_virtual(scenario())
 
 
-def test_of_more_groups_than_needed_the_first_ones_are_kept() -> None:
+def test_over_sampling_keeps_the_groups_that_end_first() -> None:
     manager = make_manager(by_row, agent=AgentConfig(num_workers=3))
     work = [{"raw_prompt": user("long " * (8 - n))} for n in range(8)]
     told: list[Trajectory] = []
@@ -243,7 +243,7 @@ def test_of_more_groups_than_needed_the_first_ones_are_kept() -> None:
         ),
     ],
 )
-def test_a_wrong_row_is_refused_before_any_work(row: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_row_is_refused_before_anything_runs(row: dict[str, Any], complaint: str) -> None:
     seen: list[Any] = []
 
     def script(request: Any) -> ScriptedReply:

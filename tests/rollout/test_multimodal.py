@@ -111,7 +111,9 @@ def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
     script = [says(call_text("look", a=1, b=2))]
     output = Stage(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
     assert output.failure is not None
-    assert "tool 'look' answered with an image; only text reaches this model" in output.failure.error
+    assert (
+        "tool 'look' returned an image, but this model accepts only text; return text" in output.failure.error
+    )
 
 
 def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
@@ -138,16 +140,16 @@ def test_a_video_is_refused_by_the_tools_name_where_the_model_takes_none() -> No
     tools = [Camera(ToolResponse(video=[[picture()]]))]
     output = Stage([reply], tools=tools, template=template).run_one().output
     assert output.failure is not None
-    assert "answered with a video; only text and image reaches this model" in output.failure.error
+    assert "returned a video, but this model accepts only text and image; return text" in output.failure.error
 
 
-def test_a_video_file_fails_its_trajectory_with_the_way_out() -> None:
+def test_a_video_file_fails_its_trajectory_with_a_remedy() -> None:
     output = stage(ToolResponse(video=["clip.mp4"])).run_one().output
     assert output.failure is not None
     assert "'clip.mp4', and files are not decoded" in output.failure.error
 
 
-def test_a_deadline_while_images_are_read_ends_the_episode() -> None:
+def test_a_deadline_while_images_are_loaded_ends_the_episode() -> None:
     class Slow(MediaProcessor):
         def read(self, media: Any) -> Any:
             time.sleep(1.5 * REAL_WAIT_S)
@@ -160,7 +162,7 @@ def test_a_deadline_while_images_are_read_ends_the_episode() -> None:
     assert output.failure is None
 
 
-def test_an_image_that_does_not_fit_is_a_named_loss() -> None:
+def test_an_image_that_does_not_fit_is_reported() -> None:
     length = len(says(call_text("look", a=1, b=2)).token_ids) + 12
     output = stage(ToolResponse(image=[picture(1)]), response_length=length).run_one().output
     assert output.stop_reason is StopReason.RESPONSE_LENGTH

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from agent_loop.config import Config, load_config
 from agent_loop.errors import DataError
-from agent_loop.recording.spoken import spoken_in
+from agent_loop.recording.recorded_responses import extract_responses
 from agent_loop.recording.token_difference import first_difference
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.rollout.replay import replay_trajectory
@@ -113,8 +113,8 @@ def run(config: Config, replies: list[ScriptedReply], **row: object) -> Trajecto
 
 
 def again(config: Config, trajectory: Trajectory) -> Trajectory:
-    spoken = spoken_in(trajectory)
-    return asyncio.run(replay_trajectory(config, trajectory, recorded=spoken, continue_live=False))[0]
+    recorded = extract_responses(trajectory)
+    return asyncio.run(replay_trajectory(config, trajectory, recorded=recorded, continue_live=False))[0]
 
 
 def assert_identical(old: Trajectory, new: Trajectory) -> None:
@@ -128,7 +128,7 @@ def assert_identical(old: Trajectory, new: Trajectory) -> None:
     ]
 
 
-def test_calls_of_several_kinds_in_one_turn(config: Config) -> None:
+def test_a_turn_with_calls_of_several_kinds_is_replayed(config: Config) -> None:
     both = (
         call_text("shout", word="a")
         + call_text("count")
@@ -147,7 +147,7 @@ def test_calls_of_several_kinds_in_one_turn(config: Config) -> None:
     assert not Path("shouted.log").exists()
 
 
-def test_an_interaction_that_opens_the_conversation(config: Config) -> None:
+def test_an_interaction_that_opens_the_conversation_is_replayed(config: Config) -> None:
     old = run(config, [says("first"), says("bye")], interaction_kwargs={"name": "guide"})
     assert old.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert old.output.messages[0]["content"] == "hello\n\nWelcome."
@@ -160,12 +160,12 @@ def test_an_interaction_that_opens_the_conversation(config: Config) -> None:
 
 
 @pytest.mark.parametrize("replies", [[says("a" * 30, ends=False)], [says("cut", ends=False)]])
-def test_a_turn_that_was_cut(config: Config, replies: list[ScriptedReply]) -> None:
+def test_a_turn_that_was_cut_is_replayed(config: Config, replies: list[ScriptedReply]) -> None:
     old = run(config, replies)
     assert_identical(old, again(config, old))
 
 
-def test_a_turn_that_two_versions_sampled(config: Config) -> None:
+def test_a_turn_sampled_by_two_weight_versions_is_replayed(config: Config) -> None:
     old = run(config, [says("answer in two parts")])
     prompt, said = old.output.segments
     half = len(said) // 2
@@ -181,7 +181,7 @@ def test_a_turn_that_two_versions_sampled(config: Config) -> None:
     assert [segment.weight_version for segment in new.output.segments] == [None, 0, 1]
 
 
-def test_another_limit_shows_where_it_bites(config: Config) -> None:
+def test_a_replay_under_another_limit_differs_where_the_limit_applies(config: Config) -> None:
     old = run(config, [calls("shout", word="a"), says("done")])
     config = load_config("config.yaml", overrides=["rollout.multi_turn.max_tool_response_length=20"])
     difference = first_difference(old.output, again(config, old).output)
@@ -190,15 +190,15 @@ def test_another_limit_shows_where_it_bites(config: Config) -> None:
     assert difference.old != difference.new
 
 
-def test_going_on_after_a_tool_that_cannot_be_replayed_ends_at_its_next_call(config: Config) -> None:
+def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_replayed(config: Config) -> None:
     old = run(config, [calls("count"), says("done")])
-    spoken = spoken_in(old).before(2)
+    recorded = extract_responses(old).before(2)
     config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:farewell"])
-    (new,) = asyncio.run(replay_trajectory(config, old, recorded=spoken, continue_live=True))
+    (new,) = asyncio.run(replay_trajectory(config, old, recorded=recorded, continue_live=True))
     assert new.output.failure is None
     assert new.output.messages[-1]["content"] == "farewell"
     config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:count_again"])
-    (new,) = asyncio.run(replay_trajectory(config, old, recorded=spoken, continue_live=True))
+    (new,) = asyncio.run(replay_trajectory(config, old, recorded=recorded, continue_live=True))
     assert new.output.failure is not None
     assert "tool 'count' is called after tool 'count' had been used, whose state" in new.output.failure.error
 
@@ -211,16 +211,18 @@ def test_going_on_after_a_tool_that_cannot_be_replayed_ends_at_its_next_call(con
         ({"messages": []}, "1 completions but 0 assistant messages"),
     ],
 )
-def test_what_does_not_tell_all_is_refused(config: Config, changes: dict[str, object], message: str) -> None:
+def test_a_trajectory_with_incomplete_records_is_refused(
+    config: Config, changes: dict[str, object], message: str
+) -> None:
     old = run(config, [says("done")])
     old = structs.replace(
         old, branch=changes.get("branch"), output=replace(old.output, messages=changes["messages"])
     )
     with pytest.raises(DataError, match=message):
-        spoken_in(old)
+        extract_responses(old)
 
 
-def test_what_has_no_difference_is_said_to_have_none(config: Config) -> None:
+def test_identical_trajectories_have_no_difference(config: Config) -> None:
     old = run(config, [says("done")])
     noted = old.output.noted(Incident(IncidentKind.RESTARTED, "once"))
     assert first_difference(old.output, noted) is None

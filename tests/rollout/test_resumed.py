@@ -43,7 +43,7 @@ async def run_for(manager: AgentLoopManager, seconds: float, **options: Any) -> 
 
 
 @pytest.mark.parametrize("max_concurrent", [None, 1])
-def test_a_batch_that_was_cancelled_for_new_weights_goes_on_under_them(max_concurrent: int | None) -> None:
+def test_a_batch_cancelled_for_new_weights_resumes_under_them(max_concurrent: int | None) -> None:
     manager = make_manager("partial_tool_agent", max_concurrent=max_concurrent)
 
     async def scenario() -> tuple[list[Trajectory], list[Trajectory]]:
@@ -72,7 +72,7 @@ def test_a_run_that_begins_after_a_cancellation_is_not_cancelled() -> None:
     assert {t.output.stop_reason for t in run_virtual(scenario())} == {StopReason.ANSWERED}
 
 
-def test_trajectories_that_were_over_come_back_as_they_are_and_are_told_of() -> None:
+def test_finished_trajectories_are_returned_unchanged_and_reported() -> None:
     manager = make_manager("partial_tool_agent")
 
     async def scenario() -> tuple[list[Trajectory], list[Trajectory], list[Trajectory]]:
@@ -84,7 +84,7 @@ def test_trajectories_that_were_over_come_back_as_they_are_and_are_told_of() -> 
     assert sum(len(server.requests) for server in manager.server_manager.servers) == 8  # pyright: ignore
 
 
-def test_what_a_loop_that_cannot_be_resumed_began_is_begun_anew() -> None:
+def test_trajectories_of_a_loop_that_cannot_be_resumed_start_again() -> None:
     manager = make_manager("single_turn_agent")
 
     async def scenario() -> tuple[list[Trajectory], list[Trajectory]]:
@@ -97,7 +97,7 @@ def test_what_a_loop_that_cannot_be_resumed_began_is_begun_anew() -> None:
     assert {tuple(t.output.weight_versions.tolist()) for t in second} == {(1,) * NUM_TOKENS}
 
 
-def test_a_resumed_row_that_is_killed_goes_on_from_its_output_and_its_journal(tmp_path: Path) -> None:
+def test_a_resumed_row_that_is_killed_resumes_from_its_output_and_its_journal(tmp_path: Path) -> None:
     """Cancelled in the second turn, killed in the third: each call runs once."""
     turns = [call_text("book", a=1), call_text("book", a=2), "Both are done."]
     world, path = World(), tmp_path / "journal"

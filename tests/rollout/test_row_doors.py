@@ -100,12 +100,12 @@ def run(row: dict[str, Any]) -> Trajectory | None:
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_an_odd_value_in_any_column_is_refused_or_ends_with_a_reason(column: str) -> None:
+def test_an_unusual_value_in_any_column_is_refused_or_ends_with_a_reason(column: str) -> None:
     for value in ODD:
         run({"prompt": "What is 1 + 2?", column: value})
 
 
-def test_an_odd_message_is_refused_or_ends_with_a_reason() -> None:
+def test_an_unusual_message_is_refused_or_ends_with_a_reason() -> None:
     for message in MESSAGES:
         run({"prompt": [message]})
 
@@ -145,7 +145,7 @@ def test_any_row_is_refused_or_ends_with_a_reason(columns: dict[str, Any]) -> No
         ({"prompt": [{"role": "user", "content": "", "tool_calls": 5}]}, r"tool_calls are 5 \(int\)"),
     ],
 )
-def test_a_column_of_the_wrong_form_is_refused_with_its_place(
+def test_a_column_of_the_wrong_form_is_refused_with_its_location(
     tmp_path: Path, columns: dict[str, Any], complaint: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -161,7 +161,7 @@ def test_a_column_of_the_wrong_form_is_refused_with_its_place(
     ids=["digits", "deep"],
 )
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_json_that_nobody_can_hold_is_refused_with_its_place(
+def test_json_that_is_nested_too_deeply_is_refused_with_its_location(
     tmp_path: Path, name: str, value: str, complaint: str
 ) -> None:
     row = f'{{"prompt": "x", "extra": {value}}}'
@@ -209,9 +209,7 @@ def returns_nothing():
         ("returns_nothing", "returned None"),
     ],
 )
-def test_a_data_function_that_fails_is_named_with_its_line(
-    tmp_path: Path, function: str, complaint: str
-) -> None:
+def test_the_error_of_a_data_function_names_its_line(tmp_path: Path, function: str, complaint: str) -> None:
     path = tmp_path / "data.py"
     path.write_text(DATA, encoding="utf-8")
     with pytest.raises(DataError, match=complaint) as refused:

@@ -84,7 +84,7 @@ KINDS = ["jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "json.gz", "csv
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_globs_and_folders_of_every_kind_give_the_rows_in_the_order_of_their_names(kind: str) -> None:
+def test_files_globs_and_folders_of_every_kind_are_read_in_the_order_of_their_names(kind: str) -> None:
     write(f"data/b.{kind}", ROWS[2:4])
     write(f"data/a.{kind}", ROWS[:2])
     write(f"data/deep/c.{kind}", ROWS[4:])
@@ -110,13 +110,13 @@ def test_compressed_and_plain_shards_of_one_kind_go_together() -> None:
     assert load("data") == ROWS
 
 
-def test_a_name_with_the_letters_of_a_glob_is_a_file_if_it_is_there() -> None:
+def test_an_existing_file_with_glob_characters_in_its_name_is_read() -> None:
     write("rows[1].jsonl", ROWS)
 
     assert load("rows[1].jsonl") == ROWS
 
 
-def test_each_file_is_told_with_its_size_and_its_rows(folder: Path) -> None:
+def test_each_file_is_listed_with_its_size_and_its_rows(folder: Path) -> None:
     write("data/a.jsonl", ROWS[:2])
     write("data/b.jsonl", ROWS[2:])
     (folder / "task.py").write_text("def rows():\n    return [{'prompt': 'x'}]\n")
@@ -142,11 +142,11 @@ def test_a_glob_that_matches_nothing_is_refused_with_the_nearest_folder() -> Non
     assert "missing.jsonl' does not exist (the nearest folder that exists is 'data'" in refusal(
         "data/missing.jsonl"
     )
-    assert "no folder is there" in refusal("data/missing", kind=ConfigError)
-    assert "is an address; download it" in refusal("hf://datasets/x", kind=ConfigError)
+    assert "is neither a folder nor a file of a known kind" in refusal("data/missing", kind=ConfigError)
+    assert "is a URL; download it" in refusal("hf://datasets/x", kind=ConfigError)
 
 
-def test_a_folder_without_rows_is_refused_with_what_it_is(folder: Path) -> None:
+def test_the_error_for_a_folder_without_rows_states_what_the_folder_is(folder: Path) -> None:
     write("outer/inner/a.jsonl", ROWS)
     (folder / "empty").mkdir()
     (folder / "run" / "checkpoints").mkdir(parents=True)
@@ -172,7 +172,7 @@ def test_files_that_do_not_belong_together_are_refused(folder: Path) -> None:
     assert "both 'a.jsonl' and 'a.jsonl.gz', which are the same rows twice" in refusal("twice")
     assert "several splits: test, train; name those of one, as in folder/test*.parquet" in refusal("splits")
     assert load("splits/train*.parquet", "splits/test*.parquet") == ROWS * 2
-    assert "'notes/a.txt' is of no known kind" in refusal("notes/*", kind=ConfigError)
+    assert "the kind of data file 'notes/a.txt' is unknown" in refusal("notes/*", kind=ConfigError)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
@@ -226,7 +226,7 @@ def test_a_bad_row_is_refused_with_its_shard_and_line() -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "json"])
-def test_damaged_gzip_is_refused_with_its_place(folder: Path, kind: str) -> None:
+def test_damaged_gzip_is_refused_with_its_location(folder: Path, kind: str) -> None:
     write(f"whole.{kind}.gz", [{"prompt": f"{n}" * 50} for n in range(1000)])
     data = Path(f"whole.{kind}.gz").read_bytes()
     Path(f"cut.{kind}.gz").write_bytes(data[: len(data) // 2])
@@ -332,7 +332,7 @@ def test_a_cell_of_csv_may_be_long_and_have_lines(folder: Path) -> None:
         ("prompt,tools_kwargs\nx,add\n", "rows.csv line 2: tools_kwargs is 'add' (str)"),
     ],
 )
-def test_bad_csv_is_refused_with_its_place(folder: Path, text: str, complaint: str) -> None:
+def test_invalid_csv_is_refused_with_its_location(folder: Path, text: str, complaint: str) -> None:
     (folder / "rows.csv").write_text(text)
 
     assert complaint in refusal("rows.csv")
@@ -353,7 +353,7 @@ def test_a_saved_folder_gives_the_rows_of_all_its_shards() -> None:
     assert load("saved") == load("saved/") == ROWS
 
 
-def test_a_split_of_a_saved_folder_is_named_behind_a_colon(folder: Path) -> None:
+def test_a_split_of_a_saved_folder_is_named_after_a_colon(folder: Path) -> None:
     write_saved("saved/train", ROWS[:4])
     write_saved("saved/test", ROWS[3:])
     (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -382,7 +382,7 @@ def test_a_split_of_a_saved_folder_is_named_behind_a_colon(folder: Path) -> None
         ("state.json", b'{"_indices_files": [{}]}', "was saved with an indices mapping"),
         ("dataset_dict.json", b"{}", "it has no list 'splits'"),
         ("data-00001-of-00002.arrow", b"", "data-00001-of-00002.arrow cannot be read as Arrow"),
-        ("data-00001-of-00002.arrow", b"x" * 100, "it has no end, so it was cut off; copy it again"),
+        ("data-00001-of-00002.arrow", b"x" * 100, "it has no end marker, so it was truncated; copy it again"),
         ("data-00001-of-00002.arrow", b"ARROW1" + b"x" * 100, "cannot be read as Arrow"),
     ],
 )
@@ -395,7 +395,7 @@ def test_a_damaged_saved_folder_is_refused_by_file(
     assert complaint in refusal("saved")
 
 
-def test_an_arrow_file_that_was_cut_off_is_refused_and_no_changed_byte_crashes() -> None:
+def test_a_truncated_arrow_file_is_refused_and_no_changed_byte_crashes() -> None:
     write("rows.arrow", ROWS)
     whole = Path("rows.arrow").read_bytes()
     for place in range(0, len(whole), 11):

@@ -35,7 +35,7 @@ def test_every_kind_of_source_gives_the_same_rows(tmp_path: Path) -> None:
     assert load_rows(both, prompt_key="prompt") == expected * 2
 
 
-def test_keys_that_parquet_adds_to_messages_are_left_out(tmp_path: Path) -> None:
+def test_keys_that_parquet_adds_to_messages_are_removed(tmp_path: Path) -> None:
     rows = [
         {
             "prompt": [
@@ -54,7 +54,7 @@ def test_keys_that_parquet_adds_to_messages_are_left_out(tmp_path: Path) -> None
     assert row["raw_prompt"] == rows[0]["prompt"]
 
 
-def test_text_becomes_one_user_message_and_raw_prompt_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_text_becomes_one_user_message_and_raw_prompt_is_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "Why?"}\n{"raw_prompt": [{"role": "user", "content": "How?"}]}\n')
 
@@ -85,7 +85,9 @@ def test_text_becomes_one_user_message_and_raw_prompt_is_taken_as_it_is(tmp_path
         ("rows.parquet", "PAR", r"cannot be read as Parquet"),
     ],
 )
-def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_an_invalid_file_is_refused_with_its_location(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
 
     with pytest.raises(DataError, match=message):
@@ -99,12 +101,14 @@ def test_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         load_rows([str(tmp_path / "rows.jsonl")], prompt_key="prompt")
 
 
-def test_a_source_that_is_no_file_and_no_function_is_refused(tmp_path: Path) -> None:
+def test_a_source_that_is_neither_a_file_nor_a_function_is_refused(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("rows = []\n\ndef number():\n    return 3\n")
 
     with pytest.raises(DataError, match=r"missing.jsonl' does not exist"):
         load_rows([str(tmp_path / "missing.jsonl")], prompt_key="prompt")
-    with pytest.raises(ConfigError, match=r"rows.txt' is of no known kind, .* give a file \(.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"rows.txt' is neither a folder nor a file of a known kind .* give a file \(.jsonl"
+    ):
         load_rows(["rows.txt"], prompt_key="prompt")
     with pytest.raises(ConfigError, match="is a list; name a function"):
         load_rows([str(tmp_path / "task.py:rows")], prompt_key="prompt")
@@ -120,7 +124,7 @@ def test_loading_rows_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_every_epoch_takes_every_row_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_contains_every_row_once_in_a_different_order() -> None:
     rows = [{"n": n} for n in range(10)]
     sampler = RowSampler(rows, batch_size=4, seed=3)
 
@@ -140,7 +144,7 @@ def test_a_batch_depends_on_step_and_seed_only() -> None:
     assert sampler.batch(7) != RowSampler(rows, batch_size=4, seed=4).batch(7)
 
 
-def test_without_shuffling_rows_come_in_their_order() -> None:
+def test_without_shuffling_rows_keep_their_order() -> None:
     sampler = RowSampler([{"n": n} for n in range(3)], batch_size=2, shuffle=False)
 
     assert [[row["n"] for row in sampler.batch(step)] for step in (1, 2, 3)] == [[0, 1], [2, 0], [1, 2]]

@@ -121,7 +121,7 @@ def run(manager: AgentLoopManager, **options: Any) -> list[Tokens]:
 
 
 @pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
-def test_two_runs_with_the_same_seed_sample_the_same_whoever_is_asked_and_when(agent: str) -> None:
+def test_two_runs_with_the_same_seed_sample_the_same_on_any_server_at_any_time(agent: str) -> None:
     first = run(make_manager(agent=agent))
     again = run(make_manager(agent=agent, num_servers=3, num_workers=2))
     other = run(make_manager(agent=agent, seed=1))
@@ -130,7 +130,7 @@ def test_two_runs_with_the_same_seed_sample_the_same_whoever_is_asked_and_when(a
 
 
 @pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
-def test_every_completion_of_a_run_is_sampled_by_itself(agent: str) -> None:
+def test_every_completion_of_a_run_has_a_seed_of_its_own(agent: str) -> None:
     """Rows, samples, turns, branches, equal contexts, steps, and evaluation beside training."""
 
     async def scenario() -> list[Trajectory]:
@@ -145,7 +145,7 @@ def test_every_completion_of_a_run_is_sampled_by_itself(agent: str) -> None:
     assert len(set(everything)) == len(everything)
 
 
-def test_a_step_samples_the_same_whatever_was_run_before() -> None:
+def test_a_step_samples_the_same_regardless_of_earlier_runs() -> None:
     async def scenario() -> tuple[list[Tokens], list[Tokens]]:
         alone, after_others = make_manager(), make_manager()
         wanted = await alone.run(ROWS, label="step=7")
@@ -157,7 +157,7 @@ def test_a_step_samples_the_same_whatever_was_run_before() -> None:
     assert wanted == got
 
 
-def test_a_seed_of_the_user_s_keeps_its_meaning() -> None:
+def test_a_seed_set_by_the_user_is_used() -> None:
     @register("seeds_of_its_own")
     class OfItsOwn(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -172,7 +172,7 @@ def test_a_seed_of_the_user_s_keeps_its_meaning() -> None:
         assert {request.sampling_params.seed for request in server.requests} == {77}
 
 
-def test_servers_to_which_seeds_are_no_gift_are_asked_without() -> None:
+def test_servers_for_which_seeds_are_costly_get_none() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         assert request.sampling_params.seed is None
         return ScriptedReply([100], stops=False)
@@ -180,7 +180,7 @@ def test_servers_to_which_seeds_are_no_gift_are_asked_without() -> None:
     run(make_manager(server_class=PlainServer, script=script))
 
 
-def test_outside_of_trajectories_there_are_no_seeds_but_the_caller_s() -> None:
+def test_outside_of_trajectories_only_the_callers_seeds_are_used() -> None:
     async def scenario() -> list[int | None]:
         manager = make_manager(script=lambda request: ScriptedReply([1])).server_manager
         await manager.generate("a", prompt_ids=[1], sampling_params={})
@@ -191,7 +191,7 @@ def test_outside_of_trajectories_there_are_no_seeds_but_the_caller_s() -> None:
     assert run_virtual(scenario()) == [None, 3]
 
 
-def test_what_a_server_that_died_had_begun_is_continued_with_the_same_draws() -> None:
+def test_a_completion_of_a_dead_server_is_continued_with_the_same_samples() -> None:
     async def scenario(*, dies: bool) -> list[Tokens]:
         manager = make_manager(streams=True)
         if dies:
@@ -205,9 +205,7 @@ def test_what_a_server_that_died_had_begun_is_continued_with_the_same_draws() ->
 
 
 @pytest.mark.parametrize("seconds", [5.0, 15.0, 25.0, 35.0])
-def test_a_rollout_that_is_resumed_from_its_journal_samples_what_it_would_have(
-    seconds: float, tmp_path: Path
-) -> None:
+def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: float, tmp_path: Path) -> None:
     """What is answered from the journal keeps its number among the completions of equal contexts."""
 
     async def part(is_over: asyncio.Event, *, resume: bool) -> list[Trajectory] | None:
@@ -244,7 +242,7 @@ def speaks(request: ScriptedRequest) -> ScriptedReply:
 
 
 @pytest.mark.parametrize("is_new_process", [False, True])
-def test_a_rollout_that_was_cancelled_goes_on_with_the_same_draws(is_new_process: bool) -> None:
+def test_a_cancelled_rollout_resumes_with_the_same_samples(is_new_process: bool) -> None:
     def manager() -> AgentLoopManager:
         return make_manager(agent="partial_tool_agent", script=speaks, streams=True)
 
@@ -258,7 +256,7 @@ def test_a_rollout_that_was_cancelled_goes_on_with_the_same_draws(is_new_process
     assert tokens_of(run_virtual(scenario())) == tokens_of(run_virtual(manager().run(ROWS)))
 
 
-def test_tools_and_interactions_can_ask_for_a_seed_of_their_trajectory() -> None:
+def test_tools_and_interactions_can_read_a_seed_of_their_trajectory() -> None:
     @register("seeds_of_the_trajectory")
     class OfTheTrajectory(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -274,7 +272,7 @@ def test_tools_and_interactions_can_ask_for_a_seed_of_their_trajectory() -> None
     assert trajectory_seed("mine") is None
 
 
-def test_derived_seeds_are_what_they_were_in_every_process() -> None:
+def test_derived_seeds_are_the_same_in_every_process_and_version() -> None:
     assert derived_seed(3, "step=1", 0) == 8492943318710683555
     assert derived_seed(3, "step=1", 0) != derived_seed(3, "step=10") != derived_seed(3, "step=1", 0, 0)
     seeds = CompletionSeeds(5)

@@ -18,7 +18,7 @@ from agent_loop.rollout.batch import timing_metrics
 from agent_loop.rollout.event_loop_lag import LagMonitor, LoopLag
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.rollout.trajectory_monitor import TrajectoryMonitor
-from agent_loop.runtime.activity import Board, WaitKind, waiting_for
+from agent_loop.runtime.activity import ActivityMonitor, WaitKind, waiting_for
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
@@ -40,7 +40,7 @@ def hangs(request: ScriptedRequest) -> ScriptedReply:
     return says("done") if "reward" in prompt or request.turn else calls("add", a=1, b=2)
 
 
-def test_a_silent_rollout_says_once_and_then_ever_more_rarely_who_waits_for_what(
+def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_growing_intervals(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
@@ -68,34 +68,34 @@ def test_a_silent_rollout_says_once_and_then_ever_more_rarely_who_waits_for_what
         run_virtual(main())
     first, *later = reports(caplog)
     lines = first.split("\n  ")
-    assert lines[0].startswith("nothing has moved for 120 s; last: group=")
+    assert lines[0].startswith("no progress for 120 s; last: group=")
     assert lines[1] == (
         "14 trajectories in flight, by what they wait for: generate 12, tool 1, reward 1; "
-        "6 more are not begun (rollout.max_concurrent)"
+        "6 more have not started (rollout.max_concurrent)"
     )
     assert "group=0/rollout=0: tool add for 120 s" in lines
     assert "group=1/rollout=0: generate scripted-0 for 120 s" in lines
     assert "group=2/rollout=0: reward for 120 s" in lines
     assert lines[-2] == "and 4 more"
     assert lines[-1] == (
-        "server scripted-0: alive, 12 requests of this worker; by its own account 12 running, 0 waiting, KV cache in "
+        "server scripted-0: alive, 12 requests of this worker; it reports 12 running, 0 waiting, KV cache in "
         "use unknown, weights 0"
     )
     assert [report.split(";")[0] for report in later] == [
-        "nothing has moved for 240 s",
-        "nothing has moved for 480 s",
-        "nothing has moved for 960 s",
+        "no progress for 240 s",
+        "no progress for 480 s",
+        "no progress for 960 s",
     ]
 
 
-def test_a_rollout_that_moves_says_nothing_and_a_second_silence_is_told_anew(
+def test_a_rollout_with_progress_logs_nothing_and_a_second_stall_is_logged_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     latencies_s = iter([100.0, 130.0, 100.0, 130.0])
     stage = Stage(lambda _: says("x", latency_s=next(latencies_s)), silence_s=120, max_concurrent=1)
     with caplog.at_level(logging.WARNING):
         stage.run([{"raw_prompt": user("?")}] * 4)
-    assert [report.split(";")[0] for report in reports(caplog)] == ["nothing has moved for 120 s"] * 2
+    assert [report.split(";")[0] for report in reports(caplog)] == ["no progress for 120 s"] * 2
 
 
 @register("sleeper")
@@ -105,7 +105,7 @@ class Sleeper(AgentLoopBase):
         return AgentLoopOutput(segments=(), stop_reason=StopReason.ANSWERED)
 
 
-def test_a_loop_that_awaits_something_of_its_own_is_named_as_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_waits_in_its_own_code_is_reported_so(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage(lambda _: says("x"), agent="sleeper", silence_s=120)
     with caplog.at_level(logging.WARNING):
         stage.run_one()
@@ -125,7 +125,7 @@ def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCa
 
     with caplog.at_level(logging.WARNING):
         run_virtual(main())
-    assert "server scripted-0: left out (out of memory), not alive (out of memory)" in reports(caplog)[0]
+    assert "server scripted-0: excluded (out of memory), not alive (out of memory)" in reports(caplog)[0]
 
 
 def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_in_the_log(
@@ -149,12 +149,12 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_i
     assert 0 < metrics["timing/event_loop_lag_mean_s"] < 1
     assert metrics["timing/event_loop_late_share"] == pytest.approx(3 / 4, abs=0.03)
     [warning] = [r.getMessage() for r in caplog.records if r.name == "agent_loop.rollout.event_loop_lag"]
-    assert warning.startswith("the event loop was held up for 3.0 s")
+    assert warning.startswith("the event loop was blocked for 3.0 s")
     assert "group=0/rollout=0" in warning
     assert "blocking code in an async tool, reward or loop" in warning
 
 
-def test_a_loop_on_time_has_no_lag() -> None:
+def test_an_event_loop_that_is_on_time_has_no_lag() -> None:
     stage = Stage(lambda _: says("x", latency_s=10.0), silence_s=120)
     metrics = timing_metrics([stage.run_one()])
     assert [metrics[f"timing/event_loop_{name}"] for name in ("lag_max_s", "lag_mean_s", "late_share")] == [
@@ -162,15 +162,15 @@ def test_a_loop_on_time_has_no_lag() -> None:
     ] * 3
 
 
-def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
+def test_code_that_blocks_the_event_loop_is_logged_with_its_line_while_it_blocks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    board = Board()
-    monitor = LagMonitor(board, warn_s=0.1)
+    activity_monitor = ActivityMonitor()
+    monitor = LagMonitor(activity_monitor, warn_s=0.1)
     seen: list[str] = []
 
     async def main() -> None:
-        with monitor.measuring(), board.trajectory("group=4/rollout=2"):
+        with monitor.measuring(), activity_monitor.trajectory("group=4/rollout=2"):
             await asyncio.sleep(0.05)
             with waiting_for(WaitKind.TOOL, "slow"):
                 time.sleep(0.6)  # noqa: ASYNC251  (the fault that is to be found)
@@ -184,8 +184,8 @@ def test_what_holds_the_loop_up_is_named_while_it_does_with_its_line_of_code(
     assert "time.sleep(0.6)" in seen[0]
 
 
-def test_measuring_twice_at_a_time_is_measuring_once() -> None:
-    monitor = LagMonitor(Board())
+def test_overlapping_measurements_count_once() -> None:
+    monitor = LagMonitor(ActivityMonitor())
 
     async def main() -> None:
         with monitor.measuring():
@@ -198,24 +198,24 @@ def test_measuring_twice_at_a_time_is_measuring_once() -> None:
     run_virtual(main())
 
 
-def test_outside_of_a_watched_rollout_nothing_is_shown() -> None:
+def test_without_a_monitor_nothing_is_recorded() -> None:
     with waiting_for(WaitKind.TOOL, "x"):
         pass
 
 
-def test_waits_that_are_cut_leave_nothing_on_the_board() -> None:
+def test_cancelled_waits_leave_nothing_in_the_monitor() -> None:
     pool = ServerPool([])
     gate = AdmissionGate()
-    oversight = TrajectoryMonitor(gate=gate, pool=pool, silence_s=None)
+    monitor = TrajectoryMonitor(gate=gate, pool=pool, silence_s=None)
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5), oversight.watching():
-                with oversight.board.trajectory("a"), waiting_for(WaitKind.QUEUE):
-                    [activity] = oversight.board.activities
+            async with asyncio.timeout(5), monitor.watching():
+                with monitor.activity_monitor.trajectory("a"), waiting_for(WaitKind.QUEUE):
+                    [activity] = monitor.activity_monitor.activities
                     assert [str(wait) for wait in activity.waits] == ["queue"]
                     await asyncio.sleep(10)
         assert activity.waits == []
-        assert oversight.board.activities == ()
+        assert monitor.activity_monitor.activities == ()
 
     run_virtual(main())

@@ -41,7 +41,7 @@ class Chaotic(Adder):
         return await super().execute(instance_id, parameters)
 
 
-def test_a_thousand_trajectories_in_trouble_all_end_with_a_reason_and_leave_nothing() -> None:
+def test_a_thousand_failing_trajectories_all_end_with_a_reason_and_leak_nothing() -> None:
     chance = random.Random(0)
 
     def script(request: ScriptedRequest) -> ScriptedReply:
@@ -169,7 +169,7 @@ def test_the_first_requests_of_a_large_rollout_do_not_wait_until_all_trajectorie
     assert begun[-1] == 1000
 
 
-def test_cancelling_all_reaches_those_of_the_run_that_have_not_begun() -> None:
+def test_cancelling_all_reaches_trajectories_that_have_not_started() -> None:
     def answer(_: ScriptedRequest) -> ScriptedReply:
         stage.worker.cancel_all()
         return says("3", latency_s=5.0)
@@ -180,7 +180,7 @@ def test_cancelling_all_reaches_those_of_the_run_that_have_not_begun() -> None:
     assert len(stage.server.requests) < 200
 
 
-def test_too_many_failures_stop_the_run_with_the_commonest_error_in_full() -> None:
+def test_too_many_failures_stop_the_run_with_the_most_common_error_in_full() -> None:
     stage = Stage(lambda request: ScriptedReply([1], error="disk full", latency_s=1.0))
     rows = [{"raw_prompt": user(str(n))} for n in range(10)]
 
@@ -193,7 +193,7 @@ def test_too_many_failures_stop_the_run_with_the_commonest_error_in_full() -> No
     run_virtual(scenario())
 
 
-def test_the_reward_function_scores_what_has_no_reward_of_its_own() -> None:
+def test_the_reward_function_scores_trajectories_without_a_reward_of_their_own() -> None:
     def reward(output: AgentLoopOutput, row: dict[str, Any]) -> dict[str, Any]:
         return {"reward": float(row["truth"] in output.answer), "length": len(output.response_ids)}
 
@@ -216,7 +216,7 @@ def test_a_reward_function_that_raises_fails_its_trajectory_only() -> None:
     assert good.reward == 0.5
 
 
-def test_a_reward_function_that_hangs_is_cut_at_its_time_limit() -> None:
+def test_a_reward_function_that_hangs_ends_at_its_time_limit() -> None:
     async def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
         await asyncio.sleep(math.inf)
         return 1.0
@@ -249,24 +249,24 @@ class Forgetful(AgentLoopBase):
         return None
 
 
-def test_a_loop_at_the_level_of_tokens_leaves_no_session() -> None:
+def test_a_loop_on_token_ids_leaves_no_session() -> None:
     trajectory = Stage(lambda _: says("hi"), agent="token_level").run_one()
     assert trajectory.output.num_turns == 2
     assert trajectory.output.response_ids.tolist() == encoded("hi<|im_end|>")
 
 
-def test_a_loop_without_an_episode_is_cut_after_its_deadline() -> None:
+def test_a_loop_without_an_episode_is_cancelled_after_its_deadline() -> None:
     stage = Stage(lambda _: says("hi", latency_s=math.inf), agent="token_level", deadline_s=10)
     assert stage.run_one().output.stop_reason is StopReason.DEADLINE
 
 
-def test_a_loop_that_returns_nothing_is_told_what_to_return() -> None:
+def test_the_error_for_a_loop_that_returns_nothing_states_what_to_return() -> None:
     trajectory = Stage([says("hi")], agent="forgetful").run_one()
     assert trajectory.output.failure is not None
     assert "return an AgentLoopOutput" in trajectory.output.failure.error
 
 
-def test_rows_choose_their_loop_and_an_unknown_one_is_named() -> None:
+def test_rows_select_their_loop_and_an_unknown_name_is_reported() -> None:
     stage = Stage(lambda _: says("hi"))
     known, unknown = stage.run(
         [{"raw_prompt": user("?"), "agent_name": name} for name in ("single_turn_agent", "singel_turn_agent")]
@@ -276,7 +276,7 @@ def test_rows_choose_their_loop_and_an_unknown_one_is_named() -> None:
     assert "did you mean 'single_turn_agent'" in unknown.output.failure.error
 
 
-def test_a_loop_that_was_abandoned_gets_no_completion_any_more() -> None:
+def test_an_abandoned_loop_gets_no_more_completions() -> None:
     errors: list[BaseException] = []
 
     @register("goes_on")

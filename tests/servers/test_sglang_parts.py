@@ -28,7 +28,7 @@ from agent_loop.servers.sglang.requests import check_params, generate_body, must
 from agent_loop.servers.sglang.running import RunningRequests
 from agent_loop.servers.sglang.streams import HeldTokens
 from agent_loop.servers.sglang.wire import Frame, FrameProtocol
-from agent_loop.types import SamplingParams, TokenChunk, TokenOutput
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from agent_loop.weights import WeightSender
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -280,3 +280,21 @@ def test_weights_of_a_model_whose_files_are_nowhere_are_refused() -> None:
 
     with pytest.raises(WeightsError, match="not on this machine"):
         asyncio.run(scenario())
+
+
+def test_the_likeliest_tokens_are_asked_for_and_read_with_their_tokens() -> None:
+    params = SamplingParams(top_logprobs=2)
+    body = generate_body(as_token_ids([1]), params, rid="r", max_new_tokens=3, stream=False)
+    assert body["top_logprobs_num"] == 2
+    assert "top_logprobs_num" not in generate_body(
+        as_token_ids([1]), SamplingParams(), rid="r", max_new_tokens=3, stream=False
+    )
+    top = [[[-0.1 * n, n, None], [-0.2 * n, n + 10, None]] for n in range(1, 5)]
+    first, rest = answer([1, 2]), answer([1, 2, 3, 4], finish={"type": "length"})
+    first["meta_info"]["output_top_logprobs"], rest["meta_info"]["output_top_logprobs"] = top[:2], top
+    output = joined([first, rest])
+    assert output.extras["top_token_ids"].tolist() == [[1, 11], [2, 12], [3, 13], [4, 14]]
+    assert output.extras["top_logprobs"][3].tolist() == pytest.approx([-0.4, -0.8])
+    rest["meta_info"]["output_top_logprobs"] = [*top[:3], top[3][:1]]
+    with pytest.raises(BadServerReply):
+        joined([rest])

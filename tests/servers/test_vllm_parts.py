@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,15 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import BadServerReply, ConfigError, SamplingParamsError, ServerError, WeightsError
 from agent_loop.servers.base import ServerSpec, refuse_unknown_options
 from agent_loop.servers.vllm.gauges import Gauges
-from agent_loop.servers.vllm.limits import ModelFacts, RequestLimits, RunningCalls
+from agent_loop.servers.vllm.limits import Call, ModelFacts, RequestLimits, RunningCalls
 from agent_loop.servers.vllm.logprobs import LogProbs, tell_apart
 from agent_loop.servers.vllm.logs import TAIL_LINES, EngineLog
 from agent_loop.servers.vllm.options import engine_options
+from agent_loop.servers.vllm.outputs import read_part
 from agent_loop.servers.vllm.replies import ReplyReader
 from agent_loop.servers.vllm.stamps import UnstampedChunk, VersionSpan, stamped
 from agent_loop.servers.vllm.worker import BeforeCut, WeightWorker, keep_logits_before_cut
-from agent_loop.types import SamplingParams, TokenChunk, as_token_ids
+from agent_loop.types import SamplingParams, TokenChunk, TokenOutput, as_token_ids
 from tests.servers.tiny_embedded import tiny_model
 
 LIMITS = RequestLimits(
@@ -344,3 +346,62 @@ def test_a_last_part_without_tokens_has_the_last_version() -> None:
     chunks = streamed([part(1), part(reason="aborted", spans=[VersionSpan(5, 1)])], [5, 5])
     assert [(chunk.token_ids, chunk.weight_version) for chunk in chunks] == [([1], 5), ([], 5)]
     assert streamed([part(reason="aborted")], [5])[0].weight_version == 5
+
+
+TOP_2 = SamplingParams(top_logprobs=2)
+
+
+def entry(token_id: int, logprob: float, **more: Any) -> dict[str, Any]:
+    return {"token_id": token_id, "logprob": logprob, **more}
+
+
+def assert_tokens_with_top_2(output: Any) -> None:
+    assert (output.token_ids, output.log_probs) == ([4, 5], [-0.5, -3.0])
+    assert output.extras["top_token_ids"].tolist() == [[4, 8], [6, 7]]
+    assert output.extras["top_logprobs"].tolist() == [[-0.5, -1.5], [-1.0, -2.0]]
+
+
+def test_the_likeliest_tokens_of_a_reply_leave_out_a_sampled_token_that_ranks_below() -> None:
+    content = [
+        entry(4, -0.5, top_logprobs=[entry(4, -0.5), entry(8, -1.5), entry(9, -4.0)]),
+        entry(5, -3.0, top_logprobs=[entry(5, -3.0), entry(6, -1.0), entry(7, -2.0)]),
+    ]
+    answer = reply(logprobs={"content": content})
+    reader = ReplyReader("vllm-0")
+    fields: dict[str, Any] = {"request_id": "r", "weight_version": 3, "params": TOP_2}
+    output = reader.output(answer, has_logprobs=True, **fields)
+    assert_tokens_with_top_2(output)
+    assert [chunk.extras["top_token_ids"].shape for chunk in output.chunks] == [(1, 2), (1, 2)]
+    assert not reader.output(answer, has_logprobs=False, **fields).extras
+    for top in ([], [entry(4, -0.5)]):
+        broken = reply(logprobs={"content": [entry(4, -0.5, top_logprobs=top), content[1]]})
+        with pytest.raises(BadServerReply):
+            reader.output(broken, has_logprobs=True, **fields)
+
+
+def test_the_likeliest_tokens_of_an_engine_output_stand_behind_the_sampled_one() -> None:
+    flat = SimpleNamespace(
+        token_ids=[4, 4, 8, 9, 5, 6, 7, 5], logprobs=[-0.5, -0.5, -1.5, -4.0, -3.0, -1.0, -2.0, -3.0]
+    )
+    completion = SimpleNamespace(
+        token_ids=[4, 5], logprobs=flat, finish_reason="length", weight_versions=None
+    )
+    answer = SimpleNamespace(outputs=[completion], metrics=None, num_cached_tokens=0)
+    fields: dict[str, Any] = {"server": "vllm-0", "weight_version": 3, "params": TOP_2}
+    part = read_part(answer, call=Call("r"), **fields)
+    assert_tokens_with_top_2(TokenOutput.from_chunks([part.chunk]))
+    flat.token_ids.append(1)
+    with pytest.raises(BadServerReply):
+        read_part(answer, call=Call("r"), **fields)
+
+
+def test_an_engine_is_started_with_as_many_logprobs_as_requests_ask_for() -> None:
+    def options(num_top: int, **kwargs: Any) -> dict[str, Any]:
+        return engine_options(replace(spec(**kwargs), sampling=SamplingParams(top_logprobs=num_top)))
+
+    assert "max_logprobs" not in options(19)
+    assert options(20)["max_logprobs"] == 21
+    assert options(5, max_logprobs=7)["max_logprobs"] == 7
+    assert options(30, max_logprobs=-1)["max_logprobs"] == -1
+    with pytest.raises(ConfigError, match="max_logprobs is 7, but this server needs 31"):
+        options(30, max_logprobs=7)

@@ -86,7 +86,7 @@ def test_the_command_prints_the_figures_as_a_table_and_as_json(tmp_path: Path) -
     ("arguments", "says"),
     [
         (["--policy", "least_work"], "did you mean 'least-work'"),
-        (["--fail", "soon"], "give a server's number and seconds, as in 3@60"),
+        (["--fail", "soon"], "give the number of a server and seconds, as in 3@60"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments: list[str], says: str) -> None:

@@ -59,7 +59,7 @@ async def hang() -> str:
 
 @app.tool()
 async def fail() -> CallToolResult:
-    """Says that it did not work."""
+    """Reports an error."""
     return CallToolResult(content=[TextContent(text="no luck today")], is_error=True)
 
 
@@ -78,7 +78,7 @@ async def show() -> CallToolResult:
 
 @app.tool()
 async def slow_to_check() -> CallToolResult:
-    """Answers against its own output schema, whose pattern takes a backtracking engine for ever."""
+    """Returns a result that violates its output schema, whose pattern takes a backtracking engine forever."""
     return CallToolResult(content=[TextContent(text="done")], structured_content={"x": "a" * 60 + "!"})
 
 

@@ -1,4 +1,4 @@
-"""Conversations with the python tool, and the proof that nothing of them is left running."""
+"""Helpers that run code with the python tool and check that no process is left running."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PATIENCE_S = 10.0
 
 
 def is_open_to_all(path: str) -> bool:
-    """Whether every user may pass through a folder and all above it."""
+    """Return whether every user may pass through a folder and all its parents."""
     real = Path(path).resolve()
     return all(folder.stat().st_mode & 0o001 for folder in (real, *real.parents))
 
 
 def readable_python() -> str:
-    """A Python that every user may run, as the agent's own may not be where it runs as root."""
+    """Return a Python that every user may run, since the agent's own may be private if it runs as root."""
     return (
         sys.executable
         if is_open_to_all(sys.prefix) and is_open_to_all(sys.base_prefix)
@@ -47,22 +47,22 @@ SMALL: dict[str, Any] = {
     "python": readable_python(),
 }
 WITH_OWN_VIEW = ["namespaces", *(["bubblewrap"] if shutil.which("bwrap") else [])]
-"""Ways that put the host out of sight."""
+"""Mechanisms that hide the host."""
 MECHANISMS = os.environ.get("SANDBOX_TEST_MECHANISMS", ",".join([*WITH_OWN_VIEW, "landlock"])).split(",")
-"""All that reach the minimum; narrowed by the environment, as in SANDBOX_TEST_MECHANISMS=landlock."""
+"""Mechanisms that reach the minimum. The environment can select some, as in SANDBOX_TEST_MECHANISMS=landlock."""
 HASTY: dict[str, Any] = {"time_limit_s": 0.5, "interrupt_grace_s": 0.3}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model reads."""
+    """Text that the model reads."""
 
     text: str
     is_error: bool
 
 
 def python_tool(**settings: Any) -> PythonTool:
-    """A tool with these settings, started once; the test is skipped where nothing shuts enough in."""
+    """Return a tool with these settings, started once. The test is skipped if no mechanism isolates sufficiently."""
     started = _started(tuple(sorted((SMALL | settings).items())))
     if isinstance(started, ConfigError):
         pytest.skip(f"NO SANDBOX HERE, escapes are not tested: {started}")
@@ -86,7 +86,7 @@ async def ask(tool: PythonTool, instance_id: str, code: str) -> Answer:
 
 
 def talk(*codes: str, **settings: Any) -> list[Answer]:
-    """One trajectory's calls and their answers. Afterwards nothing that they started runs any more."""
+    """Run the calls of one trajectory, check that no process is left, and return the answers."""
     tool = python_tool(**settings)
     before = descendants()
 
@@ -104,7 +104,7 @@ def talk(*codes: str, **settings: Any) -> list[Answer]:
 
 
 def descendants(root: int | None = None) -> set[int]:
-    """All processes below one; below this one by default."""
+    """Return all descendants of a process, by default of this one."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -120,12 +120,12 @@ def descendants(root: int | None = None) -> set[int]:
 
 
 def left_running(before: set[int]) -> set[int]:
-    """Processes of this one that were not there before and do not end."""
+    """Return descendants of this process that did not exist before and do not exit."""
     return {pid for pid in descendants() - before if not ends(pid)}
 
 
 def ends(pid: int) -> bool:
-    """Whether a process is gone within a patient while."""
+    """Return whether a process exits within `PATIENCE_S`."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -137,7 +137,7 @@ def ends(pid: int) -> bool:
 
 
 def running(marker: str) -> list[str]:
-    """Command lines on this machine that hold the marker."""
+    """Return the command lines on this machine that contain the marker."""
     lines: list[str] = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

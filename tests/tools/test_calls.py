@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_loop.runtime.boundary import OnReplay
 
 from agent_loop.errors import ConfigError, ToolError, ToolUnavailable
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.testing import run_virtual
 from agent_loop.tools.base import BaseTool, ToolResponse, trajectory_of
 from agent_loop.tools.function import function_tool
-from agent_loop.tools.registry import KIT, load_tools
+from agent_loop.tools.registry import BUILTIN_TOOLS, load_tools
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
-from agent_loop.tools.shared import Shared
+from agent_loop.tools.shared_resource import SharedResource
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
 
@@ -24,7 +24,7 @@ CONFIG = ToolSessionConfig(timeout_s=60, close_timeout_s=10)
 
 
 class Service(BaseTool):
-    """Takes a second, and is unavailable as often as it is told to be."""
+    """Tool that takes a second and is unavailable a given number of times."""
 
     def __init__(self, name: str = "service", *, faults: int = 0, seconds: float = 1.0) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ def session_of(*tools: BaseTool) -> ToolSession:
 
 
 def call_in_trajectories(tool: BaseTool, *, num: int) -> tuple[list[ToolResult], float]:
-    """One call in each of so many trajectories at once; and how long that took."""
+    """Run one call in each of several concurrent trajectories. Return the results and the duration."""
 
     async def main() -> tuple[list[ToolResult], float]:
         sessions = [session_of(tool) for _ in range(num)]
@@ -79,7 +79,7 @@ def kind_of(result: ToolResult) -> IncidentKind | None:
     return None if result.incident is None else result.incident.kind
 
 
-def test_so_many_calls_run_at_once_whichever_trajectories_make_them() -> None:
+def test_max_concurrent_limits_the_calls_of_all_trajectories() -> None:
     tool = Service()
     tool.max_concurrent = 3
     for _ in range(2):  # on one event loop after the other
@@ -97,7 +97,7 @@ def test_the_time_limit_of_a_call_begins_when_the_call_does() -> None:
     assert seconds == pytest.approx(5.0)
 
 
-def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
+def test_a_cancelled_call_no_longer_counts_as_concurrent() -> None:
     tool = Service(seconds=1000)
     tool.max_concurrent, tool.timeout_s = 1, 2000
 
@@ -117,7 +117,7 @@ def test_a_call_that_is_cancelled_gives_its_place_back() -> None:
     run_virtual(main())
 
 
-def test_a_tools_own_time_limit_stands_before_the_general_one() -> None:
+def test_a_tools_own_time_limit_overrides_the_general_one() -> None:
     tool = Service(seconds=10)
     tool.timeout_s = 2
     [result], seconds = call_in_trajectories(tool, num=1)
@@ -126,7 +126,7 @@ def test_a_tools_own_time_limit_stands_before_the_general_one() -> None:
     assert seconds == pytest.approx(2.0)
 
 
-def test_a_call_that_may_be_run_twice_is_retried_where_it_was_unavailable() -> None:
+def test_an_unavailable_call_is_retried_if_it_may_run_twice() -> None:
     tool = Service(faults=2)
     tool.on_replay, tool.retries = OnReplay.RECORDED, 2
     [result], seconds = call_in_trajectories(tool, num=1)
@@ -135,7 +135,7 @@ def test_a_call_that_may_be_run_twice_is_retried_where_it_was_unavailable() -> N
     assert len(tool.created) == len(tool.released) == 1
 
 
-def test_a_call_that_stays_unavailable_is_a_typed_failure_that_counts_its_tries() -> None:
+def test_a_call_that_stays_unavailable_fails_with_the_number_of_attempts() -> None:
     tool = Service(faults=9)
     tool.on_replay, tool.retries = "recorded", 2
     [result], _ = call_in_trajectories(tool, num=1)
@@ -178,14 +178,14 @@ def test_a_tool_error_is_not_retried() -> None:
 def test_a_call_that_may_not_be_run_twice_cannot_ask_for_retries(on_replay: OnReplay) -> None:
     tool = Service()
     tool.on_replay, tool.retries = on_replay, 1
-    with pytest.raises(ConfigError, match="set retries to 0, or on_replay to 'recorded'"):
+    with pytest.raises(ConfigError, match="set retries to 0, or set on_replay to 'recorded'"):
         session_of(tool)
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("retries", -1), ("max_concurrent", 0), ("timeout_s", 0), ("on_replay", "twice")]
 )
-def test_a_declaration_out_of_range_is_refused(name: str, value: Any) -> None:
+def test_a_limit_out_of_range_is_refused(name: str, value: Any) -> None:
     tool = Service()
     session_of(tool)  # (a declaration may change between two trajectories)
     setattr(tool, name, value)
@@ -193,7 +193,7 @@ def test_a_declaration_out_of_range_is_refused(name: str, value: Any) -> None:
         session_of(tool)
 
 
-def test_the_registry_declares_in_a_tools_place(tmp_path: Path) -> None:
+def test_the_registry_overrides_the_limits_of_a_tool(tmp_path: Path) -> None:
     path = tmp_path / "tools.yaml"
     entry = "{class_name: calculator, timeout_s: 5, max_concurrent: 8, retries: 1}"
     path.write_text(f"tools: [{entry}]")
@@ -207,7 +207,7 @@ def test_the_registry_declares_in_a_tools_place(tmp_path: Path) -> None:
         load_tools([], config_path=path)
 
 
-def test_a_function_may_make_several_tools_of_one_entry(tmp_path: Path) -> None:
+def test_a_function_may_create_several_tools_from_one_entry(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from tests.tools.test_calls import Service\n"
         "def make(config):\n"
@@ -224,8 +224,8 @@ def test_a_function_may_make_several_tools_of_one_entry(tmp_path: Path) -> None:
         load_tools([], config_path=path)
 
 
-def test_the_kits_short_names_lead_to_its_tools(tmp_path: Path) -> None:
-    assert set(KIT) == {"calculator", "gsm8k", "http", "mcp", "openapi", "python", "search"}
+def test_the_short_names_load_the_built_in_tools(tmp_path: Path) -> None:
+    assert set(BUILTIN_TOOLS) == {"calculator", "gsm8k", "http", "mcp", "openapi", "python", "search"}
     assert list(load_tools(["calculator", "gsm8k"])) == ["calculator", "calc_gsm8k_reward"]
     with pytest.raises(ConfigError, match="mcp_tools needs a config"):
         load_tools(["mcp"])
@@ -235,7 +235,7 @@ def test_the_kits_short_names_lead_to_its_tools(tmp_path: Path) -> None:
         load_tools([], config_path=path)
 
 
-def test_the_instances_of_one_trajectory_can_be_told_from_others() -> None:
+def test_instance_ids_identify_their_trajectory() -> None:
     first, second = Service("first"), Service("second")
 
     async def main() -> None:
@@ -251,12 +251,12 @@ def test_the_instances_of_one_trajectory_can_be_told_from_others() -> None:
 
 
 class Opener:
-    """Opens in a second; fails as often as it is told to."""
+    """Resource that opens in a second and fails a given number of times."""
 
     def __init__(self, *, faults: int = 0) -> None:
         self.faults = faults
         self.log: list[str] = []
-        self.shared = Shared(self.open, close_as=self.close)
+        self.shared = SharedResource(self.open, close_as=self.close)
 
     async def open(self) -> str:
         await asyncio.sleep(1)
@@ -270,17 +270,17 @@ class Opener:
         self.log.append("close")
 
 
-def test_what_is_shared_is_opened_for_the_first_and_closed_after_the_last() -> None:
+def test_a_shared_resource_is_opened_for_the_first_user_and_closed_after_the_last() -> None:
     opener = Opener()
 
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
-            joins = [group.create_task(opener.shared.join(name)) for name in "abc"]
+            joins = [group.create_task(opener.shared.acquire(name)) for name in "abc"]
         assert [join.result() for join in joins] == ["thing"] * 3
         for name in "aab":
-            await opener.shared.leave(name)
+            await opener.shared.release(name)
         assert opener.log[-1] == "open"
-        await opener.shared.leave("c")
+        await opener.shared.release("c")
         assert opener.log[-1] == "close"
 
     run_virtual(main())
@@ -288,16 +288,16 @@ def test_what_is_shared_is_opened_for_the_first_and_closed_after_the_last() -> N
     assert opener.log == ["open", "close"] * 2
 
 
-def test_what_could_not_be_opened_is_tried_again_by_the_next_one() -> None:
+def test_a_failed_open_is_repeated_by_the_next_user() -> None:
     opener = Opener(faults=1)
 
     async def main() -> None:
         with pytest.raises(OSError, match="not yet"):
-            await opener.shared.join("a")
-        assert await opener.shared.join("b") == "thing"
-        await opener.shared.leave("b")
+            await opener.shared.acquire("a")
+        assert await opener.shared.acquire("b") == "thing"
+        await opener.shared.release("b")
         assert opener.shared.num_users == 1
-        await opener.shared.leave("a")
+        await opener.shared.release("a")
 
     run_virtual(main())
     assert opener.log == ["open", "close"]

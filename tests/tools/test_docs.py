@@ -33,7 +33,7 @@ def entries() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project that has what the page's examples name."""
+    """Create a project with the files that the page's examples use."""
     [code] = blocks("python")
     (tmp_path / "my_tools.py").write_text(code)
     (tmp_path / "data").mkdir()
@@ -52,11 +52,11 @@ def load(entry: dict[str, Any], folder: Path) -> dict[str, BaseTool]:
     return load_tools([], config_path=folder / "tools.yaml")
 
 
-def test_each_tool_of_the_kit_has_its_section() -> None:
+def test_each_built_in_tool_has_its_section() -> None:
     assert sorted(re.findall(r"^### `(\w+)`$", PAGE, flags=re.MULTILINE)) == sorted(BUILTIN_TOOLS)
 
 
-def test_the_entries_are_read_and_make_tools(folder: Path) -> None:
+def test_the_entries_of_the_page_load_as_tools(folder: Path) -> None:
     names: list[str] = []
     for entry in entries():
         parse_section(ToolEntry, entry, where="docs/tools.md")
@@ -76,7 +76,7 @@ def test_the_entries_are_read_and_make_tools(folder: Path) -> None:
     ]
 
 
-def test_the_mcp_entry_finds_the_tools_of_a_server(folder: Path) -> None:
+def test_the_mcp_entry_lists_the_tools_of_a_server(folder: Path) -> None:
     entry = next(entry for entry in entries() if entry["class_name"] == "mcp")
     (folder / "my_server.py").write_text(
         "from mcp.server import MCPServer\n"

@@ -63,9 +63,7 @@ def loaded(**parameters: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_pattern_that_backtracks_is_answered_at_once(
-    schema: dict[str, Any], arguments: dict[str, Any]
-) -> None:
+def test_a_backtracking_pattern_is_matched_at_once(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
     fault = check_arguments(loaded(**schema), arguments)
     assert fault is not None
     assert len(fault) < 1_000
@@ -81,7 +79,7 @@ def test_a_pattern_that_cannot_be_bounded_is_refused_by_name(pattern: str) -> No
     assert "rewrite it without look-around and back-references, or leave it out" in message
 
 
-def test_a_pattern_in_the_names_of_properties_is_refused_too() -> None:
+def test_a_pattern_for_property_names_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="cannot be matched in bounded time"):
         loaded(patternProperties={"^(?!x)": {}})
     with pytest.raises(ConfigError, match="write additionalProperties for the former"):
@@ -101,7 +99,7 @@ def test_a_pattern_in_the_names_of_properties_is_refused_too() -> None:
         (r"^(?<year>\d{4})$", "2024", "\u0662\u0660\u0662\u0664"),
     ],
 )
-def test_the_syntax_of_json_schemas_is_read(pattern: str, fits: str, does_not: str) -> None:
+def test_the_pattern_syntax_of_json_schemas_is_supported(pattern: str, fits: str, does_not: str) -> None:
     compiled = pattern_of(pattern)
     assert compiled.is_in(fits)
     assert not compiled.is_in(does_not)
@@ -113,7 +111,7 @@ def test_half_a_surrogate_pair_matches_no_letter() -> None:
         pattern_of("\ud800")
 
 
-def test_a_text_that_is_too_long_for_its_pattern_is_told_to_the_model() -> None:
+def test_a_text_that_is_too_long_for_its_pattern_is_reported_to_the_model() -> None:
     schema = loaded(properties={"x": {"pattern": "(?:.?.?.?){300}x"}})
     assert "takes too long" in str(check_arguments(schema, {"x": "\u03b1" * 100_000}))
 
@@ -134,22 +132,22 @@ def test_references_that_double_at_each_level_take_a_bounded_number_of_steps() -
         {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     ],
 )
-def test_a_reference_that_leads_back_to_itself_is_refused(schema: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"a \$ref in it leads back to itself"):
+def test_a_reference_to_itself_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"a \$ref in it refers back to itself"):
         loaded(**schema)
 
 
 @pytest.mark.parametrize("keyword", ["$ref", "$dynamicRef"])
-def test_nothing_is_fetched(keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_references_to_other_documents_are_not_fetched(keyword: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def urlopen(*args: Any, **options: Any) -> Any:
         raise AssertionError("fetched")
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    with pytest.raises(ConfigError, match=r"refers to 'http://127.0.0.1:9/x', which is not in it"):
+    with pytest.raises(ConfigError, match=r"refers to 'http://127.0.0.1:9/x', which it does not contain"):
         loaded(properties={"x": {keyword: "http://127.0.0.1:9/x"}})
     hidden = {"$id": "http://127.0.0.1:9/inner", "$ref": "#/$defs/known"}
     schema = tool(properties={"x": hidden}, **{"$defs": {"known": {}}})
-    assert "cannot be held against the tool's schema" in str(check_arguments(schema, {"x": 1}))
+    assert "cannot be validated against the tool's schema" in str(check_arguments(schema, {"x": 1}))
 
 
 def deep(depth: int) -> dict[str, Any]:
@@ -174,16 +172,16 @@ def test_a_schema_that_is_too_deep_or_too_large_is_refused() -> None:
         loaded(**endless)
 
 
-def test_a_client_may_send_neither_a_deep_schema_nor_one_that_is_none() -> None:
+def test_a_client_cannot_send_a_deep_or_invalid_schema() -> None:
     def request(parameters: dict[str, Any]) -> ChatCompletionRequest:
         return ChatCompletionRequest.model_validate(
             {"model": "m", "messages": [{"role": "user", "content": "?"}], "tools": [tool(**parameters)]}
         )
 
     request({"properties": {"x": {"pattern": "^(?=look-around is only shown to the model)"}}})
-    with pytest.raises(ValueError, match="no valid JSON schema: it is nested more than 64 levels deep"):
+    with pytest.raises(ValueError, match="not a valid JSON schema: it is nested more than 64 levels deep"):
         request(deep(100))
-    with pytest.raises(ValueError, match="no valid JSON schema: properties"):
+    with pytest.raises(ValueError, match="not a valid JSON schema: properties"):
         request({"properties": 3})
 
 
@@ -208,20 +206,22 @@ def test_a_client_may_send_neither_a_deep_schema_nor_one_that_is_none() -> None:
         max_size=3,
     ),
 )
-def test_what_is_accepted_is_what_the_standard_accepts(schema: dict[str, Any], value: dict[str, Any]) -> None:
-    assert (BoundedValidator(schema).faults(value) == []) == Draft202012Validator(schema).is_valid(value)
+def test_the_validator_accepts_what_the_standard_accepts(
+    schema: dict[str, Any], value: dict[str, Any]
+) -> None:
+    assert (BoundedValidator(schema).find_errors(value) == []) == Draft202012Validator(schema).is_valid(value)
 
 
-def test_each_value_has_all_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_limit_applies_to_each_value_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_schema, "MAX_STEPS", 100)
     validator = BoundedValidator({"items": {"type": "integer"}})
     with pytest.raises(TooManySteps):
-        validator.faults([1] * 100)
+        validator.find_errors([1] * 100)
     for _ in range(3):
-        assert validator.faults([1] * 90) == []
+        assert validator.find_errors([1] * 90) == []
 
 
-def test_a_schema_may_name_its_dialect_and_its_own_place() -> None:
+def test_a_schema_may_have_a_dialect_and_an_id() -> None:
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "$id": "https://example.org/s",
@@ -230,8 +230,8 @@ def test_a_schema_may_name_its_dialect_and_its_own_place() -> None:
     }
     check_json_schema(schema)
     check_applicable(schema)
-    assert BoundedValidator(schema).faults({}) == []
-    assert len(BoundedValidator(schema).faults(1)) == 1
+    assert BoundedValidator(schema).find_errors({}) == []
+    assert len(BoundedValidator(schema).find_errors(1)) == 1
     with pytest.raises(InvalidSchema):
         check_json_schema({"type": "objekt"})
 
@@ -249,10 +249,10 @@ def specification(folder: Path, schema: Any, **components: Any) -> dict[str, Any
     return {"spec": str(path)}
 
 
-def test_a_specification_refers_to_no_other_document(tmp_path: Path) -> None:
+def test_a_specification_cannot_refer_to_other_documents(tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text('{"type": "object", "description": "a secret"}')
-    with pytest.raises(ConfigError, match=r"is in another document, 'file://.*', which is not fetched"):
+    with pytest.raises(ConfigError, match=r"refers to another document, 'file://.*', which is not fetched"):
         openapi_tools(specification(tmp_path, {"$ref": secret.as_uri()}))
 
 
@@ -264,7 +264,7 @@ def test_a_specification_whose_references_double_is_refused(tmp_path: Path) -> N
         }
         for n in range(18)
     }
-    with pytest.raises(ConfigError, match="larger than any that a model could read; exclude it"):
+    with pytest.raises(ConfigError, match="too large for a model to read; exclude it"):
         openapi_tools(specification(tmp_path, {"$ref": "#/components/schemas/l0"}, **levels, l18={}))
 
 

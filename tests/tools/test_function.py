@@ -50,7 +50,7 @@ def test_a_decorated_function_is_a_tool_and_still_a_function() -> None:
     assert text_of(multiply, a=2) == "6"
 
 
-def test_name_and_description_can_be_given() -> None:
+def test_name_and_description_can_be_overridden() -> None:
     @function_tool(name="times", description="Multiplies.")
     def product(a: int) -> int:
         return a
@@ -81,7 +81,7 @@ def test_what_the_function_returns_becomes_text(value: Any, text: str) -> None:
     assert text_of(tool) == text
 
 
-def test_a_tool_response_is_returned_as_it_is() -> None:
+def test_a_tool_response_is_returned_unchanged() -> None:
     answer = ToolResponse(text="done", ends_episode=True)
 
     @function_tool
@@ -107,7 +107,7 @@ def test_a_sync_function_runs_in_a_thread_and_an_async_one_on_the_loop() -> None
     assert text_of(on_loop) == "true"
 
 
-def test_arguments_arrive_as_the_annotated_types() -> None:
+def test_arguments_are_converted_to_the_annotated_types() -> None:
     seen: list[Any] = []
 
     @function_tool
@@ -119,12 +119,12 @@ def test_arguments_arrive_as_the_annotated_types() -> None:
     assert seen == [Color.RED, [Point(1.0)], (0, 0)]
 
 
-def test_arguments_that_the_types_refuse_are_answered() -> None:
+def test_arguments_of_the_wrong_type_are_reported_to_the_model() -> None:
     with pytest.raises(ToolError, match="a: Input should be a valid integer"):
         text_of(multiply, a="x")
 
 
-def test_a_function_that_ends_an_iterator_fails_instead_of_hanging() -> None:
+def test_a_function_that_raises_stop_iteration_fails_instead_of_hanging() -> None:
     @function_tool
     def tool() -> int:
         """Takes the first of none."""

@@ -39,14 +39,14 @@ class Room:
             raise OSError("the key broke")
 
 
-def test_it_is_entered_and_left_in_one_task_whoever_asks() -> None:
+def test_a_context_is_entered_and_exited_in_the_same_task() -> None:
     async def main() -> None:
         room = Room()
         held = HeldOpen(room.opened())
         assert await asyncio.create_task(held.open()) == "room"
-        assert not held.is_over
+        assert not held.is_closed
         await asyncio.create_task(held.close())
-        assert held.is_over
+        assert held.is_closed
         assert room.log == ["open", "closed"]
         assert len(room.tasks) == 1
         await held.close()
@@ -55,29 +55,29 @@ def test_it_is_entered_and_left_in_one_task_whoever_asks() -> None:
     run_virtual(main())
 
 
-def test_what_entering_raises_is_raised_and_closing_is_quiet() -> None:
+def test_an_error_on_enter_is_raised_and_close_then_does_nothing() -> None:
     async def main() -> None:
         held = HeldOpen(Room(fault="entering").opened())
         with pytest.raises(OSError, match="locked"):
             await held.open()
-        assert held.is_over
+        assert held.is_closed
         await held.close()
 
     run_virtual(main())
 
 
-def test_what_breaks_inside_ends_it_and_is_not_raised_again() -> None:
+def test_an_error_inside_ends_the_context_and_is_not_raised_again() -> None:
     async def main() -> None:
         held = HeldOpen(Room(fault="inside").opened())
         await held.open()
-        await held.over()
-        assert held.is_over
+        await held.closed()
+        assert held.is_closed
         await held.close()
 
     run_virtual(main())
 
 
-def test_what_leaving_raises_is_raised() -> None:
+def test_an_error_on_exit_is_raised() -> None:
     async def main() -> None:
         held = HeldOpen(Room(fault="leaving").opened())
         await held.open()
@@ -88,7 +88,7 @@ def test_what_leaving_raises_is_raised() -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.5, 1.5])
-def test_a_cancelled_opening_or_closing_leaves_no_task(delay_s: float) -> None:
+def test_a_cancelled_open_or_close_leaves_no_task(delay_s: float) -> None:
     async def main() -> None:
         room = Room()
         held = HeldOpen(room.opened())

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_loop.runtime.boundary import OnReplay
 
 from agent_loop.chat.sources import load_image
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.mcp.tools import mcp_tools
@@ -60,7 +60,7 @@ async def text_of(session: ToolSession, name: str, **arguments: Any) -> str:
 
 
 def started() -> set[int]:
-    """The servers on standard input and output that this process started and that still run."""
+    """Return the running servers on standard input and output that this process started."""
     found: set[int] = set()
     for pid in descendants():
         with suppress(OSError):  # it has just ended
@@ -113,7 +113,7 @@ def stdio_tools() -> list[BaseTool]:
     return tools
 
 
-def test_tools_are_found_with_their_schemas(stdio_tools: list[BaseTool]) -> None:
+def test_tools_are_listed_with_their_schemas(stdio_tools: list[BaseTool]) -> None:
     tools = {tool.name: tool for tool in stdio_tools}
     assert set(tools) == {"add", "note", "whereabouts", "die", "hang", "fail", "show", "slow_to_check"}
     function = tools["add"].tool_schema["function"]
@@ -155,7 +155,7 @@ def test_calls_of_one_trajectory_over_standard_input_and_output(stdio_tools: lis
     assert not started()
 
 
-def test_an_output_schema_of_the_server_does_not_hold_up_the_event_loop(stdio_tools: list[BaseTool]) -> None:
+def test_an_output_schema_of_the_server_does_not_block_the_event_loop(stdio_tools: list[BaseTool]) -> None:
     async def main() -> None:
         session = session_of(stdio_tools)
         assert await text_of(session, "slow_to_check") == "done"
@@ -164,11 +164,11 @@ def test_an_output_schema_of_the_server_does_not_hold_up_the_event_loop(stdio_to
     asyncio.run(main())
 
 
-def test_an_image_is_in_a_form_that_chat_templates_read() -> None:
+def test_an_image_has_the_form_that_chat_templates_expect() -> None:
     assert load_image(f"data:image/png;base64,{PIXEL}").size == (1, 1)
 
 
-def test_a_shared_session_is_opened_anew_after_its_server_died(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_session_is_reopened_after_its_server_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_SECRET", "xyzzy")
     tools = mcp_tools({**STDIO, "session": "shared", "env": {"SECRET": "$THE_SECRET"}})
 
@@ -197,19 +197,19 @@ def test_a_shared_session_is_opened_anew_after_its_server_died(monkeypatch: pyte
     [
         ({}, "give one of command and url"),
         ({"command": "x", "url": "http://y"}, "give one of command and url"),
-        ({"command": "/no/such/program"}, "cannot be asked for its tools"),
-        ({"url": "http://127.0.0.1:9/mcp"}, "cannot be asked for its tools"),
+        ({"command": "/no/such/program"}, "the tools of the MCP server cannot be listed"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "the tools of the MCP server cannot be listed"),
         ({"comand": "x"}, "did you mean 'command'"),
         ({"url": "http://127.0.0.1:9", "headers": {"X": "$NO_SUCH_VARIABLE"}}, "NO_SUCH_VARIABLE"),
         ({"mcp_servers_config_path": "/no/file.json"}, "cannot be read"),
     ],
 )
-def test_a_config_that_leads_to_no_tools_is_refused(config: dict[str, Any], message: str) -> None:
+def test_a_config_without_tools_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         mcp_tools(config)
 
 
-def test_verls_registry_form_selects_tools_of_a_file_of_servers(http: HttpServer, tmp_path: Path) -> None:
+def test_a_registry_of_verl_selects_tools_from_a_file_of_servers(http: HttpServer, tmp_path: Path) -> None:
     servers = tmp_path / "servers.json"
     servers.write_text(json.dumps({"mcpServers": {"notes": {"url": http.url, "auth_token": "t"}}}))
     registry = tmp_path / "tools.yaml"
@@ -239,7 +239,7 @@ def script(request: ScriptedRequest) -> ScriptedReply:
 @pytest.mark.parametrize(
     ("is_remote", "session"), [(True, "trajectory"), (True, "shared"), (False, "shared")]
 )
-def test_sixty_four_rows_on_one_server(http: HttpServer, is_remote: bool, session: str) -> None:
+def test_sixty_four_rows_share_one_server(http: HttpServer, is_remote: bool, session: str) -> None:
     where = {"url": http.url} if is_remote else STDIO
     tools = mcp_tools({**where, "prefix": "notes_", "session": session, "tool_selected_list": ["add"]})
     stage = Stage(script, tools=tools)
@@ -255,7 +255,7 @@ def test_sixty_four_rows_on_one_server(http: HttpServer, is_remote: bool, sessio
         assert trajectory.output.incidents == ()
 
 
-def test_killing_the_server_in_the_middle_fails_its_calls_and_nothing_else(
+def test_killing_a_server_during_a_call_fails_only_its_own_calls(
     stdio_tools: list[BaseTool],
 ) -> None:
     """Two trajectories, each with a server of its own. One server is killed while it answers."""
@@ -290,7 +290,7 @@ def test_killing_the_server_in_the_middle_fails_its_calls_and_nothing_else(
     assert not started()
 
 
-def test_an_http_server_that_dies_and_comes_back(http: HttpServer) -> None:
+def test_a_session_is_reopened_when_an_http_server_restarts(http: HttpServer) -> None:
     lasting, fleeting = mcp_tools({"url": http.url, "session": "shared"}), mcp_tools({"url": http.url})
 
     async def main() -> None:

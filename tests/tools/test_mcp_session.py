@@ -1,4 +1,4 @@
-"""What a session makes of odd servers; `Client` stands for the SDK's."""
+"""Sessions with misbehaving servers; `Client` replaces the SDK's client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def against_its_schema() -> None:
 
 
 class Client:
-    """Answers calls as it is told to; whether it still answers anything else is `is_alive`."""
+    """Client whose calls run a given function; `is_alive` states whether other requests get responses."""
 
     def __init__(self, answer: Callable[[], None], *, is_alive: bool = True) -> None:
         self._answer = answer
@@ -50,14 +50,14 @@ class Client:
 @pytest.mark.parametrize(
     ("answer", "is_alive", "kind", "message"),
     [
-        (error(CLOSED, "the database is down"), True, ToolError, "refused the call: the database is down"),
+        (error(CLOSED, "the database is down"), True, ToolError, "rejected the call: the database is down"),
         (error(CLOSED, "Connection closed"), False, ToolUnavailable, "ended the session during the call"),
-        (error(-32602, "Unknown tool"), True, ToolError, "refused the call: Unknown tool"),
-        (invalid_result, True, ToolError, "answered what is no result: ValidationError"),
-        (against_its_schema, True, ToolError, "answered what is no result: RuntimeError: Tool t has"),
+        (error(-32602, "Unknown tool"), True, ToolError, "rejected the call: Unknown tool"),
+        (invalid_result, True, ToolError, "returned an invalid result: ValidationError"),
+        (against_its_schema, True, ToolError, "returned an invalid result: RuntimeError: Tool t has"),
     ],
 )
-def test_what_a_server_does_wrong_is_told_to_the_model(
+def test_errors_of_a_server_are_reported_to_the_model(
     answer: Callable[[], None], is_alive: bool, kind: type[ToolError], message: str
 ) -> None:
     @asynccontextmanager
@@ -77,7 +77,7 @@ def test_what_a_server_does_wrong_is_told_to_the_model(
     asyncio.run(main())
 
 
-def test_a_session_that_cannot_be_left_is_forgotten_all_the_same() -> None:
+def test_a_session_that_fails_to_close_is_removed_all_the_same() -> None:
     @asynccontextmanager
     async def connection() -> AsyncGenerator[Client]:
         yield Client(invalid_result)
@@ -85,10 +85,10 @@ def test_a_session_that_cannot_be_left_is_forgotten_all_the_same() -> None:
 
     async def main() -> None:
         sessions = McpSessions(connection, is_shared=False, reconnects=0)
-        await sessions.join("a-0")
+        await sessions.acquire("a-0")
         with pytest.raises(OSError, match="the pipe is broken"):
-            await sessions.leave("a-0")
-        await sessions.leave("a-0")
+            await sessions.release("a-0")
+        await sessions.release("a-0")
         assert vars(sessions)["_sessions"] == {}
 
     asyncio.run(main())

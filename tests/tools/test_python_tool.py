@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from agent_loop.runtime.boundary import OnReplay
 
 from agent_loop.errors import ConfigError
-from agent_loop.tools.python import PythonTool, describe_end, strip_fence
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.tools.python import PythonTool, describe_exit, strip_fence
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
@@ -22,12 +22,12 @@ from tests.tools.sandboxes import HASTY, ask, descendants, left_running, python_
 pytestmark = pytest.mark.slow
 
 
-def test_variables_and_imports_are_kept_and_the_last_value_comes_back() -> None:
+def test_variables_and_imports_are_kept_and_the_last_value_is_returned() -> None:
     first, second, third = talk("import math\nx = 2\nx + 1", "math.sqrt(x * 8)", "print('said'); None")
     assert [first.text, second.text, third.text] == ["3", "4.0", "said"]
 
 
-def test_an_exception_shows_the_models_own_lines_alone_and_keeps_the_state() -> None:
+def test_a_traceback_shows_only_the_models_lines_and_the_state_is_kept() -> None:
     failed, after = talk("x = 1\ndef divide():\n    return x / 0\ndivide()", "x")
     assert failed.is_error
     assert failed.text.splitlines() == [
@@ -48,7 +48,7 @@ def test_a_syntax_error_shows_the_line() -> None:
     assert "<call 1>" in failed.text
 
 
-def test_output_and_errors_come_in_the_order_in_which_they_were_written() -> None:
+def test_stdout_and_stderr_keep_their_order() -> None:
     (answer,) = talk("import sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')\n1/0")
     assert answer.text.splitlines()[:3] == ["a", "b", "c"]
     assert answer.text.endswith("ZeroDivisionError: division by zero")
@@ -65,23 +65,23 @@ def test_output_and_errors_come_in_the_order_in_which_they_were_written() -> Non
         ("# nothing", "(no output)"),
     ],
 )
-def test_strange_code_is_answered_like_any_other(code: str, says: str) -> None:
+def test_unusual_code_runs_like_any_other(code: str, says: str) -> None:
     answer, after = talk(code, "1 + 1")
     assert says in answer.text
     assert after.text == "2"
 
 
-def test_input_finds_the_end_of_its_file() -> None:
+def test_standard_input_is_empty() -> None:
     assert "EOFError" in talk("input()")[0].text
 
 
-def test_output_of_programs_that_the_code_runs_comes_back() -> None:
+def test_output_of_child_processes_is_returned() -> None:
     assert talk("import subprocess\nsubprocess.run(['echo', 'from a program']).returncode")[0].text == (
         "from a program\n0"
     )
 
 
-def test_classes_of_the_model_can_be_pickled() -> None:
+def test_classes_defined_by_the_code_can_be_pickled() -> None:
     code = "import pickle\nclass A:\n    x = 1\npickle.loads(pickle.dumps(A())).x"
     assert talk(code)[0].text == "1"
 
@@ -92,7 +92,7 @@ def test_random_numbers_are_the_same_in_every_sandbox_with_a_seed_and_not_withou
     assert talk(code, seed=None) != talk(code, seed=None)
 
 
-def test_what_is_made_visible_can_be_read_and_not_written() -> None:
+def test_visible_paths_can_be_read_and_not_written() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         path = Path(folder, "data.txt")
@@ -103,7 +103,7 @@ def test_what_is_made_visible_can_be_read_and_not_written() -> None:
     assert "[Errno 30]" in answer.text or "[Errno 13]" in answer.text
 
 
-def test_a_preloaded_module_is_there_at_once() -> None:
+def test_a_preloaded_module_is_already_imported() -> None:
     assert talk("import sys; 'sqlite3' in sys.modules", preload=("sqlite3",))[0].text == "True"
 
 
@@ -118,14 +118,14 @@ def test_a_preloaded_module_is_there_at_once() -> None:
         ("print('```')", "print('```')"),
     ],
 )
-def test_a_fence_around_the_code_is_taken_off(given: str, code: str) -> None:
+def test_a_markdown_fence_around_the_code_is_removed(given: str, code: str) -> None:
     assert strip_fence(given) == code
 
 
-def test_every_end_of_an_interpreter_has_a_sentence() -> None:
+def test_every_termination_of_an_interpreter_has_a_message() -> None:
     settings = SandboxSettings()
     for cause in ("time", "memory", "processes", "files", "channel", "exit 0", "signal 9", "signal 24"):
-        assert describe_end(cause, settings=settings)
+        assert describe_exit(cause, settings=settings)
 
 
 def test_the_tool_loads_from_yaml_with_its_settings(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def call(code: str) -> ToolCall:
     return ToolCall(name="python", arguments={"code": code})
 
 
-def test_calls_of_one_turn_run_one_after_the_other_in_one_interpreter() -> None:
+def test_calls_of_one_turn_run_in_sequence_in_one_interpreter() -> None:
     async def main() -> list[str | None]:
         tools = session(python_tool())
         async with asyncio.TaskGroup() as group:
@@ -185,7 +185,7 @@ def test_calls_of_one_turn_run_one_after_the_other_in_one_interpreter() -> None:
     assert asyncio.run(main()) == ["0", "1", "2", "3"]
 
 
-def test_a_call_cut_off_from_outside_costs_the_sandbox_and_the_model_is_told() -> None:
+def test_a_cancelled_call_loses_the_sandbox_and_the_model_is_informed() -> None:
     tool = python_tool(seed=1)
     tool.timeout_s = 1.0
     before = descendants()
@@ -198,7 +198,7 @@ def test_a_call_cut_off_from_outside_costs_the_sandbox_and_the_model_is_told() -
         assert cut.incident.kind is IncidentKind.TOOL_TIMEOUT
         after = await tools.execute(call("'x' in globals()"))
         assert after.response.text is not None
-        assert after.response.text.startswith("The last call was cut off and the sandbox started anew")
+        assert after.response.text.startswith("The last call was aborted and the sandbox was restarted")
         assert after.response.text.endswith("False")
         assert await tools.close() == []
 
@@ -206,7 +206,7 @@ def test_a_call_cut_off_from_outside_costs_the_sandbox_and_the_model_is_told() -
     assert left_running(before) == set()
 
 
-def test_a_cancelled_trajectory_leaves_nothing() -> None:
+def test_a_cancelled_trajectory_leaves_no_process() -> None:
     tool = python_tool()
     before, open_files = descendants(), len(os.listdir("/proc/self/fd"))
 
@@ -223,7 +223,7 @@ def test_a_cancelled_trajectory_leaves_nothing() -> None:
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
-def test_a_create_cancelled_half_way_leaves_nothing() -> None:
+def test_a_cancelled_create_leaves_no_process() -> None:
     tool = python_tool()
     before, open_files = descendants(), len(os.listdir("/proc/self/fd"))
 
@@ -243,7 +243,7 @@ def test_a_create_cancelled_half_way_leaves_nothing() -> None:
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
-def test_the_event_loop_runs_on_while_code_runs() -> None:
+def test_the_event_loop_is_not_blocked_while_code_runs() -> None:
     tool = python_tool(**HASTY)
 
     async def main() -> int:
@@ -264,7 +264,7 @@ def test_a_replayed_conversation_ends_in_the_same_state() -> None:
     assert talk(*codes)[-1] == talk(*codes)[-1]
 
 
-def test_trajectories_that_run_at_once_have_an_interpreter_each() -> None:
+def test_concurrent_trajectories_have_separate_interpreters() -> None:
     tool = python_tool()
     before = descendants()
     code = "import os\nopen('mine', 'x').close()\nx = 40"
@@ -278,14 +278,14 @@ def test_trajectories_that_run_at_once_have_an_interpreter_each() -> None:
     assert left_running(before) == set()
 
 
-def test_as_much_output_as_can_be_kept_arrives_whole_however_long_it_gets_on_the_way() -> None:
+def test_output_within_the_limit_is_complete_although_json_makes_it_longer() -> None:
     (answer,) = talk("import os; os.write(1, b'\\xff' * 2_000_000) and None", output_limit_bytes=2_000_000)
     assert len(answer.text) == 2_000_000
     with pytest.raises(ConfigError, match="output_limit_bytes"):
         PythonTool({"output_limit_bytes": 2_000_001})
 
 
-def test_what_the_call_took_and_dropped_is_recorded() -> None:
+def test_duration_and_dropped_bytes_of_a_call_are_recorded() -> None:
     tool = python_tool(output_limit_bytes=1000)
 
     async def main() -> dict[str, object]:

@@ -56,12 +56,12 @@ def yaml_of(folder: Path, text: str) -> Path:
     return path
 
 
-def test_references_load_function_tools_and_classes_that_carry_a_schema(folder: Path) -> None:
+def test_references_load_function_tools_and_classes_with_a_schema(folder: Path) -> None:
     tools = load_tools([f"{folder}/tools.py:multiply", f"{folder}/tools.py:SelfDescribed"])
     assert list(tools) == ["multiply", "described"]
 
 
-def test_the_yaml_form_makes_each_class_with_its_config_and_schema(folder: Path) -> None:
+def test_the_yaml_file_creates_each_class_with_its_config_and_schema(folder: Path) -> None:
     path = yaml_of(
         folder,
         f"""
@@ -81,18 +81,20 @@ def test_the_yaml_form_makes_each_class_with_its_config_and_schema(folder: Path)
     ("reference", "says"),
     [
         ("plain", "a plain function; decorate it with @function_tool"),
-        ("NoTool", "no subclass of BaseTool"),
+        ("NoTool", "not a subclass of BaseTool"),
         ("number", "an object of type int; name a function decorated"),
         ("multipy", "has no 'multipy'; did you mean 'multiply'"),
         ("Echo", "Echo has no schema; give tool_schema in the YAML, or a class attribute"),
     ],
 )
-def test_a_reference_to_no_tool_is_refused(folder: Path, reference: str, says: str) -> None:
+def test_a_reference_to_something_other_than_a_tool_is_refused(
+    folder: Path, reference: str, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         load_tools([f"{folder}/tools.py:{reference}"])
 
 
-def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
+def test_two_tools_with_the_same_name_are_refused(folder: Path) -> None:
     reference = f"{folder}/tools.py:multiply"
     with pytest.raises(ConfigError, match="are both named 'multiply'; rename one"):
         load_tools([reference, reference])
@@ -110,15 +112,15 @@ def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
         ("tools: [{class_name: 'no.such.Tool'}]", "importing no.such raised ModuleNotFoundError"),
         ("tools: [{class_name: 'FOLDER/other.py:Tool'}]", "other.py' does not exist"),
         ("tools: [{class_name: 'FOLDER/tools.py:Eco'}]", "did you mean 'Echo'"),
-        ("tools: [{class_name: 'FOLDER/tools.py:NoTool'}]", "no subclass of BaseTool"),
+        ("tools: [{class_name: 'FOLDER/tools.py:NoTool'}]", "not a subclass of BaseTool"),
         (
             "tools: [{class_name: 'FOLDER/tools.py:multiply', config: {a: 1}}]",
-            "is made already; it takes no config",
+            "is an instance, which takes no config",
         ),
         ("tools: [{class_name: 'FOLDER/tools.py:Echo'}]", "has no schema"),
         (
             "tools: [{class_name: 'FOLDER/tools.py:Echo', tool_schema: {function: {name: e, parameters: {type: 3}}}}]",
-            "no valid JSON schema",
+            "not a valid JSON schema",
         ),
         (
             f"tools: [{{class_name: 'FOLDER/tools.py:Broken', tool_schema: {SCHEMA}}}]",
@@ -126,7 +128,7 @@ def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
         ),
     ],
 )
-def test_a_faulty_file_is_refused_with_the_fault(folder: Path, text: str, says: str) -> None:
+def test_an_invalid_file_is_refused_with_the_reason(folder: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_tools([], config_path=yaml_of(folder, text))
 
@@ -136,7 +138,7 @@ def test_a_missing_file_is_refused() -> None:
         load_tools([], config_path="none.yaml")
 
 
-def test_the_yaml_form_says_how_the_calls_of_a_function_are_run(folder: Path) -> None:
+def test_the_yaml_file_sets_the_limits_of_a_function(folder: Path) -> None:
     path = yaml_of(folder, "tools: [{class_name: 'FOLDER/tools.py:multiply', timeout_s: 3, retries: 1}]")
     tool = load_tools([], config_path=path)["multiply"]
     assert (tool.timeout_s, tool.retries) == (3.0, 1)

@@ -1,4 +1,4 @@
-"""The refusal to run where too little is shut in, and what is left when something dies."""
+"""Choice of the isolation backend, and cleanup when a process dies."""
 
 import asyncio
 import os
@@ -16,14 +16,14 @@ import pytest
 
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.tools.python import PythonTool
+from agent_loop.tools.sandbox.backend import SandboxBackend
 from agent_loop.tools.sandbox.channel import Channel
 from agent_loop.tools.sandbox.host import SandboxHost
 from agent_loop.tools.sandbox.inside.output import Output
-from agent_loop.tools.sandbox.inside.wire import BadMessage, pack
+from agent_loop.tools.sandbox.inside.socket_messages import BadMessage, pack
 from agent_loop.tools.sandbox.isolation import Isolation
 from agent_loop.tools.sandbox.probe import CAPABILITIES, judge
 from agent_loop.tools.sandbox.settings import Mechanism, SandboxSettings
-from agent_loop.tools.sandbox.source import SandboxSource
 from tests.tools.sandboxes import (
     SMALL,
     Answer,
@@ -51,8 +51,8 @@ WHOLE = Isolation(
 )
 
 
-class ScriptedSource(SandboxSource):
-    """A way of isolation that works, or does not."""
+class ScriptedBackend(SandboxBackend):
+    """Backend that starts, or fails with a given message."""
 
     def __init__(self, mechanism: Mechanism, *, fault: str = "") -> None:
         super().__init__(SandboxSettings())
@@ -75,15 +75,17 @@ class ScriptedSource(SandboxSource):
         self.log.append("close")
 
 
-def host(*sources: ScriptedSource, found: Isolation = WHOLE, **settings: Any) -> SandboxHost:
-    async def probe(source: SandboxSource) -> Isolation:
-        return replace(found, mechanism=source.mechanism)
+def host(*backends: ScriptedBackend, found: Isolation = WHOLE, **settings: Any) -> SandboxHost:
+    async def probe(backend: SandboxBackend) -> Isolation:
+        return replace(found, mechanism=backend.mechanism)
 
-    return SandboxHost(SandboxSettings(**settings), sources=sources, probe=probe)
+    return SandboxHost(SandboxSettings(**settings), backends=backends, probe=probe)
 
 
-def test_the_first_way_that_shuts_enough_in_is_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    broken, works = ScriptedSource("namespaces", fault="forbidden"), ScriptedSource("bubblewrap")
+def test_the_first_backend_that_isolates_sufficiently_is_used_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    broken, works = ScriptedBackend("namespaces", fault="forbidden"), ScriptedBackend("bubblewrap")
     with caplog.at_level("INFO"):
         taken = host(broken, works)
     assert taken.isolation.mechanism == "bubblewrap"
@@ -95,46 +97,46 @@ def test_the_first_way_that_shuts_enough_in_is_taken_and_logged(caplog: pytest.L
 
 
 @pytest.mark.parametrize("lacking", ["files", "network", "processes", "privileges", "limits"])
-def test_each_part_of_the_minimum_is_demanded(lacking: str) -> None:
-    source = ScriptedSource("namespaces")
+def test_each_property_of_the_minimum_is_required(lacking: str) -> None:
+    backend = ScriptedBackend("namespaces")
     with pytest.raises(
-        ConfigError, match=r"(?s)cannot be shut in here.*not in force.*allow_weaker_isolation"
+        ConfigError, match=r"(?s)cannot be isolated on this machine.*not in force.*allow_weaker_isolation"
     ):
-        host(source, found=replace(WHOLE, **{lacking: False}))
-    assert source.log == ["start", "close"]
+        host(backend, found=replace(WHOLE, **{lacking: False}))
+    assert backend.log == ["start", "close"]
 
 
 @pytest.mark.parametrize("lacking", ["own_view", "own_user", "system_calls", "own_disk"])
-def test_what_is_beyond_the_minimum_is_told_and_not_demanded(lacking: str) -> None:
-    taken = host(ScriptedSource("namespaces"), found=replace(WHOLE, **{lacking: False}))
+def test_properties_beyond_the_minimum_are_reported_but_not_required(lacking: str) -> None:
+    taken = host(ScriptedBackend("namespaces"), found=replace(WHOLE, **{lacking: False}))
     assert "(not in force: " in str(taken.isolation)
 
 
-def test_weaker_isolation_is_used_where_the_user_allows_it() -> None:
+def test_weaker_isolation_is_used_if_the_settings_allow_it() -> None:
     taken = host(
-        ScriptedSource("namespaces", fault="forbidden"),
-        ScriptedSource("limits"),
+        ScriptedBackend("namespaces", fault="forbidden"),
+        ScriptedBackend("limits"),
         found=replace(WHOLE, files=False, network=False),
         allow_weaker_isolation=True,
     )
     assert str(taken.isolation).endswith("(not in force: files of the host out of reach; no network)")
 
 
-def test_every_way_that_failed_is_named_with_its_reason() -> None:
+def test_every_backend_that_failed_is_listed_with_its_reason() -> None:
     with pytest.raises(ConfigError, match=r"(?s)namespaces: no unshare\n.*bubblewrap: not installed"):
         host(
-            ScriptedSource("namespaces", fault="no unshare"),
-            ScriptedSource("bubblewrap", fault="not installed"),
+            ScriptedBackend("namespaces", fault="no unshare"),
+            ScriptedBackend("bubblewrap", fault="not installed"),
             allow_weaker_isolation=True,
         )
 
 
-def test_a_sandbox_that_cannot_be_started_is_tried_twice() -> None:
-    source = ScriptedSource("namespaces")
-    taken = host(source)
+def test_a_failed_start_of_a_sandbox_is_retried_once() -> None:
+    backend = ScriptedBackend("namespaces")
+    taken = host(backend)
     with pytest.raises(SandboxError, match="nobody is there"):
         asyncio.run(taken.open())
-    assert source.log == ["start", "start"]
+    assert backend.log == ["start", "start"]
 
 
 OUTSIDE = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("mnt", "net", "pid")}
@@ -170,8 +172,10 @@ STATUS = {"Uid": f"{os.geteuid() + 1} 1 1 1", "NoNewPrivs": "1"} | dict.fromkeys
         ({"limits": [1, 1, 2**40, 1]}, ["limits"]),
     ],
 )
-def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking: list[str]) -> None:
-    judged = judge(FACTS | facts, status=STATUS, source=ScriptedSource("namespaces"))
+def test_each_property_depends_on_the_result_of_its_attempt(
+    facts: dict[str, Any], lacking: list[str]
+) -> None:
+    judged = judge(FACTS | facts, status=STATUS, backend=ScriptedBackend("namespaces"))
     assert judged == replace(WHOLE, **dict.fromkeys(lacking, False))
 
 
@@ -187,28 +191,28 @@ def test_a_claim_is_made_of_what_was_found_alone(facts: dict[str, Any], lacking:
 )
 def test_landlock_is_judged_without_namespaces(facts: dict[str, Any], lacking: list[str]) -> None:
     found = FACTS | {"namespaces": OUTSIDE} | facts
-    judged = judge(found, status=STATUS, source=ScriptedSource("landlock"))
+    judged = judge(found, status=STATUS, backend=ScriptedBackend("landlock"))
     assert judged == replace(WHOLE, mechanism="landlock", own_view=False, **dict.fromkeys(lacking, False))
 
 
-def test_limits_alone_claim_nothing_that_happened_to_fail() -> None:
-    judged = judge(FACTS | {"namespaces": OUTSIDE}, status=STATUS, source=ScriptedSource("limits"))
+def test_limits_alone_never_count_as_isolation() -> None:
+    judged = judge(FACTS | {"namespaces": OUTSIDE}, status=STATUS, backend=ScriptedBackend("limits"))
     assert [judged.files, judged.network, judged.processes] == [False, False, False]
 
 
 @pytest.mark.parametrize("status", [{"NoNewPrivs": "0"}, {"CapEff": "0000000000000001"}])
-def test_privileges_of_any_kind_are_told(status: dict[str, str]) -> None:
-    judged = judge(FACTS, status=STATUS | status, source=ScriptedSource("namespaces"))
+def test_privileges_of_any_kind_are_reported(status: dict[str, str]) -> None:
+    judged = judge(FACTS, status=STATUS | status, backend=ScriptedBackend("namespaces"))
     assert judged == replace(WHOLE, privileges=False)
 
 
-def test_a_limit_of_processes_is_not_claimed_for_root() -> None:
+def test_the_process_limit_does_not_count_for_root() -> None:
     status = STATUS | {"Uid": "0 0 0 0"}
-    assert not judge(FACTS, status=status, source=ScriptedSource("bubblewrap")).limits
+    assert not judge(FACTS, status=status, backend=ScriptedBackend("bubblewrap")).limits
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_output_keeps_its_ends_however_it_comes(chunk: int) -> None:
+def test_the_ends_of_the_output_are_kept_for_any_chunk_size(chunk: int) -> None:
     data = bytes(range(256)) * 4
     output = Output(100)
     for start in range(0, len(data), chunk):
@@ -225,19 +229,19 @@ def test_the_documentation_names_every_setting() -> None:
     assert [name for name in SandboxSettings.model_fields if name not in page] == []
 
 
-def test_output_within_the_limit_is_whole() -> None:
+def test_output_within_the_limit_is_complete() -> None:
     output = Output(10)
     output.add("zwölf".encode())
     assert (output.text(), output.dropped_bytes) == ("zwölf", 0)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\0", b"\0\0\0\5{}", pack({"a": 1})[:-1]])
-def test_a_message_cut_short_is_the_end(sent: bytes) -> None:
+def test_a_truncated_message_counts_as_a_closed_socket(sent: bytes) -> None:
     assert asyncio.run(receive(sent)) is None
 
 
 @pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\2{]", b"\0\0\0\1\xff"])
-def test_what_is_no_message_is_refused(sent: bytes) -> None:
+def test_invalid_messages_are_refused(sent: bytes) -> None:
     with pytest.raises(BadMessage):
         asyncio.run(receive(sent))
 
@@ -254,7 +258,7 @@ async def receive(sent: bytes) -> Any:
 
 
 @pytest.mark.parametrize("mechanism", ["namespaces", "landlock"])
-def test_an_agent_that_hides_its_files_from_others_can_have_sandboxes(mechanism: Mechanism) -> None:
+def test_sandboxes_start_with_a_restrictive_umask(mechanism: Mechanism) -> None:
     python_tool(mechanism=mechanism)
     before = os.umask(0o077)
     try:
@@ -264,7 +268,7 @@ def test_an_agent_that_hides_its_files_from_others_can_have_sandboxes(mechanism:
     tool.close()
 
 
-def test_without_a_folder_for_temporary_files_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_folder_for_temporary_files_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     python_tool(mechanism="landlock")
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(ConfigError, match="/no/such/folder"):
@@ -292,7 +296,7 @@ open('file', 'w').close()
 
 
 @pytest.mark.parametrize("mechanism", ["namespaces", "bubblewrap", "landlock", "limits"])
-def test_an_agent_killed_outright_leaves_nothing_running_and_no_files(mechanism: Mechanism) -> None:
+def test_an_agent_killed_by_sigkill_leaves_no_processes_and_no_files(mechanism: Mechanism) -> None:
     config = {"mechanism": mechanism, "allow_weaker_isolation": True, "python": readable_python()}
     start_or_skip(config)
     marker = f"{os.getpid()}0{len(mechanism)}.5"
@@ -319,7 +323,7 @@ def start_or_skip(config: dict[str, Any]) -> PythonTool:
     return python_tool(**config)
 
 
-def test_a_fork_server_that_died_ends_its_sandboxes_and_is_started_again() -> None:
+def test_sandboxes_end_with_a_dead_fork_server_which_is_restarted() -> None:
     before = descendants()
     tool = start_or_skip({"mechanism": "namespaces", "time_limit_s": 18.0})
     server = descendants() - before
@@ -336,12 +340,12 @@ def test_a_fork_server_that_died_ends_its_sandboxes_and_is_started_again() -> No
     lost, again = asyncio.run(main())
     assert lost.text.startswith("The sandbox failed: ")
     assert lost.text.endswith("All variables and files are lost.")
-    assert again.text.endswith("started anew: variables and files are lost.\n2")
+    assert again.text.endswith("was restarted: variables and files are lost.\n2")
     tool.close()
     assert left_running(before) == set()
 
 
-def test_bubblewrap_shuts_in_as_well() -> None:
+def test_bubblewrap_isolates_too() -> None:
     start_or_skip({"mechanism": "bubblewrap"})
     codes = [
         "open('/etc/shadow')",

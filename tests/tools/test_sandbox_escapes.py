@@ -28,14 +28,14 @@ def mechanism(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def only(code: str, **settings: object) -> str:
-    """The answer to code that ends by itself, from an interpreter that goes on afterwards."""
+    """Return the answer to code that ends by itself, and check that its interpreter continues."""
     answer, after = talk(code, ALIVE, **settings)
     assert after.text == "still here"
     return answer.text
 
 
 def lost(code: str, **settings: object) -> str:
-    """The answer to code that costs the interpreter; the next call has a new one, the sandbox's files and no state."""
+    """Return the answer to code that kills its interpreter. The next call has a new one, the files and no state."""
     kept, answer, after = talk(
         "kept = 1; open('kept', 'w').close()",
         code,
@@ -50,12 +50,12 @@ def lost(code: str, **settings: object) -> str:
 
 
 class TestTakingTooMuch:
-    def test_a_fork_bomb_runs_into_the_process_limit(self) -> None:
+    def test_a_fork_bomb_hits_the_process_limit(self) -> None:
         code = "import os, time\nwhile True:\n    if os.fork() == 0:\n        time.sleep(1000)"
         text = only(code)
         assert "BlockingIOError: [Errno 11]" in text or COUNTED in text
 
-    def test_a_fork_bomb_that_swallows_its_errors_is_killed_whole(self) -> None:
+    def test_a_fork_bomb_that_ignores_errors_is_killed_completely(self) -> None:
         code = (
             "import os, signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
             "while True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
@@ -63,7 +63,7 @@ class TestTakingTooMuch:
         text = lost(code, **HASTY)
         assert "did not stop at the time limit of 0.5 s and was killed" in text or COUNTED in text
 
-    def test_threads_without_end_run_into_the_process_limit(self) -> None:
+    def test_endless_threads_hit_the_process_limit(self) -> None:
         code = (
             "import threading, time\n"
             "while True: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
@@ -71,12 +71,12 @@ class TestTakingTooMuch:
         text = only(code)
         assert "can't start new thread" in text or COUNTED in text
 
-    def test_a_memory_bomb_gets_a_memory_error_and_the_state_is_kept(self) -> None:
+    def test_a_large_allocation_raises_memory_error_and_the_state_is_kept(self) -> None:
         _, bomb, after = talk("x = 5", "data = []\nwhile True: data.append(bytearray(10**7))", "x")
         assert bomb.text.endswith("MemoryError")
         assert after.text == "5"
 
-    def test_memory_of_many_processes_counts_together(self) -> None:
+    def test_memory_of_all_processes_is_summed(self) -> None:
         code = (
             "import os, time\n"
             "for _ in range(4):\n"
@@ -84,22 +84,22 @@ class TestTakingTooMuch:
             "        data = bytearray(100 * 2**20); data[::4096] = b'x' * len(data[::4096]); time.sleep(1000)\n"
             "time.sleep(1000)"
         )
-        assert "held more than 256 MB of memory and were killed" in lost(code)
+        assert "used more than 256 MB of memory and were killed" in lost(code)
 
-    def test_memory_that_limits_do_not_count_is_refused(self) -> None:
+    def test_memory_outside_the_limits_cannot_be_allocated(self) -> None:
         assert "PermissionError" in only("import os; os.memfd_create('hidden')")
 
-    def test_a_file_over_the_limit_is_told(self) -> None:
+    def test_a_file_over_the_limit_raises_an_error(self) -> None:
         assert "OSError: [Errno 27] File too large" in only("open('big', 'wb').write(bytes(5 * 2**20))")
 
-    def test_all_file_descriptors_taken_is_told(self) -> None:
+    def test_too_many_open_files_raise_an_error(self) -> None:
         code = "import os\ntaken = []\nwhile True: taken.append(os.open('/dev/null', 0))"
         assert "OSError: [Errno 24] Too many open files" in only(code)
 
     def test_cpu_time_is_limited_over_all_calls(self) -> None:
         assert "used more than 1 s of CPU time" in lost("while True: pass", cpu_seconds=1)
 
-    def test_a_gigabyte_of_output_is_cut_while_it_comes(self) -> None:
+    def test_a_gigabyte_of_output_is_truncated_while_it_is_received(self) -> None:
         code = "import os\nfor _ in range(1024): os.write(1, bytes(2**20))\nprint('the end')"
         text = only(code, output_limit_bytes=1000)
         assert "[... 1073740832 bytes of output left out ...]" in text
@@ -125,10 +125,10 @@ class TestRunningForEver:
         ],
         ids=["ignores the signal", "holds the interpreter in C", "stops itself"],
     )
-    def test_what_no_interrupt_reaches_is_killed(self, code: str) -> None:
+    def test_code_that_ignores_the_interrupt_is_killed(self, code: str) -> None:
         assert "did not stop at the time limit of 0.5 s and was killed" in lost(code, **HASTY)
 
-    def test_a_number_too_large_to_compute_is_stopped(self) -> None:
+    def test_a_computation_that_cannot_be_interrupted_is_killed(self) -> None:
         answer, _ = talk("9 ** 9 ** 9", ALIVE, **HASTY)
         assert "time limit of 0.5 s" in answer.text
 
@@ -156,14 +156,14 @@ class TestReadingWhatIsNotItsOwn:
             text = only(f"open({secret.name!r}, 'rb').read(1)")
         assert text.splitlines()[-1].startswith(("FileNotFoundError", "PermissionError"))
 
-    def test_the_agents_home_shows_nothing_of_the_agents(self) -> None:
+    def test_the_agents_home_folder_is_hidden(self) -> None:
         shown = only(
             f"import os; print(os.path.exists({str(Path.home())!r}) and os.listdir({str(Path.home())!r}))"
         )
         private = {path.name for path in Path.home().iterdir() if path.name.startswith(".ssh")}
         assert not any(name in shown for name in private)
 
-    def test_no_environment_in_sight_holds_the_agents(self) -> None:
+    def test_no_visible_environment_contains_the_agents_variables(self) -> None:
         code = (
             "import os\nfound = [dict(os.environ)]\n"
             "for name in range(1, 2**16):\n"
@@ -186,7 +186,7 @@ class TestReadingWhatIsNotItsOwn:
             )
             assert only(code).splitlines() == ["0 c", "1 p", "2 p", "3 p", "4 p", "5 p"]
 
-    def test_one_sandbox_sees_nothing_of_another(self) -> None:
+    def test_sandboxes_cannot_see_each_other(self) -> None:
         marker = uuid4().hex
         talk(f"open('{marker}', 'w').close()")
         own = "import os, tempfile; folder = os.path.dirname(tempfile.gettempdir())"
@@ -195,7 +195,7 @@ class TestReadingWhatIsNotItsOwn:
 
 @pytest.fixture
 def host_file() -> Generator[str]:
-    """A file outside, which every user of this machine may read, write, run and move."""
+    """Create a file outside that every user of this machine may read, write, run and move."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         path = Path(folder, "program")
@@ -228,7 +228,7 @@ class TestWaysAround:
             "import shutil; shutil.copytree(os.path.dirname(path), 'copy'); print(open('copy/program').read())",
         ],
     )
-    def test_none_leads_to_a_file_outside(self, code: str, host_file: str) -> None:
+    def test_no_path_reaches_a_file_outside(self, code: str, host_file: str) -> None:
         text = only(f"import os; path = {host_file!r}; {code}")
         assert "Error" in text.splitlines()[-1]
         assert SECRET not in text
@@ -275,7 +275,7 @@ class TestReachingOut:
                     ("FileNotFoundError", "ConnectionRefusedError", "OSError: [Errno 101]")
                 )
 
-    def test_datagrams_of_a_pair_of_sockets_reach_nobody_else(self, tmp_path: Path) -> None:
+    def test_datagrams_of_a_socket_pair_cannot_leave_the_sandbox(self, tmp_path: Path) -> None:
         os.chmod(tmp_path, 0o777)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
             receiver.bind(str(tmp_path / "s"))
@@ -300,7 +300,7 @@ class TestReachingOut:
         text = only(f"import os; os.kill({max(os.getpid(), 100)}, 0)")
         assert text.splitlines()[-1].startswith(("ProcessLookupError", "PermissionError"))
 
-    def test_killing_everything_in_sight_kills_itself_alone(self) -> None:
+    def test_killing_all_visible_processes_kills_only_the_codes_own(self) -> None:
         assert "killed by signal SIGKILL" in lost(SUICIDE)
 
     def test_the_supervisor_cannot_be_killed(self) -> None:
@@ -334,10 +334,10 @@ class TestReachingOut:
             "prlimit(1, 7, ctypes.byref((ctypes.c_ulong * 2)(0, 0)), None)",
         ],
     )
-    def test_calls_that_would_open_the_sandbox_are_refused(self, call: str) -> None:
+    def test_system_calls_that_could_open_the_sandbox_are_refused(self, call: str) -> None:
         assert only(f"import ctypes, os; PARENT = os.getppid(); ctypes.CDLL(None).{call}") == "-1"
 
-    def test_a_set_uid_program_gives_nothing(self) -> None:
+    def test_a_set_uid_program_grants_no_privileges(self) -> None:
         code = "import subprocess; print(subprocess.run(['su', '-c', 'id'], capture_output=True, text=True))"
         assert "uid=0" not in only(code)
 
@@ -369,7 +369,7 @@ class TestLeavingSomethingBehind:
         assert "running" in only(code)
         assert running(marker) == []
 
-    def test_a_background_thread_that_ends_the_interpreter_between_calls_is_told(self) -> None:
+    def test_an_interpreter_that_exits_between_calls_is_reported(self) -> None:
         started, after, last = talk(
             "import os, threading\nthreading.Timer(0.05, os._exit, [7]).start()",
             "import time; time.sleep(5)",
@@ -384,7 +384,7 @@ class TestFightingTheInterpreter:
     @pytest.mark.parametrize(
         ("code", "says"),
         [
-            ("import os; os._exit(3)", "ended with exit status 3"),
+            ("import os; os._exit(3)", "exited with status 3"),
             ("import os; os.abort()", "killed by signal SIGABRT"),
             ("import ctypes; ctypes.string_at(0)", "killed by signal SIGSEGV"),
             ("import os; os.write(4, b'd' * 100)", "broke the interpreter's own pipes"),
@@ -392,17 +392,17 @@ class TestFightingTheInterpreter:
             ("import os; os.closerange(0, 64)", "variables and imports are lost"),
         ],
     )
-    def test_an_interpreter_that_is_broken_is_replaced(self, code: str, says: str) -> None:
+    def test_a_broken_interpreter_is_replaced(self, code: str, says: str) -> None:
         assert says in lost(code)
 
-    def test_a_copy_that_the_code_forks_answers_no_call(self) -> None:
+    def test_a_forked_interpreter_reports_no_result(self) -> None:
         code = "import os\ncopy = os.fork()\nprint('hello')\nif copy: os.waitpid(copy, 0)"
         both, after = talk(code, "1 + 1")
         assert both.text == "hello\nhello"
         assert after.text == "2"
 
     @pytest.mark.parametrize("code", ["exit()", "raise SystemExit(3)", "import sys; sys.exit('bye')"])
-    def test_exit_is_an_error_like_any_other(self, code: str) -> None:
+    def test_sys_exit_is_an_error_like_any_other(self, code: str) -> None:
         assert "SystemExit" in only(code)
 
     @pytest.mark.parametrize(
@@ -413,10 +413,10 @@ class TestFightingTheInterpreter:
             "import sys\nsys.stdout = None; del sys.stderr",
         ],
     )
-    def test_closed_streams_are_there_again_for_the_next_call(self, code: str) -> None:
+    def test_closed_streams_are_restored_for_the_next_call(self, code: str) -> None:
         only(code)
 
-    def test_a_verdict_written_ahead_is_not_taken_for_that_of_a_later_call(self) -> None:
+    def test_a_forged_verdict_does_not_count_for_a_later_call(self) -> None:
         later = (
             "import os, threading, time\n"
             "def forge():\n"
@@ -429,7 +429,7 @@ class TestFightingTheInterpreter:
         assert "broke the interpreter's own pipes" in after.text
         assert last.text == "2"
 
-    def test_a_signal_handler_left_behind_does_not_end_the_interpreter(self) -> None:
+    def test_a_signal_handler_from_an_earlier_call_does_not_end_the_interpreter(self) -> None:
         code = (
             "import signal, time\n"
             "def complain(*_): raise TimeoutError('late')\n"
@@ -438,7 +438,7 @@ class TestFightingTheInterpreter:
         *_, last = talk(f"x = 1\n{code}", "time.sleep(0.02)", "x")
         assert last.text == "1"
 
-    def test_a_storm_of_signals_costs_the_interpreter_at_most(self) -> None:
+    def test_a_flood_of_signals_affects_only_the_interpreter(self) -> None:
         code = (
             "import signal\n"
             "def complain(*_): raise TimeoutError('late')\n"
@@ -447,11 +447,11 @@ class TestFightingTheInterpreter:
         *_, last = talk(code, "import signal; signal.setitimer(0, 0)", "import os; os._exit(0)", "1 + 1")
         assert last.text.endswith("2")
 
-    def test_an_exception_that_cannot_be_shown_is_an_error_like_any_other(self) -> None:
+    def test_an_exception_that_cannot_be_formatted_is_an_error_like_any_other(self) -> None:
         code = "class Bad(Exception):\n    def __str__(self): raise ValueError\n    __repr__ = __str__\nraise Bad"
         assert "Bad" in only(code)
 
-    def test_the_sandbox_of_a_neighbour_is_not_disturbed(self) -> None:
+    def test_other_sandboxes_are_not_affected(self) -> None:
         tool = python_tool()
 
         async def main() -> None:

@@ -31,9 +31,9 @@ CLONE, CLONE3, SOCKET, SOCKETPAIR, OPENAT = (56, 220), (435, 435), (41, 198), (5
 
 
 def verdict(
-    lines: list[seccomp.Line], *, architecture: int, number: int, arguments: tuple[int, ...] = ()
+    lines: list[seccomp.BpfLine], *, architecture: int, number: int, arguments: tuple[int, ...] = ()
 ) -> int:
-    """What a program says of a system call."""
+    """Return the decision of a program on a system call."""
     data = {seccomp.NUMBER_OFFSET: number, seccomp.ARCHITECTURE_OFFSET: architecture}
     for place in range(6):
         data[seccomp.ARGUMENTS_OFFSET + 8 * place] = arguments[place] if place < len(arguments) else 0
@@ -64,7 +64,7 @@ def ask(machine: str, numbers: Numbers, *arguments: int, refused: Mapping[str, N
     return verdict(lines, architecture=architecture, number=numbers[column], arguments=arguments)
 
 
-def test_what_is_refused_fails_and_the_rest_is_let_through(machine: str) -> None:
+def test_refused_system_calls_fail_and_others_are_allowed(machine: str) -> None:
     architecture, column = ARCHITECTURES[machine]
     lines = seccomp.make_program(machine, refused=REFUSED, rules=RULES)
     refused = {numbers[column] for numbers in REFUSED.values()} - {ABSENT}
@@ -78,7 +78,7 @@ def test_what_is_refused_fails_and_the_rest_is_let_through(machine: str) -> None
 
 
 @pytest.mark.parametrize("number", [0, 1, 62, 0x40000000, 0x40000000 + 101, ABSENT])
-def test_calls_of_another_architecture_end_the_process(machine: str, number: int) -> None:
+def test_system_calls_of_another_architecture_kill_the_process(machine: str, number: int) -> None:
     lines = seccomp.make_program(machine, refused=REFUSED, rules=RULES)
     i386 = 0x40000003
     assert verdict(lines, architecture=i386, number=number) == seccomp.KILL
@@ -109,11 +109,13 @@ def test_calls_of_another_architecture_end_the_process(machine: str, number: int
         ((141, 140), (0, 1, 5), errno.EPERM),
     ],
 )
-def test_arguments_decide(machine: str, numbers: Numbers, arguments: tuple[int, ...], error: int) -> None:
+def test_rules_depend_on_the_arguments(
+    machine: str, numbers: Numbers, arguments: tuple[int, ...], error: int
+) -> None:
     assert ask(machine, numbers, *arguments) == (seccomp.ERRNO | error if error else seccomp.ALLOW)
 
 
-def test_sockets_between_processes_of_one_sandbox_are_let_through_where_they_reach_nobody_else() -> None:
+def test_unix_sockets_are_allowed_if_they_cannot_leave_the_sandbox() -> None:
     lines = seccomp.make_program("x86_64", refused={}, rules=SOCKETS_APART)
     architecture, _ = ARCHITECTURES["x86_64"]
     for family, said in (
@@ -123,7 +125,7 @@ def test_sockets_between_processes_of_one_sandbox_are_let_through_where_they_rea
         assert verdict(lines, architecture=architecture, number=SOCKET[0], arguments=(family,)) == said
 
 
-def test_the_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
+def test_the_numbers_match_the_kernel_headers(machine: str) -> None:
     header, column = HEADERS[machine], ARCHITECTURES[machine][1]
     if not header.exists():
         pytest.skip(f"{header} is not installed")

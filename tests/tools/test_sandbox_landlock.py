@@ -15,7 +15,7 @@ from agent_loop.errors import SandboxError
 from agent_loop.tools.python import PythonTool
 from agent_loop.tools.sandbox.fork_server import check_landlock
 from agent_loop.tools.sandbox.inside import landlock
-from agent_loop.tools.sandbox.inside.plan import SCOPED_SIGNALS_VERSION
+from agent_loop.tools.sandbox.inside.spec import SCOPED_SIGNALS_VERSION
 from agent_loop.tools.sandbox.settings import SandboxSettings
 from tests.tools.sandboxes import (
     SMALL,
@@ -38,7 +38,7 @@ USER_ID = 54_321
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
-    """Where the folders of sandboxes are; none is left."""
+    """Provide the parent folder of the sandboxes' folders, and check that none is left."""
     with tempfile.TemporaryDirectory() as path:
         os.chmod(path, 0o755)
         monkeypatch.setattr(tempfile, "tempdir", path)
@@ -61,7 +61,7 @@ FILL = "for i in range(100):\n    with open(f'{i}', 'wb') as file: file.write(by
     ],
     ids=["much", "removed and open", "many", "deep", "hidden"],
 )
-def test_files_over_the_limit_are_told_and_removed(code: str, folder: Path) -> None:
+def test_files_over_the_limit_are_reported_and_removed(code: str, folder: Path) -> None:
     full, after, last = talk(f"import os, time\n{code}", "import os; os.listdir()", "1 + 1", **LANDLOCK)
     assert "files took more than 8 MB; they were removed, its processes killed" in full.text
     assert full.text.endswith("variables, imports and files are lost.")
@@ -78,7 +78,7 @@ os.getpid()
 """
 
 
-def test_what_a_thread_writes_between_calls_is_counted(folder: Path) -> None:
+def test_files_that_a_thread_writes_between_calls_are_counted(folder: Path) -> None:
     tool = python_tool(**LANDLOCK)
 
     async def main() -> str:
@@ -92,7 +92,7 @@ def test_what_a_thread_writes_between_calls_is_counted(folder: Path) -> None:
     assert "Since the last call, the code's files took more than 8 MB" in asyncio.run(main())
 
 
-def test_nothing_of_the_host_can_be_listed() -> None:
+def test_folders_of_the_host_cannot_be_listed() -> None:
     for path in ("/", "/proc", "/tmp", "/root", "/sys", "/etc"):
         (answer,) = talk(f"import os; os.listdir({path!r})", **LANDLOCK)
         assert "PermissionError" in answer.text
@@ -100,7 +100,7 @@ def test_nothing_of_the_host_can_be_listed() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, which gives sandboxes users of their own")
 @pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
-def test_older_kernels_do_where_sandboxes_have_users_of_their_own(
+def test_older_kernels_suffice_if_sandboxes_have_their_own_users(
     version: int, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     python_tool(**LANDLOCK)
@@ -131,16 +131,18 @@ def test_older_kernels_do_where_sandboxes_have_users_of_their_own(
 
 @pytest.mark.parametrize(
     ("version", "has_own_user", "says"),
-    [(0, True, "the kernel has no Landlock"), (5, False, "does not keep signals inside")],
+    [(0, True, "the kernel has no Landlock"), (5, False, "does not contain signals")],
 )
-def test_kernels_that_shut_in_too_little_are_named(version: int, has_own_user: bool, says: str) -> None:
-    plan = replace(SandboxSettings().plan("landlock"), landlock_version=version, has_own_user=has_own_user)
+def test_kernels_without_sufficient_landlock_are_refused_with_the_reason(
+    version: int, has_own_user: bool, says: str
+) -> None:
+    spec = replace(SandboxSettings().spec("landlock"), landlock_version=version, has_own_user=has_own_user)
     with pytest.raises(SandboxError, match=says):
-        check_landlock(plan)
+        check_landlock(spec)
 
 
 def contained(user_id: int, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command of Python's as in a container without the right to make namespaces."""
+    """Run a Python command as in a container without the right to create namespaces."""
     python = sys.executable if user_id == os.geteuid() else SMALL["python"]
     folders = [str(REPOSITORY), *(path for path in sys.path if path.endswith(("src", "site-packages")))]
     if user_id != os.geteuid() and not all(is_open_to_all(folder) for folder in folders):
@@ -166,7 +168,7 @@ def test_the_escapes_fail_in_a_container_too() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root, to become a user without privileges")
-def test_a_user_without_privileges_is_shut_in_too_in_a_container(tmp_path: Path) -> None:
+def test_an_unprivileged_user_is_isolated_in_a_container_too(tmp_path: Path) -> None:
     python_tool(**LANDLOCK)
     if landlock.version() < SCOPED_SIGNALS_VERSION:
         pytest.skip("NO SANDBOX HERE for users without privileges: the kernel is older than Linux 6.12")

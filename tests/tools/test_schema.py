@@ -38,7 +38,7 @@ def parameters_of(function: Any) -> dict[str, Any]:
     return function_schema(function)["function"]["parameters"]
 
 
-def test_a_schema_is_made_of_hints_and_docstring() -> None:
+def test_a_schema_is_built_from_type_hints_and_docstring() -> None:
     def multiply(a: int, b: int = 1) -> int:
         """Multiply two integers.
 
@@ -107,7 +107,7 @@ def test_annotations_become_json_schema(annotation: Any, expected: dict[str, Any
     assert parameters_of(tool)["properties"]["value"] == expected
 
 
-def test_nested_models_are_written_in_place_and_keep_fields_named_title() -> None:
+def test_nested_models_are_inlined_and_keep_fields_named_title() -> None:
     def go(route: Route) -> None:
         """Goes."""
 
@@ -131,7 +131,7 @@ def test_a_parameter_may_be_named_like_a_method_of_pydantic() -> None:
     assert list(parameters_of(tool)["properties"]) == ["copy", "model_config", "_hidden"]
 
 
-def test_a_default_without_json_form_is_left_out() -> None:
+def test_a_default_without_a_json_form_is_omitted() -> None:
     def tool(value: str = object()) -> None:  # type: ignore
         """Does it."""
 
@@ -180,13 +180,13 @@ def holds_itself(tree: Tree) -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (no_docstring, "no_docstring has no docstring; write what it does"),
+        (no_docstring, "no_docstring has no docstring; describe what it does"),
         (no_annotation, "parameter 'a' has no annotation; give its type, as in a: int"),
         (any_number, r"takes \*values: int; name each parameter"),
         (any_names, r"takes \*\*values: int; name each parameter"),
-        (by_position, "'a' is positional only; calls go by name"),
-        (wrong_docstring, "describes 'frist', no parameter; did you mean 'first'"),
-        (no_json_form, "JSON has no form"),
+        (by_position, "'a' is positional-only; arguments are passed by name"),
+        (wrong_docstring, "describes 'frist', which is not a parameter; did you mean 'first'"),
+        (no_json_form, "has no JSON form"),
         (unknown_type, "annotations cannot be read: name 'Missing' is not defined"),
         (holds_itself, "'Tree' contains itself"),
     ],
@@ -239,13 +239,13 @@ FITTING = {"seats": 2, "class": "first"}
         ([1, 2], "the call is [1, 2], an array; expected an object"),
     ],
 )
-def test_wrong_arguments_are_named_with_what_was_got_and_expected(
+def test_invalid_arguments_are_reported_with_the_expected_and_actual_values(
     arguments: Any, sentence: str | None
 ) -> None:
     assert check_arguments(SCHEMA, arguments) == sentence
 
 
-def test_several_faults_are_named_together() -> None:
+def test_several_errors_are_reported_together() -> None:
     assert check_arguments(SCHEMA, {"seats": "2", "class": 1}) == (
         "argument 'seats' is \"2\", a string; expected an integer; "
         'argument \'class\' is 1, an integer; expected one of "first", "second"'
@@ -272,7 +272,7 @@ JSON_VALUES = st.one_of(
     st.dictionaries(st.sampled_from([*MIXED["properties"], "unknown"]), JSON_VALUES),
     st.sampled_from([{}, {"required": []}, {"minProperties": 2}]),
 )
-def test_what_fits_plainly_is_what_the_validator_accepts(
+def test_the_check_of_types_agrees_with_the_validator(
     arguments: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     schema = MIXED | changed
@@ -280,7 +280,7 @@ def test_what_fits_plainly_is_what_the_validator_accepts(
     assert (check_arguments({"function": {"name": "t", "parameters": schema}}, arguments) is None) == accepted
 
 
-def test_a_schema_that_names_no_properties_takes_any() -> None:
+def test_a_schema_without_properties_accepts_any_arguments() -> None:
     schema = {"type": "function", "function": {"name": "free"}}
     assert check_arguments(schema, {"whatever": 1}) is None
 
@@ -288,7 +288,7 @@ def test_a_schema_that_names_no_properties_takes_any() -> None:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ({"name": "x", "parameters": {"type": "objekt"}}, "no valid JSON schema: type: 'objekt'"),
+        ({"name": "x", "parameters": {"type": "objekt"}}, "not a valid JSON schema: type: 'objekt'"),
         ({"name": "x", "parameters": {"type": "array"}}, "has the type 'array'; make it 'object'"),
         ({"name": "x", "parameters": {"properties": {"ab": {}}, "required": ["abc"]}}, "did you mean 'ab'"),
         ({"name": "two words"}, "function.name is 'two words'"),
@@ -306,8 +306,8 @@ def parameters(**properties: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("reference", ["#/$defs/nothing", "http://127.0.0.1:9/schema.json"])
-def test_a_reference_that_leads_out_of_the_schema_is_refused(reference: str) -> None:
-    with pytest.raises(ConfigError, match=r"refers to .*, which is not in it; put it into its"):
+def test_a_reference_outside_the_schema_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigError, match=r"refers to .*, which it does not contain; add that schema to its"):
         check_tool_schema(parameters(x={"items": {"$ref": reference}}), where="t")
 
 
@@ -322,19 +322,19 @@ def nested(depth: int) -> list[Any]:
     return [nested(depth - 1)] if depth else []
 
 
-def test_arguments_that_cannot_be_held_against_the_schema_are_wrong() -> None:
+def test_arguments_that_cannot_be_validated_are_an_error() -> None:
     assert check_arguments(parameters(x={"multipleOf": 0.1}), {"x": 10**400}) is not None
     endless = parameters(x={"$ref": "#/properties/x", "type": "array"})
     endless["function"]["parameters"]["properties"]["x"] = {"items": {"$ref": "#/properties/x"}}
     assert check_arguments(endless, {"x": nested(300)}) == "the call is nested too deeply"
 
 
-def test_a_value_that_fits_too_many_options_is_said_to() -> None:
+def test_a_value_that_matches_several_options_of_one_of_is_reported() -> None:
     tool_schema = parameters(x={"oneOf": [{"type": "integer"}, {"type": "number"}]})
     assert "valid under each of" in str(check_arguments(tool_schema, {"x": 1}))
 
 
-def test_where_patterns_allow_names_the_one_that_fits_none_is_named() -> None:
+def test_a_name_that_matches_no_pattern_is_reported() -> None:
     tool_schema = parameters()
     tool_schema["function"]["parameters"] |= {"patternProperties": {"^x_": {}}, "additionalProperties": False}
     fault = str(check_arguments(tool_schema, {"x_1": 1, "bad": 2}))

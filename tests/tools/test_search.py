@@ -54,7 +54,7 @@ def ask(tool: SearchTool, **arguments: Any) -> ToolResult:
     return asyncio.run(main())
 
 
-def test_the_best_passages_come_first_in_the_form_of_search_r1(tmp_path: Path) -> None:
+def test_the_best_passages_come_first_in_the_format_of_search_r1(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     result = ask(tool_of(tmp_path, topk=2), query_list=["swimming in a river", "how old do oaks get?"])
     assert result.response.text == (
@@ -65,7 +65,7 @@ def test_the_best_passages_come_first_in_the_form_of_search_r1(tmp_path: Path) -
     assert result.extra == {"query_count": 2, "total_results": 3}
 
 
-def test_text_that_sqlite_would_read_as_a_query_is_only_text(tmp_path: Path) -> None:
+def test_query_syntax_of_sqlite_is_treated_as_text(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     tool = tool_of(tmp_path)
     for query in ['oak" OR title:"x', "NEAR(oak, 3)", "oak*", "-oak", "oak AND", "(oak", "ôäk oak", "oak\0"]:
@@ -76,7 +76,7 @@ def test_text_that_sqlite_would_read_as_a_query_is_only_text(tmp_path: Path) -> 
     assert nothing.incident.kind is IncidentKind.TOOL_ERROR
 
 
-def test_a_long_passage_is_shown_around_what_was_asked_for(tmp_path: Path) -> None:
+def test_a_long_passage_is_shown_around_the_matches(tmp_path: Path) -> None:
     words = " ".join(f"word{n}" for n in range(300))
     write_corpus(tmp_path, [{"title": "Long", "text": words}])
     text = str(ask(tool_of(tmp_path, snippet_words=8), query_list=["word200"]).response.text)
@@ -85,7 +85,7 @@ def test_a_long_passage_is_shown_around_what_was_asked_for(tmp_path: Path) -> No
     assert words in str(ask(tool_of(tmp_path, snippet_words=None), query_list=["word200"]).response.text)
 
 
-def test_one_query_and_the_json_form_of_verls_tool(tmp_path: Path) -> None:
+def test_a_single_query_and_the_json_format_of_verl_are_supported(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
     schema = {"type": "function", "function": {"name": "search", "parameters": parameters}}
@@ -101,7 +101,7 @@ def test_one_query_and_the_json_form_of_verls_tool(tmp_path: Path) -> None:
     }
 
 
-def test_the_index_is_built_once_and_again_when_the_corpus_changed(tmp_path: Path) -> None:
+def test_the_index_is_built_once_and_rebuilt_when_the_corpus_changes(tmp_path: Path) -> None:
     corpus, cache = write_corpus(tmp_path), tmp_path / "cache"
     first = SearchIndex([str(corpus)], cache_dir=cache)
     built = first.path.stat().st_mtime_ns
@@ -113,14 +113,14 @@ def test_the_index_is_built_once_and_again_when_the_corpus_changed(tmp_path: Pat
     assert (len(first), len(second)) == (3, 4)
 
 
-def test_an_index_that_is_damaged_or_of_another_format_is_built_anew(tmp_path: Path) -> None:
+def test_a_damaged_or_outdated_index_is_rebuilt(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path)
     path = SearchIndex([str(corpus)], cache_dir=tmp_path).path
     path.write_bytes(b"no database")
     assert len(SearchIndex([str(corpus)], cache_dir=tmp_path)) == 3
 
 
-def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_files(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, [*ROWS, {"title": "empty"}])
     with pytest.raises(DataError, match="line 4 has none of the fields"):
         SearchIndex([str(corpus)], cache_dir=tmp_path / "cache")
@@ -137,7 +137,7 @@ print(len(index), index.path.stat().st_ino)
 """
 
 
-def test_several_processes_that_build_at_once_share_one_index(tmp_path: Path) -> None:
+def test_processes_that_build_concurrently_share_one_index(tmp_path: Path) -> None:
     corpus, cache = write_corpus(tmp_path, ROWS * 500), tmp_path / "cache"
     command = [sys.executable, "-c", BUILD, str(corpus), str(cache)]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -147,7 +147,7 @@ def test_several_processes_that_build_at_once_share_one_index(tmp_path: Path) ->
     assert {path.suffix for path in cache.iterdir()} == {".sqlite", ".lock"}
 
 
-def test_parquet_and_plain_files_and_folders_of_them(tmp_path: Path) -> None:
+def test_parquet_and_text_files_and_folders_can_be_searched(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS[:2]), tmp_path / "animals.parquet")
     (tmp_path / "notes.md").write_text("First.\n\n" + "word " * 150 + "\n\nLast.\n")
     files = corpus_files([str(tmp_path)])
@@ -161,9 +161,9 @@ def test_parquet_and_plain_files_and_folders_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "needs one of corpus and retrieval_service_url"),
-        ({"corpus": ["/no/such/file.jsonl"]}, "no such file"),
-        ({"corpus": ["x.docx"]}, "no such file"),
+        ({}, "needs exactly one of corpus and retrieval_service_url"),
+        ({"corpus": ["/no/such/file.jsonl"]}, "is not a supported file or a folder"),
+        ({"corpus": ["x.docx"]}, "is not a supported file or a folder"),
         ({"topK": 3, "corpus": ["x.txt"]}, "did you mean 'topk'"),
         ({"retrieval_service_url": "http://x", "headers": {"X": "$NO_SUCH_VARIABLE"}}, "NO_SUCH_VARIABLE"),
     ],
@@ -173,7 +173,7 @@ def test_a_wrong_config_is_refused(config: dict[str, Any], message: str) -> None
         SearchTool(config)
 
 
-def test_a_retrieval_service_like_that_of_search_r1(tmp_path: Path) -> None:
+def test_a_retrieval_service_like_search_r1_can_be_used(tmp_path: Path) -> None:
     asked: list[Any] = []
 
     async def retrieve(request: web.Request) -> web.Response:
@@ -207,7 +207,7 @@ def test_a_retrieval_service_like_that_of_search_r1(tmp_path: Path) -> None:
     assert asked == [{"queries": ["otter", "oak"], "topk": 3, "return_scores": True}] * 3
 
 
-def test_a_service_that_answers_a_get_and_one_that_answers_nonsense(tmp_path: Path) -> None:
+def test_get_services_are_supported_and_invalid_responses_are_errors(tmp_path: Path) -> None:
     async def find(request: web.Request) -> web.Response:
         if request.query["query"] == "nonsense":
             return web.json_response({"hits": [{"no": "text"}]})
@@ -223,7 +223,7 @@ def test_a_service_that_answers_a_get_and_one_that_answers_nonsense(tmp_path: Pa
     assert nonsense.incident.kind is IncidentKind.TOOL_ERROR
 
 
-def test_a_service_that_is_gone_is_a_typed_failure() -> None:
+def test_an_unreachable_service_is_unavailable() -> None:
     tool = SearchTool({"retrieval_service_url": "http://127.0.0.1:9/retrieve"})
     result = ask(tool, query_list=["oak"])
     assert result.incident is not None
@@ -231,14 +231,14 @@ def test_a_service_that_is_gone_is_a_typed_failure() -> None:
     assert "tried 3 times" in str(result.response.text)
 
 
-def test_a_query_without_a_word_is_told_to_the_model(tmp_path: Path) -> None:
+def test_a_query_without_words_is_reported_to_the_model(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     index = SearchIndex([str(tmp_path / "corpus.jsonl")], cache_dir=tmp_path)
-    with pytest.raises(ToolError, match="holds no word"):
+    with pytest.raises(ToolError, match="has no words"):
         index.search("...", limit=1, snippet_words=None)
 
 
-def test_a_long_document_of_equal_words_is_searched_in_time(tmp_path: Path) -> None:
+def test_a_long_document_of_equal_words_is_searched_quickly(tmp_path: Path) -> None:
     write_corpus(tmp_path, [{"title": "Echo", "text": " ".join(["river"] * 200_000)}, *ROWS])
     result = ask(tool_of(tmp_path, topk=1), query_list=["rivers"])
     assert result.incident is None
@@ -247,7 +247,7 @@ def test_a_long_document_of_equal_words_is_searched_in_time(tmp_path: Path) -> N
     assert result.response.text.endswith(" ... ")
 
 
-def test_the_part_of_a_long_document_that_fits_best_is_shown(tmp_path: Path) -> None:
+def test_the_best_matching_part_of_a_long_document_is_shown(tmp_path: Path) -> None:
     noise = [f"word{n}" for n in range(3000)]
     noise[100:102] = ["rivers", "flow"]
     noise[2000:2004] = ["Otters", "swam", "in", "rivers"]
@@ -259,15 +259,17 @@ def test_the_part_of_a_long_document_that_fits_best_is_shown(tmp_path: Path) -> 
     assert text.startswith(" ... ")
 
 
-def test_half_a_surrogate_is_replaced_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unpaired_surrogate_is_replaced_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write_corpus(tmp_path, [*ROWS, {"title": "Half", "text": "a broken \ud800 glyph"}])
     result = ask(tool_of(tmp_path, topk=1), query_list=["glyph"])
     assert "a broken \N{REPLACEMENT CHARACTER} glyph" in str(result.response.text)
-    assert f"{path} line 4 holds half a surrogate" in caplog.text
+    assert f"{path} line 4 contains an unpaired surrogate" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "deep"])
-def test_a_document_that_cannot_be_read_is_named(tmp_path: Path, value: str) -> None:
+def test_a_document_that_cannot_be_read_is_reported(tmp_path: Path, value: str) -> None:
     path = write_corpus(tmp_path)
     with path.open("a") as file:
         file.write(f'{{"text": "x", "more": {value}}}')

@@ -14,7 +14,7 @@ from tests.helpers import calls, hermes_template, says, user
 from tests.rollout.harness import Adder, Stage
 
 
-def test_a_row_sees_and_calls_only_what_it_chooses() -> None:
+def test_a_row_sees_and_calls_only_its_selected_tools() -> None:
     chosen, other = Adder(name="chosen"), Adder(name="other")
     script = [calls("other", a=1, b=2), calls("chosen", a=1, b=2), says("3")]
     trajectory = Stage(script, tools=[other, chosen]).run_one(
@@ -31,7 +31,7 @@ def test_a_row_sees_and_calls_only_what_it_chooses() -> None:
 
 
 @pytest.mark.parametrize(("selection", "num_tools"), [(None, 2), ([], 0), (("b", "a"), 2)])
-def test_none_chooses_all_and_an_empty_list_none(selection: Any, num_tools: int) -> None:
+def test_none_selects_all_tools_and_an_empty_list_selects_none(selection: Any, num_tools: int) -> None:
     stage = Stage([says("hello")], tools=[Adder(name="a"), Adder(name="b")])
     output = stage.run_one(tool_selection=selection).output
     assert len(output.tool_schemas) == num_tools
@@ -45,9 +45,9 @@ def test_none_chooses_all_and_an_empty_list_none(selection: Any, num_tools: int)
             ["calculater"],
             "row 1: tool_selection: there is no tool 'calculater'; did you mean",
         ),
-        ("tool_selection", "calculator", "give a list of names"),
-        ("tool_selection", [3], "give a list of names"),
-        ("tool_selection", ["calculator", "calculator"], "name each tool once"),
+        ("tool_selection", "calculator", "give a list of tool names"),
+        ("tool_selection", [3], "give a list of tool names"),
+        ("tool_selection", ["calculator", "calculator"], "list each tool once"),
         ("tools_kwargs", {"calculater": {}}, "row 1: tools_kwargs: there is no 'calculater'"),
     ],
 )

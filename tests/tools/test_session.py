@@ -92,7 +92,7 @@ def kind_of(result: ToolResult) -> IncidentKind | None:
     return None if result.incident is None else result.incident.kind
 
 
-def test_a_tool_is_created_once_used_often_and_released_once() -> None:
+def test_a_tool_is_created_once_and_released_once() -> None:
     tool = Notebook()
 
     async def main() -> None:
@@ -109,7 +109,7 @@ def test_a_tool_is_created_once_used_often_and_released_once() -> None:
     assert len({instance_id for _, instance_id, _ in tool.log}) == 1
 
 
-def test_calls_at_once_share_one_instance() -> None:
+def test_concurrent_calls_share_one_instance() -> None:
     tool = Notebook(create=lambda: asyncio.sleep(1), execute=lambda: asyncio.sleep(1))
 
     async def main() -> None:
@@ -123,7 +123,7 @@ def test_calls_at_once_share_one_instance() -> None:
     assert tool.events == ["create", "execute", "execute", "execute", "release"]
 
 
-def test_two_trajectories_have_instances_of_their_own() -> None:
+def test_two_trajectories_have_separate_instances() -> None:
     tool = Notebook()
 
     async def main() -> None:
@@ -180,13 +180,13 @@ def test_a_row_with_unknown_tools_kwargs_is_refused(tools_kwargs: dict[str, Any]
         session_of(Notebook(), **tools_kwargs)
 
 
-def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:
+def test_an_unknown_tool_is_answered_with_the_list_of_tools() -> None:
     result = execute_once(Notebook(), call("weather"))
     assert kind_of(result) is IncidentKind.UNKNOWN_TOOL
     assert result.response.text == "there is no tool 'weather'; there are: notebook"
 
 
-def test_wrong_arguments_are_answered_and_nothing_is_created() -> None:
+def test_invalid_arguments_are_reported_and_nothing_is_created() -> None:
     tool = Notebook()
     result = execute_once(tool, call(text=3))
     assert kind_of(result) is IncidentKind.INVALID_ARGUMENTS
@@ -195,7 +195,7 @@ def test_wrong_arguments_are_answered_and_nothing_is_created() -> None:
 
 
 @pytest.mark.parametrize("stage", ["create", "execute"])
-def test_a_tool_error_is_answered_in_its_own_words(stage: str) -> None:
+def test_the_model_reads_the_message_of_a_tool_error(stage: str) -> None:
     tool = Notebook(**{stage: raising(ToolError("no page 7\nof 5"))})
     result = execute_once(tool, call())
     assert result.response.text == "no page 7\nof 5"
@@ -205,7 +205,7 @@ def test_a_tool_error_is_answered_in_its_own_words(stage: str) -> None:
 
 
 @pytest.mark.parametrize("stage", ["create", "execute"])
-def test_a_hung_tool_is_answered_and_released(stage: str) -> None:
+def test_a_hung_tool_times_out_and_is_released(stage: str) -> None:
     tool = Notebook(**{stage: hang})
     result = execute_once(tool, call())
     assert kind_of(result) is IncidentKind.TOOL_TIMEOUT
@@ -213,7 +213,7 @@ def test_a_hung_tool_is_answered_and_released(stage: str) -> None:
     assert tool.events[-1] == "release"
 
 
-def test_a_function_that_blocks_its_thread_is_answered() -> None:
+def test_a_function_that_blocks_its_thread_times_out() -> None:
     unblock = threading.Event()
 
     @function_tool
@@ -225,12 +225,12 @@ def test_a_function_that_blocks_its_thread_is_answered() -> None:
     unblock.set()
 
 
-def test_creating_counts_towards_the_time_limit_of_the_call() -> None:
+def test_create_counts_towards_the_time_limit_of_the_call() -> None:
     tool = Notebook(create=lambda: asyncio.sleep(50), execute=lambda: asyncio.sleep(50))
     assert kind_of(execute_once(tool, call())) is IncidentKind.TOOL_TIMEOUT
 
 
-def test_after_a_failed_create_the_next_call_creates_anew_and_both_are_released() -> None:
+def test_a_failed_create_is_repeated_by_the_next_call_and_both_are_released() -> None:
     failures = [ToolError("busy")]
 
     def create() -> None:
@@ -294,7 +294,7 @@ def test_a_tool_can_neither_fake_a_cancellation_nor_end_the_process(error: BaseE
         (ToolResponse(), None, []),
     ],
 )
-def test_a_result_of_another_shape_is_a_bug_of_the_tool(returned: Any) -> None:
+def test_a_result_of_the_wrong_shape_is_a_bug_of_the_tool(returned: Any) -> None:
     with pytest.raises(ToolBug, match=r"tool 'notebook' returned .*; return "):
         execute_once(Notebook(execute=returning(returned)), call())
 
@@ -310,7 +310,7 @@ def test_a_result_of_another_shape_is_a_bug_of_the_tool(returned: Any) -> None:
         (({"total": 3}, None, None), '{"total": 3}', None),
     ],
 )
-def test_reward_and_extra_may_be_left_out_and_a_dict_is_read_as_json(
+def test_reward_and_extra_may_be_omitted_and_a_dict_becomes_json(
     returned: Any, text: str, reward: float | None
 ) -> None:
     result = execute_once(Notebook(execute=returning(returned)), call())
@@ -324,19 +324,19 @@ def test_a_dict_that_contains_itself_is_a_bug_of_the_tool() -> None:
         execute_once(Notebook(execute=returning(endless)), call())
 
 
-def test_a_text_may_stand_in_the_place_of_the_response() -> None:
+def test_a_str_may_replace_the_response() -> None:
     result = execute_once(Notebook(execute=returning(("fine", 1, {"a": 2}))), call())
     assert result == ToolResult(ToolResponse(text="fine"), reward=1.0, extra={"a": 2})
 
 
-def test_half_a_surrogate_pair_is_replaced_as_nothing_could_be_written_with_it() -> None:
+def test_an_unpaired_surrogate_is_replaced_so_that_records_can_be_written() -> None:
     result = execute_once(Notebook(execute=returning(("a\ud800b", None, {}))), call())
     assert result.response.text == "a?b"
     refused = execute_once(Notebook(execute=raising(ToolError("no \ud800"))), call())
     assert refused.response.text == "no ?"
 
 
-def test_of_a_long_refusal_a_part_is_recorded_and_the_model_reads_all_of_it() -> None:
+def test_a_long_error_is_shortened_in_the_record_but_not_for_the_model() -> None:
     result = execute_once(Notebook(execute=raising(ToolError("no " * 1000))), call())
     assert len(str(result.response.text)) == 3000
     assert result.incident is not None
@@ -353,7 +353,7 @@ def test_a_tool_cannot_change_the_recorded_call() -> None:
     assert the_call.arguments == {"text": "kept"}
 
 
-def test_rewards_are_asked_of_the_tools_that_were_used() -> None:
+def test_only_tools_that_were_used_are_asked_for_rewards() -> None:
     used = Notebook("used", calc_reward=returning(0.5))
     silent = Notebook("silent")
     unused = Notebook("unused", calc_reward=returning(1.0))
@@ -387,7 +387,7 @@ def test_a_reward_that_fails_is_a_bug_of_the_tool(verdict: Callable[[], Any], sa
     run_virtual(main())
 
 
-def test_a_failing_or_hanging_release_is_named_and_disturbs_no_other() -> None:
+def test_a_failing_or_hanging_release_is_reported_and_does_not_affect_others() -> None:
     tools = [
         Notebook("failing", release=raising(OSError("disk full"))),
         Notebook("hanging", release=hang),
@@ -415,7 +415,7 @@ def test_a_failing_or_hanging_release_is_named_and_disturbs_no_other() -> None:
 
 
 async def cancelled_during(session: ToolSession, work: Callable[[], Any], *, after_s: float) -> None:
-    """Runs the work in a task that is cancelled in the middle of it and closes the session whatever happens."""
+    """Run the work in a task that is cancelled halfway, and close the session in any case."""
 
     async def main() -> None:
         try:
@@ -464,7 +464,7 @@ def test_a_cancellation_during_close_waits_for_the_releases() -> None:
     run_virtual(main())
 
 
-def test_a_closed_session_takes_no_calls() -> None:
+def test_a_closed_session_refuses_calls() -> None:
     async def main() -> None:
         session = session_of(Notebook())
         await session.close()

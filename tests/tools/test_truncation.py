@@ -55,7 +55,7 @@ def test_a_reply_that_fits_exactly_is_unchanged(text: str, side: TruncateSide) -
 
 
 @given(text=words, max_tokens=st.integers(12, 40), side=st.sampled_from(SIDES))
-def test_what_is_kept_are_the_ends_of_the_text(text: str, max_tokens: int, side: TruncateSide) -> None:
+def test_the_kept_parts_are_the_ends_of_the_text(text: str, max_tokens: int, side: TruncateSide) -> None:
     shortened, was_truncated = truncate(text, max_tokens=max_tokens, side=side)
     if was_truncated:
         ends = [
@@ -74,7 +74,7 @@ def test_what_is_kept_are_the_ends_of_the_text(text: str, max_tokens: int, side:
         ("middle", "one two", "two three"),
     ],
 )
-def test_the_side_says_what_is_kept(side: TruncateSide, start: str, end: str) -> None:
+def test_the_side_selects_the_part_that_is_kept(side: TruncateSide, start: str, end: str) -> None:
     shortened, _ = truncate("one two three" + " hello" * 100 + " one two three", max_tokens=20, side=side)
     assert shortened.startswith(start)
     assert shortened.endswith(end)
@@ -87,12 +87,12 @@ def test_a_cut_inside_a_character_drops_that_character() -> None:
             assert "\N{REPLACEMENT CHARACTER}" not in truncate("🙂" * 50, max_tokens=max_tokens, side=side)[0]
 
 
-def test_a_limit_below_the_marker_keeps_text_without_marker() -> None:
+def test_a_limit_below_the_marker_truncates_without_a_marker() -> None:
     assert truncate("one two three hello world", max_tokens=1, side="left") == ("one", True)
     assert truncate("hello", max_tokens=0, side="left") == ("", True)
 
 
-def test_a_cut_that_costs_a_token_more_at_the_marker_keeps_a_token_less() -> None:
+def test_a_cut_that_adds_a_token_at_the_marker_keeps_one_token_less() -> None:
     def encode_characters(text: str) -> list[int]:
         return [ord(character) for character in re.sub(r"(?<=a)(?=\.)", "|", text)]
 
@@ -105,7 +105,7 @@ def test_a_cut_that_costs_a_token_more_at_the_marker_keeps_a_token_less() -> Non
     assert shortened == "aaaaa...(truncated)"
 
 
-def test_of_a_huge_text_only_the_ends_are_encoded() -> None:
+def test_only_the_ends_of_a_very_long_text_are_encoded() -> None:
     longest = 0
 
     def encode_and_measure(text: str) -> list[int]:

@@ -14,7 +14,7 @@ from agent_loop.config import AlgorithmConfig
 from agent_loop.interactions.base import BaseInteraction
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.recording.forms import read_trajectories, trajectories_form
+from agent_loop.recording.serialization import deserialize_trajectories, serialize_trajectories
 from agent_loop.recording.values import pack, unpack
 from agent_loop.rewards.function import RewardFunction
 from agent_loop.rollout.batch import assemble
@@ -55,7 +55,7 @@ def reward_one(output: AgentLoopOutput, row: Any) -> float:
 
 
 def ends_of_turns(trajectory: Trajectory) -> list[int]:
-    """Where in the response each run of the model's tokens ends."""
+    """Return the index in the response at which each run of sampled tokens ends."""
     mask = [*trajectory.output.response_mask.tolist(), 0]
     return [place for place in range(len(mask) - 1) if mask[place] and not mask[place + 1]]
 
@@ -154,15 +154,15 @@ def test_a_branch_has_the_rewards_of_the_turns_it_shares_and_its_own() -> None:
 
 def test_feedback_survives_the_journal_and_is_written_to_records() -> None:
     [trajectory, *_] = run_forks()
-    form = unpack(pack(trajectories_form([trajectory], lane_of=lambda segments: None)))
-    [read] = read_trajectories(form, lanes={}, row=trajectory.row, group=0, rollout=0)
+    form = unpack(pack(serialize_trajectories([trajectory], find_episode=lambda segments: None)))
+    [read] = deserialize_trajectories(form, lanes={}, row=trajectory.row, group=0, rollout=0)
     assert read.output.feedback == trajectory.output.feedback
     record = to_record(trajectory)
     assert record["tool_rewards"] == [0.5, 2.0]
     assert record["feedback"][0]["place"] == trajectory.output.feedback[0].place
 
 
-def test_a_call_before_the_models_first_word_belongs_to_no_turn() -> None:
+def test_a_call_before_the_first_sampled_token_belongs_to_no_turn() -> None:
     @register("calls_first")
     class CallsFirst(AgentLoopBase):
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -178,7 +178,7 @@ def test_a_call_before_the_models_first_word_belongs_to_no_turn() -> None:
     assert not assemble([trajectory], pad_token_id=0)["has_turn_reward"].any()
 
 
-def test_outputs_of_token_lists_may_say_which_turn_earned_what() -> None:
+def test_outputs_built_from_token_lists_may_have_turn_rewards() -> None:
     output = AgentLoopOutput(
         prompt_ids=[1],
         response_ids=[2, 3, 4, 5],
@@ -194,7 +194,7 @@ def test_outputs_of_token_lists_may_say_which_turn_earned_what() -> None:
 # -- advantages --------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_gets_what_its_turn_and_the_later_ones_were_worth() -> None:
+def test_a_token_gets_the_advantages_of_its_turn_and_later_turns() -> None:
     rewards_BR = torch.tensor([[0.0, 1.0, 0.0, 3.0], [0.0, 0.0, 2.0, 0.0]])
     is_rewarded_BR = torch.tensor([[False, True, False, True], [False, False, True, False]])
     groups_B = torch.tensor([0, 0])
@@ -204,7 +204,7 @@ def test_a_token_gets_what_its_turn_and_the_later_ones_were_worth() -> None:
     np.testing.assert_allclose(normed[0], [0.0, 0.0, 1.0, 1.0], atol=1e-5)  # the standard deviation is 1
 
 
-def test_a_reward_of_zero_counts_and_none_does_not() -> None:
+def test_a_reward_of_zero_counts_and_a_missing_one_does_not() -> None:
     rewards_BR = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
     groups_B = torch.tensor([0, 0])
     with_zero = turn_advantages(
@@ -220,7 +220,7 @@ def test_a_reward_of_zero_counts_and_none_does_not() -> None:
     assert not alone.any(), "one reward is no better than itself"
 
 
-def test_no_rewards_and_other_groups_give_exactly_zero() -> None:
+def test_equal_rewards_and_missing_rewards_give_exactly_zero() -> None:
     rewards_BR = torch.tensor([[0.1], [0.1], [0.3]])
     is_rewarded_BR = torch.ones(3, 1, dtype=torch.bool)
     assert not turn_advantages(
@@ -232,13 +232,13 @@ def test_no_rewards_and_other_groups_give_exactly_zero() -> None:
 
 
 def advantages_of_turns(trajectories: Sequence[Trajectory], *, weight: float) -> torch.Tensor:
-    """Of trajectories with the same reward, so that nothing is added to them."""
+    """Return the turn advantages of trajectories with equal rewards, whose own advantages are zero."""
     config = AlgorithmConfig(turn_reward_weight=weight, norm_adv_by_std_in_grpo=False)
     rewards = collect_rewards(assemble(trajectories, pad_token_id=0), config=config, response_length=1000)
     return estimate_advantages(rewards, config=config).advantages_BR
 
 
-def test_they_are_weighed_as_the_config_says() -> None:
+def test_turn_advantages_are_weighted_by_the_config() -> None:
     trajectories = run_forks()
     assert not advantages_of_turns(trajectories, weight=0.0).any()
     found = advantages_of_turns(trajectories, weight=0.5)
@@ -248,7 +248,7 @@ def test_they_are_weighed_as_the_config_says() -> None:
     assert float(found[0, 0]) == pytest.approx(0.5 * ((0.5 - 0.875) + (2.0 - 0.875)))
 
 
-def test_what_failed_counts_in_no_statistic() -> None:
+def test_failed_trajectories_are_excluded_from_statistics() -> None:
     trajectories = [structs.replace(t, reward=None if t.branch == 0 else t.reward) for t in run_forks()]
     found = advantages_of_turns(trajectories, weight=1.0)
     assert not found[0].any()

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_loop.runtime.boundary import OnReplay
 from aiohttp import web
 
 from agent_loop.errors import ConfigError
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import ToolResult
@@ -63,7 +63,7 @@ async def echo(request: web.Request) -> web.Response:
 ECHO = web.route("*", "/{rest:.*}", echo)
 
 
-def test_a_get_fills_the_url_and_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_arguments_of_a_get_fill_the_url_and_the_query(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEATHER_TOKEN", "xyzzy")
     with serving(ECHO) as url:
         config = {"url": f"{url}/at/{{city}}", "headers": {"Authorization": "Bearer $WEATHER_TOKEN"}}
@@ -78,7 +78,7 @@ def test_a_get_fills_the_url_and_the_query(monkeypatch: pytest.MonkeyPatch) -> N
     assert (tool.on_replay, tool.retries) == (OnReplay.RECORDED, 2)
 
 
-def test_a_post_sends_json_and_shows_what_was_selected() -> None:
+def test_a_post_sends_json_and_returns_the_selected_part() -> None:
     with serving(ECHO) as url:
         config = {"method": "POST", "url": f"{url}/at/{{city}}", "query": ["days"], "select": "body"}
         first = HttpTool(config, WEATHER)
@@ -90,11 +90,11 @@ def test_a_post_sends_json_and_shows_what_was_selected() -> None:
         [missing] = ask({"weather": third}, call)
     assert json.loads(str(shown.response.text)) == {"tags": ["x"]}
     assert selected.response.text == "second"
-    assert missing.response.text == "the answer has nothing at 'items.7': a list of 2 items"
+    assert missing.response.text == "the response has nothing at 'items.7': a list of 2 items"
     assert (first.on_replay, first.retries) == (OnReplay.ONCE, 0)
 
 
-def test_a_value_that_would_lead_elsewhere_is_refused() -> None:
+def test_a_value_that_would_change_the_path_is_refused() -> None:
     tool = HttpTool({"url": "http://127.0.0.1:9/at/{city}/secret"}, WEATHER)
     [result] = ask({"weather": tool}, ToolCall("weather", {"city": ".."}))
     assert kind_of(result) is IncidentKind.TOOL_ERROR
@@ -126,12 +126,12 @@ def test_errors_of_the_service_are_typed(monkeypatch: pytest.MonkeyPatch) -> Non
         IncidentKind.TOOL_ERROR,
         *[None] * 5,
     ]
-    assert results[0].response.text == "the service answered with status 404: no such city"
+    assert results[0].response.text == "the service returned status 404: no such city"
     assert asked.count("429") == 3
     assert [result.response.text for result in results[4:]] == ["café", "Zm9v", "Zm9v", "Zm9v"]
 
 
-def test_an_answer_that_is_no_json_is_told_to_the_model() -> None:
+def test_a_response_that_is_not_json_is_reported_to_the_model() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text={"deep": "[" * 100_000, "words": "sorry"}[request.match_info["city"]])
 
@@ -139,10 +139,10 @@ def test_an_answer_that_is_no_json_is_told_to_the_model() -> None:
         tool = HttpTool({"url": f"{url}/{{city}}", "select": "0"}, WEATHER)
         results = ask({"weather": tool}, *(ToolCall("weather", {"city": city}) for city in ("deep", "words")))
     assert [kind_of(result) for result in results] == [IncidentKind.TOOL_ERROR] * 2
-    assert results[1].response.text == "the service answered no JSON: 'sorry'"
+    assert results[1].response.text == "the service did not return valid JSON: 'sorry'"
 
 
-def test_headers_with_secrets_go_to_no_other_host() -> None:
+def test_headers_with_secrets_are_not_sent_to_other_hosts() -> None:
     seen: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -168,7 +168,7 @@ def test_headers_with_secrets_go_to_no_other_host() -> None:
     assert followed.response.text == elsewhere.response.text == "there"
 
 
-def test_one_trajectory_does_not_get_the_cookies_of_another() -> None:
+def test_trajectories_do_not_share_cookies() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text=request.headers.get("Cookie", "none"), headers={"Set-Cookie": "who=me"})
 
@@ -183,10 +183,10 @@ def test_no_argument_can_add_a_header(tmp_path: Path) -> None:
     [tool] = openapi_tools(config)
     [result] = ask({"get_item": tool}, ToolCall("get_item", {"id": 1, "X-Trace": "a\r\nX-Admin: yes"}))
     assert kind_of(result) is IncidentKind.TOOL_ERROR
-    assert "X-Trace goes into a header, which holds one line" in str(result.response.text)
+    assert "X-Trace is sent in a header, so it must be one line" in str(result.response.text)
 
 
-def test_a_slow_service_is_unavailable_and_a_post_is_sent_once() -> None:
+def test_a_slow_service_is_unavailable_and_a_post_is_not_retried() -> None:
     asked: list[str] = []
 
     async def never(request: web.Request) -> web.Response:
@@ -198,19 +198,19 @@ def test_a_slow_service_is_unavailable_and_a_post_is_sent_once() -> None:
         config = {"method": "POST", "url": f"{url}/{{city}}", "request_timeout_s": 0.1}
         [result] = ask({"weather": HttpTool(config, WEATHER)}, ToolCall("weather", {"city": "Ulm"}))
     assert kind_of(result) is IncidentKind.TOOL_UNAVAILABLE
-    assert result.response.text == "the service could not be reached: no answer in 0.1 s"
+    assert result.response.text == "the service could not be reached: no response in 0.1 s"
     assert asked == ["POST"]
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"url": "http://x/{town}"}, "'town' is no parameter"),
+        ({"url": "http://x/{town}"}, "'town' is not a parameter"),
         ({"url": "http://x/{days}"}, "make it a required parameter"),
         ({"url": "http://x/{city"}, "url is"),
         ({"url": "http://x/{city!r}"}, "write each argument as"),
         ({"url": "http://x/{city}", "body": ["days"]}, "has no body"),
-        ({"url": "http://x/{city}", "method": "POST", "query": [], "body": ["days"]}, "'tags' goes nowhere"),
+        ({"url": "http://x/{city}", "method": "POST", "query": [], "body": ["days"]}, "'tags' is not used"),
         (
             {"url": "http://x/{city}", "headers": {"X": "$NO_SUCH_VARIABLE"}},
             "NO_SUCH_VARIABLE, which is not set",
@@ -218,7 +218,7 @@ def test_a_slow_service_is_unavailable_and_a_post_is_sent_once() -> None:
         ({"url": "http://x/{city}", "methd": "POST"}, "did you mean 'method'"),
     ],
 )
-def test_a_config_that_does_not_fit_the_schema_is_refused(config: dict[str, Any], message: str) -> None:
+def test_a_config_that_does_not_match_the_schema_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HttpTool(config, WEATHER)
 
@@ -335,7 +335,7 @@ def test_operations_become_tools_with_their_schemas(tmp_path: Path) -> None:
     assert tools["shop_put_item"].on_replay is OnReplay.ONCE
 
 
-def test_operations_are_sent_as_the_specification_has_them(tmp_path: Path) -> None:
+def test_operations_are_sent_as_the_specification_defines(tmp_path: Path) -> None:
     with serving(ECHO) as url:
         (tmp_path / "tools.yaml").write_text(
             f"""
@@ -380,28 +380,28 @@ def test_a_specification_is_fetched_from_its_service() -> None:
     ("config", "message"),
     [
         ({"operations": ["get_itm"]}, "did you mean 'get_item'"),
-        ({}, "contains itself, which no model can be shown; exclude it"),
-        ({"server_url": None, "exclude": ["add_tree"]}, "does not say where its server is"),
+        ({}, "contains itself, so it cannot be shown to a model; exclude it"),
+        ({"server_url": None, "exclude": ["add_tree"]}, "has no server URL"),
         ({"spec": "/no/such/file.yaml"}, "cannot be read"),
-        ({"spec": __file__}, "cannot be read|is no OpenAPI 3 specification"),
+        ({"spec": __file__}, "cannot be read|is not an OpenAPI 3 specification"),
     ],
 )
-def test_a_specification_that_gives_no_tools_is_refused(
+def test_a_specification_that_cannot_become_tools_is_refused(
     config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         openapi_tools({"spec": write_spec(tmp_path), "server_url": "http://x", **config})
 
 
-def test_a_reference_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+def test_an_unresolvable_reference_is_refused(tmp_path: Path) -> None:
     path = write_spec(tmp_path, {**SPEC, "components": {}})
-    with pytest.raises(ConfigError, match="leads nowhere"):
+    with pytest.raises(ConfigError, match="cannot be resolved"):
         openapi_tools({"spec": path, "server_url": "http://x"})
 
 
-def test_a_path_with_a_name_that_is_not_described_is_refused(tmp_path: Path) -> None:
+def test_a_path_with_an_undefined_parameter_is_refused(tmp_path: Path) -> None:
     path = write_spec(tmp_path, {**SPEC, "paths": {"/of/{owner}": {"get": {"operationId": "get_it"}}}})
-    with pytest.raises(ConfigError, match="its path needs 'owner', which it does not describe"):
+    with pytest.raises(ConfigError, match="its path needs the parameter 'owner', which it does not define"):
         openapi_tools({"spec": path, "server_url": "http://x"})
 
 
@@ -423,7 +423,7 @@ paths:
 """
 
 
-def test_what_yaml_and_openapi_have_beyond_json_is_read(tmp_path: Path) -> None:
+def test_yaml_and_openapi_features_beyond_json_are_supported(tmp_path: Path) -> None:
     with serving(ECHO) as url:
         (tmp_path / "days.yaml").write_text(YAML_SPEC.replace("PORT", url.rpartition(":")[2]))
         [tool] = openapi_tools({"spec": str(tmp_path / "days.yaml")})

@@ -12,7 +12,7 @@ from aiohttp import web
 
 @contextmanager
 def serving(*routes: web.RouteDef) -> Iterator[str]:
-    """Serves the routes on a free port as long as the body lasts; gives the URL."""
+    """Serve the routes on a free port while the body runs, and yield the URL."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -34,7 +34,7 @@ def test_a_taken_port_is_an_error_if_it_was_asked_for(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert run_main(monkeypatch, str(run_folder), "--no-open", "--port", str(port)) == 2
-    assert f"127.0.0.1:{port} cannot be had" in capsys.readouterr().err
+    assert f"127.0.0.1:{port} is not available" in capsys.readouterr().err
 
 
 def test_else_the_next_free_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def load_media_processor(
     of torchvision, a model of the Qwen2-VL family gets a `GridProcessor`.
 
     Returns:
-        The processor; or why there is none, in words that fit behind `nothing reads images: `.
+        The processor; or why there is none, in words that fit after `the model cannot read them: `.
     """
     from transformers import AutoConfig, AutoProcessor  # late: importing transformers takes seconds
 

@@ -10,7 +10,7 @@ from agent_loop.chat.marker_search import searching_masked_text
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message
 
-SENTINEL = "@stand.in.for.the.assistant@"
+SENTINEL = "@placeholder.for.the.assistant@"
 """Stands for what the assistant said; never encoded. Plain ASCII: templates trim, quote and escape what they write."""
 
 TEXTS_WITH_MARKERS = frozenset({"content", "reasoning_content", "reasoning", "thinking"})

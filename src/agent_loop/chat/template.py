@@ -1,51 +1,45 @@
-"""Messages to tokens and back: the first prompt in full, then only what each turn adds."""
+"""Chat templates: encode messages to tokens, and parse completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.chat.bridge import Bridge
+from agent_loop.chat.bridge import BridgeBuilder
+from agent_loop.chat.cached_prompts import CachedPrompts
 from agent_loop.chat.encoding import ControlledEncoder, EncoderChoice
-from agent_loop.chat.forms import FormProof
 from agent_loop.chat.multimodal import Encoded, MediaProcessor, ReadMedium
 from agent_loop.chat.parsers import ToolParser, detect_parser
-from agent_loop.chat.parsers.completion_walker import ReasoningMarks
 from agent_loop.chat.processors import load_media_processor
-from agent_loop.chat.prompt_forms import PromptForms
 from agent_loop.chat.rendering import SENTINEL, Renderer
+from agent_loop.chat.slot_check import SlotCheck
 from agent_loop.chat.sources import Medium, split_media
 from agent_loop.errors import ChatTemplateError, ConfigError
 from agent_loop.trajectory.attachments import AttachmentKind
 from agent_loop.types import IntArray, Message, ParsedCompletion, TokenIds, ToolCall, as_token_ids
 
 MAX_OPENING_TOKENS = 32
-"""Where in a generation prompt reasoning may be opened, from its end."""
-FEW_TOKENS = 4
-"""Nearly always enough to see that it is not."""
-MAX_ENDS = 256
-"""So many ends of generation prompts are kept; a template has a few."""
+"""Number of tokens at the end of a generation prompt in which an opening of reasoning is searched."""
 NO_KINDS: frozenset[AttachmentKind] = frozenset()
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, used without ever rendering or encoding history twice.
+    """A tokenizer's chat template. History is never rendered or encoded again.
 
     Args:
         tokenizer: A fast `transformers` tokenizer with a chat template.
-        tool_parser: A `ToolParser` or the name of one; `auto` is the one that the template's own calls are written for,
-            or the tokenizer's own response template.
-        media: Reads the images in messages; a string says why there is nothing that does.
-        encoder: Which library encodes; the ids are the same.
-        vocab_size: Number of rows of the model's embedding, which is often larger than the tokenizer; None takes the
-            tokenizer's size. Completions with other ids are refused.
+        tool_parser: A `ToolParser`, its name, or `file.py:ClassName`. `auto` selects the parser of the format that the
+            template shows, or else the tokenizer's response template.
+        media: Processor of the images and videos in messages, or the reason why there is none.
+        encoder: The library that encodes. Both libraries return the same ids.
+        vocab_size: Number of rows of the model's embedding, which is often larger than the tokenizer. None takes the
+            tokenizer's size. Completions with ids from this number on are refused.
 
     Raises:
-        ChatTemplateError: The tokenizer is not a fast one, has no chat template, or has one that cannot be bridged.
-        ConfigError: There is no parser of that name, none that fits the template, or the encoder does not fit.
+        ChatTemplateError: The tokenizer is not fast, has no chat template, or its template cannot be bridged.
+        ConfigError: No parser has that name or fits the template, or `encoder` does not support the tokenizer.
     """
 
     def __init__(
@@ -63,61 +57,57 @@ class ChatTemplate:
                 f"{type(tokenizer).__name__} is not a fast tokenizer; load one that has a tokenizer.json"
             )
         if not tokenizer.chat_template:
-            raise ChatTemplateError(
-                "the tokenizer has no chat template; give one with model.chat_template_path"
-            )
+            raise ChatTemplateError("the tokenizer has no chat template; set model.chat_template_path")
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-        """Ids of completions are below this."""
+        """Ids of completions are below this number."""
         self.media = media
         self.media_kinds = NO_KINDS if isinstance(media, str) else media.kinds
-        """What messages may hold beside text."""
+        """Kinds of media that messages may contain."""
         self.encoder = ControlledEncoder(backend, reserved=[SENTINEL], choice=encoder)
         self.renderer = Renderer(tokenizer, encoder=self.encoder)
         if tool_parser == "auto":
             tool_parser = self._detect_parser()
         self.tool_parser = ToolParser.get(tool_parser) if isinstance(tool_parser, str) else tool_parser
         source = str(tokenizer.chat_template)
-        proof = FormProof(mask=self.encoder.mask, chat_template=source)
-        self.replies = Bridge(
+        check = SlotCheck(mask=self.encoder.mask, chat_template=source)
+        self.bridges = BridgeBuilder(
             self.renderer,
             encoder=self.encoder,
-            proof=proof,
+            check=check,
             eos_token_id=cast("int | None", tokenizer.eos_token_id),
             chat_template=source,
         )
-        self._prompts = PromptForms(self.renderer, proof=proof, encoder=self.encoder, chat_template=source)
-        self._last_of_openings = _last_characters(self.tool_parser.reasoning_marks)
-        self._may_open = lru_cache(MAX_ENDS)(self._ends_like_opening)
+        self._prompts = CachedPrompts(self.renderer, check=check, encoder=self.encoder, chat_template=source)
         self._opened_reasoning = self._find_opened_reasoning()
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens at which the model may end a turn: the tokenizer's end token and what the template closes turns
-        with. Where a turn has no close of its own, the next role's opening token is among them."""
-        return self.replies.end_ids
+        """Tokens at which the model may end a turn: the tokenizer's end token and the template's close of a turn. Where
+        the template writes no close, the opening token of the next role."""
+        return self.bridges.end_ids
 
     @property
     def pad_token_id(self) -> int:
-        """Fills the unused places of a batch; the end token where the tokenizer has no pad token."""
+        """Padding token; the end token if the tokenizer has no padding token."""
         for token_id in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token_id is not None:
                 return int(token_id)
         return 0
 
     async def read(self, messages: Sequence[Message]) -> Sequence[ReadMedium]:
-        """Reads the images and videos in messages in a thread of its own, for `open_encoded` and `bridge_encoded`,
-        which would keep the event loop waiting.
+        """Read the images and videos in messages, in a thread. Pass the result to `open_encoded` or `bridge_encoded`,
+        which otherwise read media on the event loop.
 
         Raises:
-            ChatTemplateError: There is nothing that reads them.
-            DataError: One cannot be read.
+            ChatTemplateError: The model has no processor for them.
+            DataError: An image or a video cannot be read.
         """
         _, media = self._split(messages)
         return await self.media.read_in_thread(media) if media and not isinstance(self.media, str) else ()
 
     def open(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> IntArray:
-        """The first prompt, up to where the model speaks.
+        """Return the first prompt, with the generation prompt at its end.
 
         Args:
             messages: The conversation so far.
@@ -127,7 +117,7 @@ class ChatTemplate:
             Token ids, shape [num_tokens].
 
         Raises:
-            ChatTemplateError: The template does not accept these messages, or they hold images.
+            ChatTemplateError: The template refuses the messages, or the messages contain images.
         """
         return _ids_alone(self.open_encoded(messages, tools=tools))
 
@@ -139,17 +129,17 @@ class ChatTemplate:
         read: Sequence[ReadMedium] | None = None,
         prefill: str = "",
     ) -> Encoded:
-        """As `open`, with the images that are attached to the tokens.
+        """Return the first prompt with the images that are attached to its tokens. See `open`.
 
         Args:
             messages: The conversation so far.
             tools: OpenAI function schemas.
-            read: The images in the messages, if they were read before.
-            prefill: Text with which the assistant's turn begins. Control tokens in it count as text.
+            read: The images in the messages, as returned by `read`.
+            prefill: Text with which the assistant's turn begins. Control tokens in it are encoded as text.
 
         Raises:
-            ChatTemplateError: The template does not accept these messages, has nothing that reads their images, or
-                begins the assistant's turn with reasoning, in which no prefill belongs.
+            ChatTemplateError: The template refuses the messages, the model has no processor for their images, or the
+                template begins the assistant's turn with reasoning, where a prefill is not possible.
             DataError: An image cannot be read.
         """
         messages, media = self._split(messages)
@@ -159,8 +149,8 @@ class ChatTemplate:
             ids = as_token_ids(self.encoder.encode(rendered))
             if prefill and self._opened_at_end(ids):
                 raise ChatTemplateError(
-                    "the chat template begins each turn of the assistant with reasoning, so that its answer "
-                    "cannot be begun for it; let the model answer from the beginning"
+                    "the chat template begins each turn of the assistant with reasoning, so that a prefill of its "
+                    "answer is not possible; remove the prefill"
                 )
             if prefill:
                 ids = as_token_ids(self.encoder.encode(rendered + self.encoder.mask(prefill)))
@@ -173,18 +163,18 @@ class ChatTemplate:
         last_token_id: int | None = None,
         calls: Sequence[ToolCall] = (),
     ) -> IntArray:
-        """What a turn adds after the model's tokens: the close of its turn, the messages, the next prompt to speak.
+        """Return what a turn adds after the model's tokens: the close of its turn, the messages, the generation prompt.
 
         Args:
-            messages: The new messages, one or more; consecutive ones are rendered together.
-            last_token_id: The model's last token. If it is the token that ends a turn, it is not written again.
+            messages: The new messages, one or more.
+            last_token_id: The model's last token. If it ends the turn, the bridge does not repeat it.
             calls: The calls that tool messages without `name` or `tool_call_id` answer, in the same order.
 
         Returns:
-            Token ids, shape [num_tokens]; none of them was sampled.
+            Token ids, shape [num_tokens]. None of them was sampled.
 
         Raises:
-            ChatTemplateError: The template does not accept these messages after an assistant turn, or they hold images.
+            ChatTemplateError: The template refuses the messages after an assistant turn, or they contain images.
         """
         return _ids_alone(self.bridge_encoded(messages, last_token_id=last_token_id, calls=calls))
 
@@ -196,15 +186,19 @@ class ChatTemplate:
         calls: Sequence[ToolCall] = (),
         read: Sequence[ReadMedium] | None = None,
     ) -> Encoded:
-        """As `bridge`, with the images that are attached to the tokens; `read` are those that were read before.
+        """Return a bridge with the images that are attached to its tokens. See `bridge`.
+
+        Args:
+            messages, last_token_id, calls: See `bridge`.
+            read: The images in the messages, as returned by `read`.
 
         Raises:
-            ChatTemplateError: The template does not accept these messages after an assistant turn, or has nothing
-                that reads their images.
+            ChatTemplateError: The template refuses the messages after an assistant turn, or the model has no processor
+                for their images.
             DataError: An image cannot be read.
         """
         messages, media = self._split(messages)
-        ids = self.replies.ids(messages, last_token_id=last_token_id, calls=calls)
+        ids = self.bridges.ids(messages, last_token_id=last_token_id, calls=calls)
         return self._attached(ids, media, read)
 
     def parse(
@@ -214,16 +208,16 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         context: TokenIds | None = None,
     ) -> ParsedCompletion:
-        """Reads one completion; the tokens that end the turn, if it has them, are not part of the text.
+        """Parse one completion. The tokens that end the turn are not part of its text.
 
         Args:
             token_ids: The completion.
-            tools: OpenAI function schemas; formats that write arguments as bare text take their types from them.
-            context: What the model was given. Its end may open reasoning, which nothing else tells where the completion
-                is cut; without it, that is so where every generation prompt does it.
+            tools: OpenAI function schemas. Formats that write arguments as bare text take their types from the schemas.
+            context: The tokens before the completion. Their end may open reasoning. Without them, reasoning is open if
+                every generation prompt of the template opens it.
         """
         ids = list(token_ids) if isinstance(token_ids, (list, tuple)) else as_token_ids(token_ids).tolist()
-        end_ids = frozenset[int]() if self.tool_parser.reads_end_tokens else self.replies.end_ids
+        end_ids = frozenset[int]() if self.tool_parser.reads_end_tokens else self.bridges.end_ids
         while ids and ids[-1] in end_ids:
             ids.pop()
         text = self.encoder.decode(ids)
@@ -233,15 +227,15 @@ class ChatTemplate:
         return self.tool_parser.parse(text, tools=tools)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text; control tokens in it count as text."""
+        """Return the token ids of plain text. Control tokens in the text are encoded as text."""
         return self.encoder.encode_plain(text)
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of any tokens, control tokens written out."""
+        """Return the text of tokens, control tokens included."""
         return self.encoder.decode(as_token_ids(token_ids).tolist())
 
     def call_start_ids(self) -> tuple[int, ...]:
-        """The token that opens a tool call, where the format has one that is a single token; else nothing."""
+        """Return the token that opens a tool call, or nothing if the format has no single token for it."""
         start = self.tool_parser.call_start
         ids = self.encoder.encode(start) if start else []
         return (ids[0],) if len(ids) == 1 else ()
@@ -257,21 +251,20 @@ class ChatTemplate:
         )
 
     def _find_opened_reasoning(self) -> str:
-        """What every generation prompt opens reasoning with; nothing if one does not."""
+        """Return the text with which every generation prompt opens reasoning, or "" if one does not open any."""
         opened: set[str] = set()
         for role in ("user", "tool"):
             with suppress(ChatTemplateError):
                 opened.add(
                     self._opened_at_end(
-                        self.replies.ids([{"role": role, "content": "-"}], last_token_id=None)
+                        self.bridges.ids([{"role": role, "content": "-"}], last_token_id=None)
                     )
                 )
         return opened.pop() if len(opened) == 1 else ""
 
     def _opened_at_end(self, context: TokenIds) -> str:
+        """Return the text with which the context opens reasoning, or "" if reasoning is not open at its end."""
         if not self.tool_parser.reasoning_marks:
-            return ""
-        if not self._may_open(*map(int, context[-FEW_TOKENS:])):
             return ""
         end = self.decode(context[-MAX_OPENING_TOKENS:])
         for opening, _, label in self.tool_parser.reasoning_marks:
@@ -280,15 +273,12 @@ class ChatTemplate:
                 return end[len(before) :]
         return ""
 
-    def _ends_like_opening(self, *token_ids: int) -> bool:
-        return self.encoder.decode(token_ids).rstrip()[-1:] in self._last_of_openings
-
     def _split(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[Medium]]:
         messages, media = split_media(messages)
         if media and isinstance(self.media, str):
             raise ChatTemplateError(
-                f"messages hold {len(media)} images or videos, but nothing reads them: {self.media}; "
-                "name a vision-language model with model.path, or send text only"
+                f"messages contain {len(media)} images or videos, but the model cannot read them: {self.media}; "
+                "set model.path to a vision-language model, or send text only"
             )
         return messages, media
 
@@ -309,17 +299,18 @@ def load_chat_template(
     encoder: EncoderChoice = "auto",
     model_path: str | None = None,
 ) -> ChatTemplate:
-    """Loads a tokenizer with its chat template from a folder or the hub.
+    """Load a tokenizer with its chat template from a folder or the hub.
 
     Args:
-        path: Of the tokenizer.
+        path: Folder or hub name of the tokenizer.
         tool_parser, encoder: See `ChatTemplate`.
-        chat_template_path: A Jinja file that replaces the tokenizer's own template.
+        chat_template_path: Jinja file that replaces the tokenizer's template.
         trust_remote_code: Run code that comes with the tokenizer.
-        model_path: Of the model, if it is not with its tokenizer. Its config tells the size of the vocabulary.
+        model_path: Folder or hub name of the model, if it differs from `path`. The model's config holds the size of the
+            vocabulary.
 
     Raises:
-        ConfigError: There is no tokenizer at that place, or no template file.
+        ConfigError: The tokenizer or the template file does not exist or cannot be loaded.
         ChatTemplateError: The template cannot be used.
     """
     from transformers import AutoTokenizer  # late: importing transformers takes seconds
@@ -329,10 +320,9 @@ def load_chat_template(
     try:
         tokenizer = cast(Any, AutoTokenizer).from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        is_folder = str(path).startswith(
-            ("/", "./", "../", "~")
-        )  # transformers takes it for a name on the hub
-        reason = "there is no such folder" if is_folder and not Path(path).exists() else str(error)
+        is_folder = str(path).startswith(("/", "./", "../", "~"))
+        # transformers reports a missing folder as an invalid name on the hub
+        reason = "the folder does not exist" if is_folder and not Path(path).exists() else str(error)
         raise ConfigError(
             f"no tokenizer can be loaded from {path!r}: {reason}; give a folder or a hub name with a model and its "
             "tokenizer"
@@ -350,7 +340,7 @@ def load_chat_template(
 
 
 def _vocab_size_at(path: str, *, trust_remote_code: bool) -> int | None:
-    """Return the number of rows of a model's embedding, or None if there is no config that tells."""
+    """Return the number of rows of a model's embedding, or None if no config states the number."""
     from transformers import AutoConfig  # late: importing transformers takes seconds
 
     try:
@@ -361,17 +351,10 @@ def _vocab_size_at(path: str, *, trust_remote_code: bool) -> int | None:
     return vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else None
 
 
-def _last_characters(reasoning_marks: Sequence[ReasoningMarks]) -> frozenset[str]:
-    """One of these ends a text that opens reasoning, as far as can be seen of it: white space left out, and in bytes
-    that may be no whole character."""
-    texts = [text for opening, _, label in reasoning_marks for text in (opening, label)]
-    return frozenset({"", "\ufffd", *(text.rstrip()[-1:] for text in texts)})
-
-
 def _ids_alone(encoded: Encoded) -> IntArray:
     if encoded.attachments:
         raise ChatTemplateError(
-            f"{len(encoded.attachments)} images or videos are attached to these messages, and token ids alone leave "
-            "them out; use an episode, or open_encoded and bridge_encoded"
+            f"{len(encoded.attachments)} images or videos are attached to these messages, and token ids alone do not "
+            "contain them; use open_encoded and bridge_encoded"
         )
     return encoded.token_ids

@@ -109,9 +109,9 @@ class _TurnTrial:
             ChatTemplateError: The template does not accept the messages.
         """
         turn, template = self.turn, self.renders.template
-        opening = [template.replies.written(message) for message in turn.opening]
-        said = template.replies.written(turn.said)
-        replies = template.replies.filled(turn.replies, calls=turn.calls)
+        opening = [template.bridges.adapted(message) for message in turn.opening]
+        said = template.bridges.adapted(turn.said)
+        replies = template.bridges.filled(turn.replies, calls=turn.calls)
         before = self.renders.text(opening)
         ended = self.renders.text([*opening, said], add_generation_prompt=False)
         completion = self._completion(before, ended)

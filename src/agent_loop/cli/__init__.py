@@ -20,7 +20,7 @@ from agent_loop.cli.train import train_command
 from agent_loop.cli.verify_template import verify_template_command
 from agent_loop.cli.view import view_command
 from agent_loop.errors import AgentLoopError
-from agent_loop.runtime.event_loop import leave
+from agent_loop.runtime.event_loop import exit_process
 
 app = typer.Typer(
     name="agent-loop",
@@ -53,10 +53,10 @@ def main() -> None:
     try:
         app()
     except SystemExit as exit:
-        leave(exit.code)
+        exit_process(exit.code)
     except AgentLoopError as error:
         _show(error, str(error))
-        leave(2)
+        exit_process(2)
     except OSError as error:
         if error.filename is None:
             raise
@@ -64,7 +64,7 @@ def main() -> None:
             error,
             f"{str(error.filename)!r} cannot be used ({error.strerror}); give another path, or fix this one",
         )
-        leave(2)
+        exit_process(2)
 
 
 def _show(error: Exception, message: str) -> None:

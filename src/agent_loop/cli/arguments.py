@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the rows and servers they name."""
+"""Arguments and options that several commands share, and the loading of what they name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ StepOption = Annotated[int | None, typer.Option("--step", min=0, help="Only this
 SplitOption = Annotated[
     str | None, typer.Option("--split", help="Only `train`, `val`, `eval` or `rollout`.", show_default=False)
 ]
-MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Only the first so many rows.")]
+MaxRowsOption = Annotated[int | None, typer.Option("--max-rows", min=1, help="Maximum number of rows.")]
 SamplesOption = Annotated[
     int | None, typer.Option("-n", min=1, max=MAX_SAMPLES, help="Trajectories per row.")
 ]
@@ -84,10 +84,10 @@ WANTED_RUN = "the folder of a run, or a Parquet file of trajectories"
 
 
 def find_run(path: Path) -> Path:
-    """Return the run that a path names: the path itself, or the only run that lies in it.
+    """Return the run at a path: the path itself, or the only run in that folder.
 
     Raises:
-        DataError: The path holds something else; the error says what, and which command reads that.
+        DataError: The path holds something else. The error names its kind and the command that reads it.
     """
     path = only_run(path)
     kind = kind_of(path)
@@ -100,10 +100,10 @@ def find_run(path: Path) -> Path:
 
 
 def find_checkpoint_source(path: Path) -> Path:
-    """Return the checkpoint or the run that a path names, or the only run that lies in it.
+    """Return the checkpoint or the run at a path, or the only run in that folder.
 
     Raises:
-        CheckpointError: The path is a file or a data set, or is not there.
+        CheckpointError: The path is a file or a data set, or does not exist.
     """
     if not path.is_dir() or kind_of(path) is SAVED_DATASET:
         raise CheckpointError(explain(path, wanted="a checkpoint, or the folder of a training run"))
@@ -111,10 +111,10 @@ def find_checkpoint_source(path: Path) -> Path:
 
 
 def refuse_no_model(name: str) -> None:
-    """Refuse a file or a folder that holds no model. A name that is neither may be one of the hub.
+    """Refuse a file or a folder that is not a model. Any other name may be a hub name.
 
     Raises:
-        ConfigError: What the path holds instead.
+        ConfigError: The name is a file or a folder without a model.
     """
     path = Path(name)
     if path.is_file() or (path.is_dir() and kind_of(path) is not MODEL):
@@ -124,15 +124,15 @@ def refuse_no_model(name: str) -> None:
 
 
 def nothing_stored(stored: StoredRun, *, step: int | None, split: str | None) -> DataError:
-    """Return the error that no trajectories are of this step and split, with the steps and splits that there are."""
-    places: Any = stored.scalars(columns=("step", "split")).to_pylist()
+    """Return an error for a step or split without trajectories. The error lists the stored steps and splits."""
+    keys: Any = stored.scalars(columns=("step", "split")).to_pylist()
     steps: dict[str, set[int]] = {}
-    for place in places:
-        steps.setdefault(place["split"], set()).add(place["step"])
+    for key in keys:
+        steps.setdefault(key["split"], set()).add(key["step"])
     wanted = " ".join(filter(None, (split, None if step is None else f"step {step}"))) or "any step"
-    there = ", ".join(f"{name}: step {_ranges(numbers)}" for name, numbers in sorted(steps.items()))
+    available = ", ".join(f"{name}: step {_ranges(numbers)}" for name, numbers in sorted(steps.items()))
     return DataError(
-        f"{str(stored.path)!r} holds no trajectories of {wanted}; there are {there or 'none at all'}"
+        f"{str(stored.path)!r} holds no trajectories of {wanted}; there are {available or 'none at all'}"
     )
 
 
@@ -148,10 +148,10 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | None = None) -> Config:
-    """The configuration with its overrides.
+    """Return the configuration in a file, with overrides.
 
     Raises:
-        ConfigError: It is missing or wrong.
+        ConfigError: The file is missing, or a setting is wrong.
     """
     kind = kind_of(path)
     if kind not in (None, SETTINGS):
@@ -161,10 +161,10 @@ def read_config(path: Path, overrides: Sequence[str] | None, *, model: str | Non
 
 
 def read_rows(config: Config, *, data: Sequence[str] | None, max_rows: int | None) -> list[dict[str, Any]]:
-    """The rows to run: those given, else the validation rows, else the training rows.
+    """Return the rows of `data`, else the validation rows, else the training rows.
 
     Raises:
-        ConfigError: None are named.
+        ConfigError: The configuration and `data` name no rows.
         DataError: A file or a row is wrong.
     """
     sources = list(data or config.data.val_files or config.data.train_files)

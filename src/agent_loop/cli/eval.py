@@ -1,4 +1,4 @@
-"""`agent-loop eval`: how good is a model on rows."""
+"""`agent-loop eval`: evaluate a model on rows."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def eval_command(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     *,
-    out: Annotated[Path, typer.Option("--out", help="The folder for trajectories and summary.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Folder for trajectories and summary.")] = Path(
         "runs/eval"
     ),
     checkpoint: Annotated[
         Path | None,
         typer.Option(
             "--checkpoint",
-            help="Evaluate this checkpoint, the last one of this run, or the model in this folder.",
+            help="Model to evaluate: a checkpoint, a run (its last checkpoint), or the folder of a model.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def eval_command(
         Literal["val", "train"] | None,
         typer.Option(
             "--on",
-            help="Evaluate the rows of `data.val_files`, or of `data.train_files`, which a training has seen.",
+            help="Evaluate the rows of `data.val_files`, or those of `data.train_files`, which training uses.",
             show_default="val",
         ),
     ] = None,
@@ -72,19 +72,19 @@ def eval_command(
         typer.Option(
             "--by",
             metavar="COLUMN",
-            help="Scores per value of this column, as in level or extra_info.level; may be given more than once.",
+            help="Print scores per value of this column, such as extra_info.level. May be given more than once.",
             show_default=False,
         ),
     ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(
-            "--compare", help="Compare with this evaluation (its folder), row by row.", show_default=False
+            "--compare", help="Folder of another evaluation to compare with, row by row.", show_default=False
         ),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the evaluation in `--out`; show it if it is finished."),
+        typer.Option("--resume", help="Resume the evaluation in `--out`, or show it if it is finished."),
     ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the evaluation in `--out`.")
@@ -92,11 +92,11 @@ def eval_command(
     table_rows: Annotated[int, typer.Option("--table-rows", min=0, help="Rows of the per-row table.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Evaluate a model on rows: pass@k and rewards with 95% confidence intervals, in all and per category.
+    """Evaluate a model on rows: pass@k and rewards with 95% confidence intervals, in total and per category.
 
-    The rows are those of `data.val_files`, unless `--data` or `--on train` says otherwise. Samples as `rollout.val`
-    says. Servers that run already are evaluated with `rollout.server_urls`. Ctrl-C stops with exit code 130, and
-    `--resume` goes on, as it does after a crash.
+    Uses the rows of `data.val_files` unless `--data` or `--on train` is given, and the sampling settings of
+    `rollout.val`. Set `rollout.server_urls` to evaluate running servers. Ctrl-C stops with exit code 130; `--resume`
+    resumes an evaluation that was stopped or crashed.
 
     Examples:
 
@@ -116,12 +116,12 @@ def eval_command(
     source = _source(settings, data=data, on=on)
     rows = load_named_rows(settings, source.files, max_rows=max_rows)
     columns = {column: categories_of(rows, column=column) for column in by or ()}
-    other = compare and (compare, _other(compare, rows=rows))
+    other = compare and (compare, _read_other(compare, rows=rows))
     num_samples = n or settings.rollout.val.n
     key = key_of(settings, rows=rows, num_samples=num_samples)
     folder, console = EvalFolder(out), Console(stderr=as_json)
     if resume:
-        folder.refuse_nothing()
+        folder.require_evaluation()
     with folder.locked():
         finished = folder.finished(key) if resume else None
         if not resume:
@@ -149,26 +149,26 @@ def eval_command(
         typer.echo(summary.model_dump_json(indent=2))
     else:
         print_summary(summary, console=console, num_rows=table_rows)
-    console.print(f"kept in {out}", markup=False)
+    console.print(f"results in {out}", markup=False)
 
 
 class RowSource(NamedTuple):
-    """The rows that are evaluated."""
+    """Files of the rows to evaluate."""
 
     name: str
-    """The setting or option that names them."""
+    """Setting or option that gives the files."""
     files: Sequence[str]
 
 
 def _source(config: Config, *, data: Sequence[str] | None, on: Literal["val", "train"] | None) -> RowSource:
-    """Return where the rows come from. Training rows are evaluated only if the user says so.
+    """Return the source of the rows. Training rows are used only with `--on train`.
 
     Raises:
-        ConfigError: There are none, or two options name them.
+        ConfigError: There are no rows, or two options give rows.
     """
     if data:
         if on is not None:
-            raise ConfigError(f"--data and --on {on} both name the rows; give one of them")
+            raise ConfigError(f"--data and --on {on} both select rows; give only one of them")
         return RowSource("--data", data)
     split = on or "val"
     name, files = (
@@ -186,29 +186,29 @@ def _source(config: Config, *, data: Sequence[str] | None, on: Literal["val", "t
 def _settings(
     config: Path, overrides: Sequence[str] | None, *, checkpoint: Path | None, model: str | None
 ) -> Config:
-    """The configuration with the model that is to be evaluated.
+    """Return the configuration with the model to evaluate.
 
     Raises:
-        ConfigError: It is wrong, or two models are named.
+        ConfigError: The configuration is wrong, or two options give a model.
         CheckpointError: The checkpoint is damaged.
     """
     if checkpoint is None:
         return read_config(config, overrides, model=model)
     if model is not None:
         raise ConfigError(
-            f"--checkpoint {checkpoint} and --model {model} both name the model; give one of them"
+            f"--checkpoint {checkpoint} and --model {model} both select a model; give only one of them"
         )
     settings = read_config(config, overrides, model=str(_model_folder(checkpoint)))
     if settings.rollout.server_urls:
         raise ConfigError(
             f"--checkpoint is {str(checkpoint)!r}, but the servers of rollout.server_urls have their own weights; "
-            "leave one of both out"
+            "remove one of the two"
         )
     return settings
 
 
 def _model_folder(path: Path) -> Path:
-    """The model of a checkpoint, of a run's last checkpoint, or of a folder that holds nothing else."""
+    """Return the model folder of a checkpoint or of a run's last checkpoint, or the path if it is a model folder."""
     if (path / "config.json").is_file():
         return path
     from agent_loop.training.export import evaluated_model  # late: needs torch
@@ -216,16 +216,16 @@ def _model_folder(path: Path) -> Path:
     return evaluated_model(find_checkpoint_source(path))
 
 
-def _other(path: Path, *, rows: Sequence[Row]) -> EvaluationSummary:
-    """The evaluation to compare with.
+def _read_other(path: Path, *, rows: Sequence[Row]) -> EvaluationSummary:
+    """Return the evaluation to compare with.
 
     Raises:
-        DataError: It cannot be read, or has none of the rows.
+        DataError: The evaluation cannot be read, or shares no rows with this one.
     """
     summary = read_summary(path)
     if not {row.prompt_digest for row in summary.evaluation.rows} & set(map(prompt_digest, rows)):
         raise DataError(
-            f"--compare is {str(path)!r}, which has none of these rows; compare evaluations of the same rows"
+            f"--compare is {str(path)!r}, which shares no rows with this evaluation; give one of the same rows"
         )
     return summary
 
@@ -239,7 +239,7 @@ def _run(
     resume: bool,
     console: Console,
 ) -> list[Trajectory]:
-    """Runs the rows, or what is left of them."""
+    """Run the rows. A resumed evaluation runs only the unfinished rows."""
     finished: list[Trajectory] = []
     try:
         with folder.writing_trajectories() as write:
@@ -264,7 +264,7 @@ def _run(
             f"stopped; the {len(finished)} finished trajectories are in {folder.trajectories}", markup=False
         )
         if folder.journal.exists():
-            console.print("go on with the same command and --resume", markup=False)
+            console.print("resume with the same command and --resume", markup=False)
         if isinstance(error, KeyboardInterrupt):
             raise typer.Exit(EXIT_INTERRUPTED) from error
         raise

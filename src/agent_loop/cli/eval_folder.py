@@ -1,10 +1,10 @@
-"""The folder of an evaluation: what it may be begun or gone on with, and what is left in it.
+"""Folder of an evaluation: its files, and whether an evaluation may start or resume there.
 
 runs/eval/
-    trajectories.jsonl   each trajectory; while it runs, in the order in which they end
-    trajectories.parquet the same, as `agent-loop show` and others read it; there when it is over
-    rollout.journal      its turns; removed when it is over
-    summary.json         the scores; there when it is over
+    trajectories.jsonl   trajectories; during the evaluation in the order in which they end
+    trajectories.parquet the same trajectories for `agent-loop show` and others; written at the end
+    rollout.journal      turns; removed at the end
+    summary.json         scores; written at the end
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EvalFolder:
-    """Where an evaluation is kept."""
+    """Folder of an evaluation, and the paths of its files."""
 
     path: Path
 
@@ -46,47 +46,47 @@ class EvalFolder:
         return self.path / "rollout.journal"
 
     def begin(self, *, overwrite: bool) -> None:
-        """Makes sure that a new evaluation can be kept here.
+        """Prepare the folder for a new evaluation.
 
         Raises:
-            ConfigError: There is one already, and it is not to be overwritten.
+            ConfigError: The folder holds an evaluation, and `overwrite` is False.
         """
         files = [file for file in (self.summary, self.journal) if file.exists()]
         if files and not overwrite:
             what = "a finished" if self.summary in files else "an unfinished"
             raise ConfigError(
-                f"{str(self.path)!r} holds {what} evaluation; go on with --resume, begin anew with --overwrite, or "
+                f"{str(self.path)!r} holds {what} evaluation; resume it with --resume, replace it with --overwrite, or "
                 "give another folder with --out"
             )
         for file in files:
             file.unlink()
 
     def locked(self) -> AbstractContextManager[None]:
-        """Create the folder, and keep other processes from evaluating into it.
+        """Create the folder and lock it against other processes.
 
         Raises:
-            OutputError: The folder cannot be written, or another process does.
+            OutputError: The folder cannot be written, or another process has locked it.
         """
         return exclusive_folder(self.path, name="--out")
 
-    def refuse_nothing(self) -> None:
+    def require_evaluation(self) -> None:
         """Raise an error unless there is an evaluation to resume.
 
         Raises:
-            JournalError: There is none.
+            JournalError: The folder holds no evaluation.
         """
         if not self.summary.exists() and not self.journal.exists():
             raise JournalError(
-                f"{str(self.path)!r} holds no evaluation to resume; run it without --resume, or give its folder with "
-                "--out"
+                f"{str(self.path)!r} holds no evaluation to resume; run the command without --resume, or give the "
+                "evaluation's folder with --out"
             )
 
     def finished(self, key: StepKey) -> EvaluationSummary | None:
-        """The summary of an evaluation that is over; None where there is a journal to go on from.
+        """Return the summary of a finished evaluation, or None if the evaluation can be resumed.
 
         Raises:
             DataError: The summary is damaged.
-            JournalError: It is of another evaluation.
+            JournalError: The summary belongs to another evaluation.
         """
         from agent_loop.rollout.journal.step import StepKey  # late: keeps `--help` quick
 
@@ -96,14 +96,14 @@ class EvalFolder:
         changed = key.differences(StepKey(**summary.settings))
         if changed:
             raise JournalError(
-                f"{str(self.path)!r} holds another evaluation: {', '.join(changed)} changed; run as before to see it, "
-                "or give another folder with --out"
+                f"{str(self.path)!r} holds another evaluation: {', '.join(changed)} changed; restore the settings to "
+                "show it, or give another folder with --out"
             )
         return summary
 
     @contextmanager
     def writing_trajectories(self) -> Generator[Callable[[Trajectory], None]]:
-        """Yield what adds a trajectory to the file.
+        """Open the file of trajectories and yield a function that adds a trajectory to it.
 
         Raises:
             OutputError: The file cannot be written, when it is opened or later.
@@ -125,7 +125,7 @@ class EvalFolder:
     def finish(
         self, trajectories: Iterable[Trajectory], *, summary: EvaluationSummary, success_threshold: float
     ) -> None:
-        """Bring the trajectories in order and write the summary.
+        """Write the sorted trajectories and the summary.
 
         Raises:
             OutputError: A file cannot be written.
@@ -142,7 +142,7 @@ class EvalFolder:
             raise self._unwritten(self.path, error) from error
 
     def _unwritten(self, path: Path, error: OSError) -> OutputError:
-        kept = f"the trajectories that ended are in {str(self.trajectories)!r}"
+        kept = f"the finished trajectories are in {str(self.trajectories)!r}"
         if self.journal.exists():
-            kept += " and in the journal. Free the disk, and run the same command with --resume: they are not run again"
+            kept += " and in the journal. Free the disk, and run the same command with --resume; they are not run again"
         return OutputError(f"{str(path)!r} cannot be written ({describe_error(error)}); {kept}")

@@ -1,4 +1,4 @@
-"""The tables of `agent-loop eval`."""
+"""Tables of `agent-loop eval`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERVAL = "95% interval"
 
 
 def print_summary(summary: EvaluationSummary, *, console: Console, num_rows: int) -> None:
-    """Prints the scores, those of categories and single rows, and the comparison."""
+    """Print the scores of the first rows, of the categories and in total, and the comparison."""
     evaluation = summary.evaluation
     if num_rows:
         console.print(_row_table(evaluation, num_rows=num_rows))
@@ -80,7 +80,7 @@ def _total_table(evaluation: Evaluation) -> Table:
 
 
 def _comparison_table(comparison: Comparison) -> Table:
-    """What is better is green and what is worse is red, where the interval leaves no doubt."""
+    """Return the table of differences: green if the whole interval is above 0, red if it is below 0."""
     table = Table("rows of", "rows in both", title=Text(f"better than {comparison.path} by"))
     table.add_column("pass@1", no_wrap=True)
     table.add_column("mean reward", no_wrap=True)
@@ -95,7 +95,7 @@ def _comparison_table(comparison: Comparison) -> Table:
 
 
 def _cells(estimate: Estimate | None, text: Callable[[float], str]) -> tuple[str, str]:
-    """The value and its interval."""
+    """Return the value and its interval as texts."""
     if estimate is None:
         return "-", ""
     if estimate.low is None or estimate.high is None:

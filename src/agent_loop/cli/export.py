@@ -1,4 +1,4 @@
-"""`agent-loop export`: from a checkpoint to a model folder."""
+"""`agent-loop export`: write the model of a checkpoint as a model folder."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from agent_loop.cli.arguments import find_checkpoint_source
 def export_command(
     source: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, or a run, whose last one is taken.", show_default=False),
+        typer.Argument(
+            help="Folder of a checkpoint, or of a run, for its last checkpoint.", show_default=False
+        ),
     ],
     *,
-    out: Annotated[Path, typer.Option("--out", help="The folder to write.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.", show_default=False)],
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option("--dtype", help="Of the weights; else that of `model.dtype`.", show_default=False),
+        typer.Option(
+            "--dtype", help="Precision of the weights; by default `model.dtype`.", show_default=False
+        ),
     ] = None,
     keep_adapter: Annotated[
-        bool, typer.Option("--keep-adapter", help="Write LoRA adapters alone, as `peft` loads them.")
+        bool, typer.Option("--keep-adapter", help="Write only the LoRA adapters, in the format of `peft`.")
     ] = False,
 ) -> None:
     """Write the model of a checkpoint as a plain Hugging Face folder: weights, tokenizer, chat template.
 
-    LoRA adapters are merged into the weights below them.
+    LoRA adapters are merged into the weights that they adapt.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`agent-loop replay`: a stored trajectory once more through the loop."""
+"""`agent-loop replay`: run a stored trajectory again through its loop."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
-    from agent_loop.recording.spoken import Spoken
+    from agent_loop.recording.recorded_responses import RecordedResponses
     from agent_loop.storage.vocabulary import Piece
 
 EXIT_DIFFERS = 1
 CONFIG_FILE = "config.yaml"
 ENDED_FROM_OUTSIDE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
-"""What ended so ends otherwise where nothing breaks and nobody waits."""
+"""Stop reasons that a replay does not reproduce."""
 
 
 def replay_command(
     run: RunArgument,
-    row: Annotated[str, typer.Argument(metavar="ROW", help="As in `group=3/rollout=1`.", show_default=False)],
+    row: Annotated[
+        str, typer.Argument(metavar="ROW", help="Trajectory, as in `group=3/rollout=1`.", show_default=False)
+    ],
     overrides: OverridesArgument = None,
     *,
     step: StepOption = None,
@@ -47,26 +49,25 @@ def replay_command(
         typer.Option(
             "--from-turn",
             min=1,
-            help="The model speaks anew from its turn of this number on; 1 is its first.",
+            help="First turn that the model samples again; 1 is its first turn.",
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="By default the `config.yaml` of the run.", show_default=False),
+        typer.Option(
+            "--config", help="YAML file; by default the `config.yaml` of the run.", show_default=False
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", help="Write the new trajectory there (.parquet or .jsonl).", show_default=False
-        ),
+        typer.Option("--out", help="File for the new trajectory (.parquet or .jsonl).", show_default=False),
     ] = None,
 ) -> None:
-    """Run a stored trajectory again: the real loop, template and parsers, with the completions and the replies of tools
-    and interactions that were recorded.
+    """Run a stored trajectory again: the real loop, template and parsers, with recorded completions and tool replies.
 
-    Says whether the same tokens come out; if not, where they first differ, with exit code 1. No model and no tool is
-    asked. With `--from-turn` the recorded turns before it are followed, and then the model of the configuration goes
-    on, with real tools, which are brought to where they were as they say in `on_replay`.
+    Prints whether the tokens are the same, or else where they first differ, with exit code 1. No model and no tool is
+    called. With `--from-turn`, the turns before that one are replayed. The model of the configuration then continues
+    with real tools, whose state is restored as their `on_replay` declares.
 
     Examples:
 
@@ -77,7 +78,7 @@ def replay_command(
         agent-loop replay runs/train group=3/rollout=1 --from-turn 2 rollout.temperature=0 --out again.parquet
     """
     # late: keeps `--help` quick
-    from agent_loop.recording.spoken import spoken_in
+    from agent_loop.recording.recorded_responses import extract_responses
     from agent_loop.storage.reading import to_trajectory
     from agent_loop.storage.run import StoredRun
 
@@ -85,72 +86,72 @@ def replay_command(
     settings = _settings(config or stored.folder / CONFIG_FILE, overrides)
     found = find_row(stored, row, split=split, step=step)
     old = to_trajectory(found)
-    spoken = spoken_in(old)
+    recorded = extract_responses(old)
     console = Console()
     if from_turn is None:
-        new = _again(settings, old, spoken, continue_live=False)
+        new = _again(settings, old, recorded, continue_live=False)
         is_same = _compare(old, new, console, pieces=stored.vocabulary())
     else:
-        last = len(spoken.completions) + 1
+        last = len(recorded.completions) + 1
         if from_turn > last:
             raise DataError(
-                f"--from-turn is {from_turn}, but {row} could go on at turn {last} at the latest; give less"
+                f"--from-turn is {from_turn}, but {row} can continue at turn {last} at the latest; give at most {last}"
             )
-        new = _again(settings, old, spoken.before(from_turn), continue_live=True)
+        new = _again(settings, old, recorded.before(from_turn), continue_live=True)
         is_same = True
         _print_both(old, new, console, from_turn=from_turn)
     if out is not None:
         _write(out, new, step=found["step"], split=found["split"])
-        console.print(f"the new trajectory is in {out}", markup=False)
+        console.print(f"new trajectory written to {out}", markup=False)
     if not is_same or (from_turn is not None and new.output.failure is not None):
         raise typer.Exit(EXIT_DIFFERS)
 
 
 def _settings(path: Path, overrides: Sequence[str] | None) -> Config:
     if not path.is_file():
-        raise ConfigError(
-            f"there is no {str(path)!r} that says how the trajectories came about; give --config"
-        )
+        raise ConfigError(f"there is no {str(path)!r} with the settings of the run; give them with --config")
     return read_config(path, overrides)
 
 
-def _again(config: Config, old: Trajectory, spoken: Spoken, *, continue_live: bool) -> Trajectory:
+def _again(
+    config: Config, old: Trajectory, recorded: RecordedResponses, *, continue_live: bool
+) -> Trajectory:
     from agent_loop.rollout.replay import replay_trajectory
 
-    trajectories = run_to_end(replay_trajectory(config, old, recorded=spoken, continue_live=continue_live))
+    trajectories = run_to_end(replay_trajectory(config, old, recorded=recorded, continue_live=continue_live))
     return trajectories[0]
 
 
 def _compare(old: Trajectory, new: Trajectory, console: Console, *, pieces: Sequence[Piece] | None) -> bool:
-    """Whether they are the same; says so."""
+    """Print where two trajectories differ, and return whether they are the same."""
     from agent_loop.recording.token_difference import first_difference
     from agent_loop.storage.vocabulary import text_of
 
     def show(token_ids: Sequence[int]) -> str:
         return f"{list(token_ids)}" + ("" if pieces is None else f"  {text_of(token_ids, pieces)!r}")
 
-    def say(line: str) -> None:
+    def print_line(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     difference = first_difference(old.output, new.output)
     num_tokens = sum(map(len, old.output.segments))
     if difference is not None:
-        say(
+        print_line(
             f"{old.trajectory_id} differs from token {difference.index} of {num_tokens} on ({difference.where})"
         )
-        say(f"  recorded: {show(difference.old)}")
-        say(f"  now:      {show(difference.new)}")
+        print_line(f"  recorded: {show(difference.old)}")
+        print_line(f"  now:      {show(difference.new)}")
     is_same = difference is None and (
         old.output.stop_reason is new.output.stop_reason or old.output.stop_reason in ENDED_FROM_OUTSIDE
     )
     if old.output.stop_reason is not new.output.stop_reason:
-        say(
-            f"{old.trajectory_id} ended with {old.output.stop_reason}, and ends with {new.output.stop_reason}"
+        print_line(
+            f"{old.trajectory_id} ended with {old.output.stop_reason}, and now ends with {new.output.stop_reason}"
         )
-        say(f"  {new.output.failure.error}" if new.output.failure is not None else "")
+        print_line(f"  {new.output.failure.error}" if new.output.failure is not None else "")
     if is_same:
         num_turns = old.output.num_assistant_turns
-        say(f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model's")
+        print_line(f"{old.trajectory_id} is identical: {num_tokens} tokens, {num_turns} turns of the model")
     return is_same
 
 
@@ -173,7 +174,7 @@ def _facts(trajectory: Trajectory) -> dict[str, str]:
     return {
         "reward": "-" if trajectory.reward is None else f"{trajectory.reward:g}",
         "ended with": str(output.stop_reason),
-        "turns of the model's": str(output.num_assistant_turns),
+        "turns of the model": str(output.num_assistant_turns),
         "response tokens": str(len(output.response_ids)),
         "incidents": str(len(output.incidents)),
     }

@@ -1,4 +1,4 @@
-"""`agent-loop rescore`: what another reward function says of stored trajectories."""
+"""`agent-loop rescore`: score stored trajectories with another reward function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agent_loop.trajectory import Trajectory, mean_over_rollouts
 from agent_loop.types import StopReason
 
 if TYPE_CHECKING:
-    from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, Verdict
+    from agent_loop.rewards.function import BatchRewardFunction, RewardFunction, ScoreResult
 
 MAX_AT_ONCE = 32
 UNSCORED = (StopReason.FAILED, StopReason.CANCELLED)
@@ -33,13 +33,13 @@ EXIT_FAILED = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rescored:
-    """A stored trajectory and what it is worth by another function."""
+    """Stored trajectory, and its reward by another function."""
 
     stored: Mapping[str, Any]
     trajectory: Trajectory
-    """With the new reward."""
+    """Trajectory with the new reward."""
     error: str = ""
-    """Why the function gave none."""
+    """Error of the function; empty if it returned a reward."""
 
     @property
     def name(self) -> str:
@@ -53,8 +53,8 @@ class Rescored:
         return where if self.stored["branch"] is not None else (*where, self.stored["trajectory_id"])
 
     @classmethod
-    def of(cls, stored: Mapping[str, Any], trajectory: Trajectory, verdict: Verdict) -> Rescored:
-        """Return a stored trajectory with what the function said of it."""
+    def of(cls, stored: Mapping[str, Any], trajectory: Trajectory, verdict: ScoreResult) -> Rescored:
+        """Return a stored trajectory with the function's result."""
         if verdict.score is None:
             return cls(
                 stored,
@@ -75,7 +75,7 @@ def rescore_command(
     reward: Annotated[
         str,
         typer.Option(
-            "--reward", help="The function, as `file.py:name` or `module:name`.", show_default=False
+            "--reward", help="Reward function, as `file.py:name` or `module:name`.", show_default=False
         ),
     ],
     step: StepOption = None,
@@ -84,7 +84,7 @@ def rescore_command(
         Path | None,
         typer.Option(
             "--out",
-            help="Write the trajectories with their new rewards there, as Parquet.",
+            help="Parquet file for the trajectories with their new rewards.",
             show_default=False,
         ),
     ] = None,
@@ -93,7 +93,7 @@ def rescore_command(
         typer.Option(
             "--threshold",
             callback=finite,
-            help="A new reward of at least this is a success; by default that of the run.",
+            help="Least reward that counts as a success; by default that of the run.",
         ),
     ] = None,
     batch: Annotated[
@@ -103,15 +103,17 @@ def rescore_command(
         ),
     ] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0.1, callback=finite, help="Seconds for one call.")
+        float, typer.Option("--timeout", min=0.1, callback=finite, help="Time limit of one call, in seconds.")
     ] = 60.0,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Disagreements that are listed.")] = 20,
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Maximum number of changed rewards to list.")
+    ] = 20,
 ) -> None:
     """Score stored trajectories again with another reward function, without a model.
 
-    The function is called as in training, with each trajectory's output and row, or with --batch with those of all
-    stored trajectories of a row; images are there as descriptions only. Those that failed or were cancelled are not
-    scored. Exit code 1 if the function gave some no reward.
+    The function is called as in training, with the output and row of each trajectory. With --batch it is called with
+    those of all stored trajectories of a row. Images are passed as descriptions only. Trajectories that failed or were
+    cancelled are not scored. Exit code 1 if the function failed for a trajectory.
 
     Examples:
 
@@ -175,21 +177,24 @@ async def _score_all(
 
 async def _verdicts(
     trajectories: Sequence[Trajectory], function: RewardFunction | BatchRewardFunction
-) -> list[Verdict]:
+) -> list[ScoreResult]:
     """Call the function once."""
-    from agent_loop.rewards.function import RewardFunction, Verdict
+    from agent_loop.rewards.function import RewardFunction, ScoreResult
 
     try:
         if isinstance(function, RewardFunction):
             [trajectory] = trajectories
-            return [Verdict(await function(trajectory.output, trajectory.row))]
+            return [ScoreResult(await function(trajectory.output, trajectory.row))]
         return await function([t.output for t in trajectories], [t.row for t in trajectories])
     except RewardError as error:
-        return [Verdict(error=error) for _ in trajectories]
+        return [ScoreResult(error=error) for _ in trajectories]
 
 
 def _comparison(rescored: Sequence[Rescored], *, threshold: float) -> Table:
-    """Old against new, over rollouts: the branches of one share its weight, and it is a success if one of them is."""
+    """Return a table of old and new scores of rollouts.
+
+    The branches of a rollout share its weight. A rollout is a success if one of its branches is.
+    """
     keys = [each.rollout for each in rescored]
     old, new = ([each.stored["reward"] for each in rescored], [each.trajectory.reward for each in rescored])
     was_success = [bool(each.stored["is_success"]) for each in rescored]
@@ -207,7 +212,7 @@ def _mean(rewards: Iterable[tuple[Hashable, float | None]]) -> str:
 
 
 def _share(keys: Sequence[Hashable], flags: Sequence[bool]) -> float:
-    """The share of rollouts of which a trajectory has the flag."""
+    """Return the share of rollouts with a trajectory that has the flag."""
     return len({key for key, flag in zip(keys, flags, strict=True) if flag}) / len(set(keys))
 
 
@@ -228,7 +233,7 @@ def _number(value: float | None) -> str:
 
 
 def _write(out: Path, rescored: Sequence[Rescored], *, threshold: float) -> None:
-    """In one file; the step and split of each row are those that it had."""
+    """Write all trajectories to one file, each with its original step and split."""
     from agent_loop.storage.writer import rewrite_scores
 
     scores = [(each.trajectory.reward, each.trajectory.reward_extra) for each in rescored]

@@ -1,4 +1,4 @@
-"""`agent-loop rollout`: run rows and keep the trajectories."""
+"""`agent-loop rollout`: run rows and write the trajectories."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rollout_command(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", help="Where the trajectories go: Parquet if it ends in .parquet, else JSON lines."
+            "--out", help="File for the trajectories: Parquet if the name ends in .parquet, else JSON lines."
         ),
     ] = Path("trajectories.jsonl"),
     model: ModelOption = None,
@@ -44,7 +44,7 @@ def rollout_command(
     max_rows: MaxRowsOption = None,
     n: SamplesOption = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a run with this `--out` was stopped or killed.")
+        bool, typer.Option("--resume", help="Resume a run with this `--out` that was stopped or killed.")
     ] = False,
 ) -> None:
     """Run agent loops on rows and write their trajectories: tokens, masks, log-probs, messages, rewards.
@@ -71,7 +71,7 @@ def rollout_command(
     rows = read_rows(settings, data=data, max_rows=max_rows)
     console, target = Console(), RolloutFile(out, settings)
     if resume:
-        target.refuse_nothing()
+        target.require_journal()
     with exclusive_file(out, name="--out"):
         if not resume:
             target.keep_earlier_journal(console)
@@ -96,7 +96,7 @@ def rollout_command(
                     f"stopped; the {len(finished)} finished trajectories are in {out}", markup=False
                 )
             if target.journal.is_file():
-                console.print("go on with --resume", markup=False)
+                console.print("resume with --resume", markup=False)
             raise
         target.write(trajectories)
         target.journal.unlink(missing_ok=True)

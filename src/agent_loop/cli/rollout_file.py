@@ -1,4 +1,4 @@
-"""The file of `agent-loop rollout` and its journal: what is kept when something goes wrong."""
+"""Output file of `agent-loop rollout` and its journal, which keep the trajectories if something fails."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class RolloutFile:
 
     @property
     def journal(self) -> Path:
-        """The turns of a rollout that is not over."""
+        """Path of the journal, which exists until the rollout is complete."""
         return self.path.with_name(f"{self.path.name}.journal")
 
-    def refuse_nothing(self) -> None:
+    def require_journal(self) -> None:
         """Raise an error unless there is a rollout to resume.
 
         Raises:
-            JournalError: There is none.
+            JournalError: There is no journal.
         """
         if not self.journal.is_file():
             raise JournalError(
-                f"there is no journal {str(self.journal)!r} to resume from; run it without --resume"
+                f"there is no journal {str(self.journal)!r} to resume from; run the command without --resume"
             )
 
     def keep_earlier_journal(self, console: Console) -> None:
-        """Rename the journal of an earlier rollout that is not over, so that this one does not replace it.
+        """Rename the journal of an earlier, incomplete rollout, so that it is not overwritten.
 
         Raises:
             OutputError: The file cannot be renamed.
@@ -58,41 +58,41 @@ class RolloutFile:
                 "resume it with --resume, or give another --out"
             ) from error
         console.print(
-            f"an earlier rollout into {self.path} did not end; its journal is now {kept}. To resume that one, give the "
-            f"journal its name again and run with --resume",
+            f"an earlier rollout into {self.path} is incomplete; its journal is now {kept}. To resume that rollout, "
+            f"rename its journal to {self.journal.name} and run with --resume",
             markup=False,
         )
 
     def write(self, trajectories: Sequence[Trajectory]) -> None:
-        """Write the trajectories, all of them or none. If that fails, keep them elsewhere.
+        """Write all trajectories. If the file cannot be written, they are in the journal or in a temporary file.
 
         Raises:
-            OutputError: The file cannot be written. The error says where the trajectories are.
+            OutputError: The file cannot be written. The error names the file that has the trajectories.
         """
         try:
             self._write(trajectories)
         except Exception as error:
             raise OutputError(
                 f"--out is {str(self.path)!r}, which cannot be written ({describe_error(error)}); "
-                f"{self._rescued(trajectories)}"
+                f"{self._rescue(trajectories)}"
             ) from error
 
     def _write(self, trajectories: Sequence[Trajectory]) -> None:
         if self.path.suffix != ".parquet":
             write_records(self.path, trajectories)
             return
-        # late: keeps JSON lines free of what they do not need
+        # late: JSON lines do not need it
         from agent_loop.storage.writer import write_trajectories
 
         threshold = self.config.reward.success_threshold
         write_trajectories(self.path, trajectories, step=0, split="rollout", success_threshold=threshold)
 
-    def _rescued(self, trajectories: Sequence[Trajectory]) -> str:
-        """Make sure that the trajectories are on a disk, and say where."""
+    def _rescue(self, trajectories: Sequence[Trajectory]) -> str:
+        """Write the trajectories to a temporary file unless the journal has them, and return a text with its path."""
         if self.journal.is_file():
             return (
                 f"the trajectories are in the journal {str(self.journal)!r}. Free the disk or correct the permissions, "
-                "and run the same command with --resume: nothing is run again"
+                "and run the same command with --resume; no trajectory is run again"
             )
         spare = Path(tempfile.mkdtemp(prefix="agent-loop-rollout-")) / f"{self.path.stem}.jsonl"
         write_records(spare, trajectories)

@@ -1,4 +1,4 @@
-"""Runs rows and shows how far it is."""
+"""Run rows with a progress bar."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ async def run_rows(
     journal_path: Path | None = None,
     resume: bool = False,
 ) -> list[Trajectory]:
-    """Starts the servers of the configuration, runs the rows and closes the servers again.
+    """Start the servers of the configuration, run the rows and close the servers.
 
     Args:
-        on_trajectory: Is given each trajectory as it ends, so that they are there even if the run is stopped.
-        journal_path: Keeps each turn there; None keeps none. The caller holds a lock on it.
-        resume: Go on from what the journal holds.
+        on_trajectory: Called with each trajectory as it ends, so that those are not lost if the run stops early.
+        journal_path: Journal of the turns; None writes no journal. The caller holds a lock on the file.
+        resume: Resume the rollout in the journal.
 
     Raises:
-        JournalError: The journal cannot be written, or is of another rollout.
+        JournalError: The journal cannot be written, or belongs to another rollout.
     """
     # late: keeps `--help` quick
     from agent_loop.distributed import create_manager
@@ -59,23 +59,25 @@ async def run_rows(
 
             ended: set[tuple[int, int]] = set()
 
-            def take(trajectory: Trajectory) -> None:
+            def count_trajectory(trajectory: Trajectory) -> None:
                 on_trajectory(trajectory)
                 ended.add((trajectory.group, trajectory.rollout))
                 progress.update(task, completed=len(ended))
 
             if journal_path is None:
-                return await manager.run(rows, n=n, validate=validate, on_trajectory=take)
+                return await manager.run(rows, n=n, validate=validate, on_trajectory=count_trajectory)
             key = key_of(config, rows=rows, num_samples=num_samples)
             opening = open_journal(journal_path, key=key, rows=rows, resume=resume, refuse=True, lock=False)
             async with opening as journal:
                 for note in journal.notes:
                     console.print(note, markup=False)
-                return await manager.run(rows, n=n, validate=validate, on_trajectory=take, journal=journal)
+                return await manager.run(
+                    rows, n=n, validate=validate, on_trajectory=count_trajectory, journal=journal
+                )
 
 
 def key_of(config: Config, *, rows: Sequence[Row], num_samples: int) -> StepKey:
-    """What tells a run of rows from another one."""
+    """Return the key by which a journal recognises this run of these rows."""
     from agent_loop.rollout.journal.step import StepKey, rollout_settings  # late: keeps `--help` quick
 
     return StepKey.of(
@@ -84,5 +86,5 @@ def key_of(config: Config, *, rows: Sequence[Row], num_samples: int) -> StepKey:
 
 
 def by_id(trajectory: Trajectory) -> tuple[int, int, int]:
-    """The order of the rows and of their samples."""
+    """Return a sort key: group, rollout, branch."""
     return trajectory.group, trajectory.rollout, trajectory.branch or 0

@@ -1,4 +1,4 @@
-"""`agent-loop serve`: a pool of LLM servers behind the OpenAI API."""
+"""`agent-loop serve`: serve a pool of LLM servers with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ EXIT_BY_SIGNAL = 128
 
 def serve_command(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model folder or hub name.", show_default=False)
+        str, typer.Argument(metavar="MODEL", help="Model folder or hub name.", show_default=False)
     ],
     overrides: OverridesArgument = None,
     *,
-    host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes one that is free.")] = 8000,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free port.")
+    ] = 8000,
     engine: Annotated[
         str | None, typer.Option("--engine", help="`rollout.engine`.", show_default="embedded")
     ] = None,
@@ -43,15 +45,15 @@ def serve_command(
             "--max-model-len",
             min=2,
             max=2**24,
-            help="Tokens of prompt and completion together.",
-            show_default=f"what the config says, else what the model takes, at most {DEFAULT_MAX_MODEL_LEN}",
+            help="Maximum tokens of prompt and completion together.",
+            show_default=f"limits of the config, or the model's limit, at most {DEFAULT_MAX_MODEL_LEN}",
         ),
     ] = None,
     tool_format: Annotated[
         str | None,
         typer.Option(
             "--tool-format",
-            help="`rollout.multi_turn.format`: how the model writes tool calls.",
+            help="`rollout.multi_turn.format`: format of the model's tool calls.",
             show_default="auto",
         ),
     ] = None,
@@ -60,7 +62,7 @@ def serve_command(
         typer.Option(
             "--api-key",
             envvar="AGENT_LOOP_API_KEY",
-            help="Clients must show this key; without one, everybody may ask.",
+            help="Key that clients must send. Without a key, every client is accepted.",
             show_default=False,
         ),
     ] = None,
@@ -69,25 +71,25 @@ def serve_command(
         typer.Option(
             "--allowed-host",
             metavar="NAME",
-            help="A host name under which clients ask, beside --host and localhost. May be repeated.",
+            help="Host name that clients may use in addition to --host and localhost. May be given more than once.",
             show_default=False,
         ),
     ] = None,
     served_model_name: Annotated[
         str | None,
         typer.Option(
-            "--served-model-name", help="The name that clients ask for.", show_default="that of the model"
+            "--served-model-name", help="Model name that clients send.", show_default="name of the model"
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", help="YAML file with more settings.", show_default=False),
+        typer.Option("--config", help="YAML file of settings.", show_default=False),
     ] = None,
 ) -> None:
-    """Serve a model to OpenAI clients: chat with tools, completions of text and token ids, streams, health, metrics.
+    """Serve a model to OpenAI clients: chat with tools, completions of text or token ids, streaming, health, metrics.
 
-    The servers are those that a rollout with the same settings would have. Ctrl-C stops in good order; a second one
-    cuts the requests in flight.
+    The servers are the same as those of a rollout with these settings. Ctrl-C finishes the requests in flight and
+    stops; a second Ctrl-C aborts them.
 
     Examples:
 
@@ -109,7 +111,7 @@ def serve_command(
     }
     settings = _settings(config, overrides or (), given=given, max_model_len=max_model_len)
 
-    from agent_loop.serving.command import serve  # late: the extra is optional, and `--help` is to be quick
+    from agent_loop.serving.command import serve  # late: the extra is optional, and `--help` stays quick
 
     stopped_by = run_to_end(
         serve(
@@ -144,19 +146,19 @@ def _settings(
         options = ["rollout.multi_turn.format=auto", *options]
         max_model_len = max_model_len or min(DEFAULT_MAX_MODEL_LEN, longest or DEFAULT_MAX_MODEL_LEN)
     if max_model_len is not None:
-        # A server's context holds both; a prompt may take all but one token of it.
+        # The context holds prompt and response; a prompt may use all but one token of it.
         options += [f"rollout.prompt_length={max_model_len - 1}", "rollout.response_length=1"]
     return load_config(path, overrides=[*options, *overrides])
 
 
 def _context_length(model: Path) -> int | None:
-    """Return the number of positions that the model in a folder takes; None if the folder does not say."""
+    """Return the context length in the config of a model folder, or None if it has none."""
     try:
         config: Any = parse_json((model / "config.json").read_bytes())
         parts: list[Mapping[str, Any]] = [config.get("text_config") or {}, config]
         lengths = [part.get(name) for part in parts for name in LENGTH_FIELDS]
     except (OSError, ValueError, AttributeError):
-        return None  # (whoever loads the model says what is wrong with it)
+        return None  # (loading the model reports what is wrong)
     return next((length for length in lengths if isinstance(length, int) and length > 1), None)
 
 

@@ -1,4 +1,4 @@
-"""`agent-loop show`: the stored trajectories of a run, in the terminal."""
+"""`agent-loop show`: print the stored trajectories of a run."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ COLUMNS = {
 }
 """Columns of the table, and their headings."""
 ALWAYS = frozenset({"step", "split", "trajectory_id", "reward", "stop_reason"})
-"""Columns that are shown even if they say nothing."""
-WIDTH_OF_FILES = 160
-"""Characters of a line where there is no terminal."""
+"""Columns that are shown even if all values are empty or 0."""
+WIDTH_WITHOUT_TERMINAL = 160
+"""Characters per line if the output is not a terminal."""
 NUMBERS = frozenset(COLUMNS) - {"split", "trajectory_id", "stop_reason"}
 
 
@@ -52,28 +52,31 @@ def show_command(
         list[str] | None,
         typer.Option(
             "--where",
-            help="Only those for which this holds, as in `reward<1`; all of several.",
+            help="Only trajectories with this condition, as in `reward<1`. May be given more than once; all must hold.",
             show_default=False,
         ),
     ] = None,
     text: Annotated[
-        str | None, typer.Option("--text", help="Only those in which this was said.", show_default=False)
+        str | None,
+        typer.Option(
+            "--text", help="Only trajectories whose messages contain this text.", show_default=False
+        ),
     ] = None,
     sort: Annotated[
         str | None,
         typer.Option(
-            "--sort", help="By this column; the largest first with `-` before it.", show_default=False
+            "--sort", help="Column to sort by; put `-` before it for the largest first.", show_default=False
         ),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows of the table.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum rows of the table.")] = 50,
     tokens: Annotated[
         bool,
-        typer.Option("--tokens", help="With `--row`: each token, coloured by who wrote it and its log-prob."),
+        typer.Option("--tokens", help="With `--row`: each token, coloured by origin and log-prob."),
     ] = False,
 ) -> None:
-    """Show stored trajectories: a table of them, or one with `--row`.
+    """Print a table of stored trajectories, or a single trajectory with `--row`.
 
-    RUN is the folder of a run, a folder of Parquet files, or one of them.
+    RUN is the folder of a run, a folder of Parquet files, or a Parquet file.
 
     Examples:
 
@@ -92,14 +95,14 @@ def show_command(
 
     stored, console = StoredRun(find_run(run)), Console()
     if not console.is_terminal:
-        console.width = WIDTH_OF_FILES
+        console.width = WIDTH_WITHOUT_TERMINAL
     if row is not None:
         print_trajectory(
             find_row(stored, row, split=split, step=step), console, pieces=stored.vocabulary(), tokens=tokens
         )
         return
     if tokens:
-        raise DataError("--tokens shows the tokens of one trajectory; give --row too")
+        raise DataError("--tokens prints the tokens of one trajectory; give the trajectory with --row")
     conditions = [Condition.parse(each) for each in where or ()]
     found = find(stored, split=split, step=step, where=conditions, text=text, sort=sort)
     if not found.num_rows and not stored.scalars(split=split, step=step, columns=("step",)).num_rows:
@@ -109,23 +112,23 @@ def show_command(
 
 
 def find_row(run: StoredRun, row: str, *, split: str | None, step: int | None) -> dict[str, Any]:
-    """A trajectory by its name; the latest one of that name, and of training before validation.
+    """Return the trajectory with this name: the one of the latest step, and of training before validation.
 
     Raises:
-        DataError: There is none.
+        DataError: There is no such trajectory.
     """
     table = run.scalars(split=split, step=step, columns=("step", "split", "trajectory_id"))
     if not table.num_rows:
         raise nothing_stored(run, step=step, split=split)
-    places = [place for place in table.to_pylist() if place["trajectory_id"] == row]
-    if not places:
-        names = sorted({place["trajectory_id"] for place in table.to_pylist()})
+    keys = [key for key in table.to_pylist() if key["trajectory_id"] == row]
+    if not keys:
+        names = sorted({key["trajectory_id"] for key in table.to_pylist()})
         some = ", ".join(names[:3]) or "none"
         raise DataError(
             f"there is no trajectory {row!r} (there are {len(names)}: {some} ...); see `agent-loop show`"
         )
-    place = max(places, key=lambda each: (each["step"], each["split"] == "train"))
-    return run.trajectory(place["split"], place["step"], row)
+    latest = max(keys, key=lambda key: (key["step"], key["split"] == "train"))
+    return run.trajectory(latest["split"], latest["step"], row)
 
 
 def _table(found: Any) -> Table:
@@ -146,7 +149,7 @@ def _cell(value: Any) -> str:
 
 
 def _summary(found: Any, *, num_shown: int) -> str:
-    """Count the trajectories; the mean reward is over rollouts, whose branches share their weight."""
+    """Return the number of trajectories and the mean reward of rollouts, in which branches share the weight."""
     rows = found.select(("split", "step", "group", "rollout", "branch", "reward")).to_pylist()
     mean_reward = mean_over_rollouts(
         (

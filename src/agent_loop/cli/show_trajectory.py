@@ -1,4 +1,4 @@
-"""One trajectory in the terminal, turn by turn or token by token."""
+"""Print one trajectory, turn by turn or token by token."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from agent_loop.storage.vocabulary import Piece, text_of
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 ORIGIN_STYLES = {"prompt": "dim", "tool": "yellow", "interaction": "cyan", "model": "green"}
 LOG_PROB_STYLES = ((-0.1, "green"), (-1.0, "yellow"), (-3.0, "dark_orange"), (float("-inf"), "bold red"))
-"""The colour of a sampled token whose log-prob is at least so much."""
+"""Lower bounds of log-probs, and the colours of sampled tokens above them."""
 TIMES = ("admission", "queue", "generate", "prefill", "tool", "interaction", "reward", "encode", "other")
 
 
 def print_trajectory(
     row: Mapping[str, Any], console: Console, *, pieces: Sequence[Piece] | None, tokens: bool
 ) -> None:
-    """Prints a row of `StoredRun.trajectory`.
+    """Print a row of `StoredRun.trajectory`.
 
     Args:
-        pieces: The text of each token; None shows their numbers.
-        tokens: Token by token instead of turn by turn.
+        pieces: Text of each token; None prints token ids.
+        tokens: Print token by token instead of turn by turn.
     """
-    _say(console, _head(row), style="bold")
+    _print_text(console, _head(row), style="bold")
     if tokens:
         print_tokens(row, console, pieces=pieces)
     else:
         _print_turns(row, console)
     if row["failure"] is not None:
-        _say(console, f"\nfailed: {row['failure']}\n{row['failure_traceback'] or ''}".rstrip(), style="red")
-    _say(console, f"\n{_time_line(row)}", style="dim")
+        _print_text(
+            console, f"\nfailed: {row['failure']}\n{row['failure_traceback'] or ''}".rstrip(), style="red"
+        )
+    _print_text(console, f"\n{_time_line(row)}", style="dim")
 
 
 def print_tokens(row: Mapping[str, Any], console: Console, *, pieces: Sequence[Piece] | None) -> None:
-    """Prints each token, coloured by who wrote it; those of the model by their log-prob."""
+    """Print each token, coloured by origin, or by log-prob if the model sampled it."""
     legend = Text("prompt", ORIGIN_STYLES["prompt"])
     for origin in ("tool", "interaction"):
         legend.append(f"  {origin}", ORIGIN_STYLES[origin])
@@ -47,19 +49,19 @@ def print_tokens(row: Mapping[str, Any], console: Console, *, pieces: Sequence[P
     legend.append("  below", LOG_PROB_STYLES[-1][1])
     console.print(legend)
     ids, logprobs = [*row["prompt_ids"], *row["response_ids"]], row["response_logprobs"]
-    shown, place = Text(), 0
+    shown, position = Text(), 0
     for segment in row["segments"]:
-        for token in ids[place : place + segment["num_tokens"]]:
+        for token in ids[position : position + segment["num_tokens"]]:
             style = ORIGIN_STYLES[segment["origin"]]
             if segment["origin"] == "model" and logprobs is not None:
-                style = _logprob_style(float(logprobs[place - len(row["prompt_ids"])]))
+                style = _logprob_style(float(logprobs[position - len(row["prompt_ids"])]))
             shown.append(f"{token} " if pieces is None else text_of([int(token)], pieces), style)
-            place += 1
+            position += 1
     console.print(shown, soft_wrap=True)
 
 
 def _print_turns(row: Mapping[str, Any], console: Console) -> None:
-    """What went wrong in a turn comes behind what it was answered."""
+    """Print messages, each turn followed by its incidents."""
     incidents, feedback = json.loads(row["incidents"]), json.loads(row["feedback"])
     of_tools = iter([each for each in feedback if each["origin"] == "tool"])
     of_interaction = iter([each for each in feedback if each["origin"] == "interaction"])
@@ -79,12 +81,12 @@ def _print_turns(row: Mapping[str, Any], console: Console) -> None:
 
 def _print_message(message: Mapping[str, Any], console: Console) -> None:
     role, name = message["role"], message.get("name")
-    _say(console, f"\n-- {role}" + (f" {name}" if name else ""), style=ROLE_STYLES.get(role, "white"))
+    _print_text(console, f"\n-- {role}" + (f" {name}" if name else ""), style=ROLE_STYLES.get(role, "white"))
     if message.get("reasoning_content"):
-        _say(console, str(message["reasoning_content"]), style="dim italic")
-    _say(console, _content(message))
+        _print_text(console, str(message["reasoning_content"]), style="dim italic")
+    _print_text(console, _content(message))
     for call in message.get("tool_calls") or ():
-        _say(console, f"-> {_call(call)}", style="bold yellow")
+        _print_text(console, f"-> {_call(call)}", style="bold yellow")
 
 
 def _print_feedback(feedback: Mapping[str, Any] | None, console: Console) -> None:
@@ -93,12 +95,12 @@ def _print_feedback(feedback: Mapping[str, Any] | None, console: Console) -> Non
     parts = [f"{name} {feedback[name]}" for name in ("reward", "incident") if feedback[name] is not None]
     parts += [f"{name}: {value}" for name, value in feedback["extra"].items()]
     if parts:
-        _say(console, f"   ({', '.join(parts)})", style="dim")
+        _print_text(console, f"   ({', '.join(parts)})", style="dim")
 
 
 def _print_incidents(incidents: Iterable[Mapping[str, Any]], console: Console) -> None:
     for incident in incidents:
-        _say(console, f"!  {incident['kind']}: {incident['detail']}", style="red")
+        _print_text(console, f"!  {incident['kind']}: {incident['detail']}", style="red")
 
 
 def _head(row: Mapping[str, Any]) -> str:
@@ -108,14 +110,14 @@ def _head(row: Mapping[str, Any]) -> str:
     extra = "".join(f", {name}: {value}" for name, value in json.loads(row["reward_extra"]).items())
     return (
         f"{row['split']} step {row['step']}  {row['trajectory_id']}  {reward}{extra}{advantage}  {row['stop_reason']}  "
-        f"{row['prompt_length']} + {row['response_length']} tokens, {row['num_model_tokens']} of the model's"
+        f"{row['prompt_length']} + {row['response_length']} tokens, {row['num_model_tokens']} sampled"
         + (f" (weights {', '.join(map(str, versions))})" if versions else "")
     )
 
 
 def _time_line(row: Mapping[str, Any]) -> str:
     if row["seconds"] is None:
-        return "time: nobody watched it"
+        return "time: not measured"
     spent = [f"{name} {row[f'{name}_s']:.2f}" for name in TIMES if row[f"{name}_s"]]
     return f"time: {row['seconds']:.2f} s: {', '.join(spent)}"
 
@@ -142,6 +144,6 @@ def _logprob_style(logprob: float) -> str:
     return next((style for bound, style in LOG_PROB_STYLES if logprob >= bound), "")
 
 
-def _say(console: Console, text: str, *, style: str = "") -> None:
+def _print_text(console: Console, text: str, *, style: str = "") -> None:
     if text:
         console.print(Text(text, style), soft_wrap=True)

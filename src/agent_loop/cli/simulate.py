@@ -1,4 +1,4 @@
-"""`agent-loop simulate`: what a cluster would do."""
+"""`agent-loop simulate`: run a workload on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -31,32 +31,39 @@ EXIT_INTERRUPTED = 130
 
 def simulate_command(
     *,
-    servers: Annotated[int, typer.Option("--servers", min=1, help="How many.")] = 512,
-    trajectories: Annotated[int, typer.Option("--trajectories", min=1, help="Of the workload.")] = 100_000,
+    servers: Annotated[int, typer.Option("--servers", min=1, help="Number of servers.")] = 512,
+    trajectories: Annotated[
+        int, typer.Option("--trajectories", min=1, help="Number of trajectories.")
+    ] = 100_000,
     n: SamplesOption = None,
     slow_share: Annotated[
-        float, typer.Option("--slow-share", min=0, max=1, callback=finite, help="Of the servers.")
+        float, typer.Option("--slow-share", min=0, max=1, callback=finite, help="Share of slow servers.")
     ] = 0.0,
     slow_speed: Annotated[
-        float, typer.Option("--slow-speed", callback=above_0, help="Of those, relative to the others.")
+        float,
+        typer.Option("--slow-speed", callback=above_0, help="Speed of slow servers, relative to the others."),
     ] = 0.5,
-    policy: Annotated[str, typer.Option("--policy", help=f"Who gets a request: {POLICIES}.")] = "least-work",
+    policy: Annotated[str, typer.Option("--policy", help=f"Load balancing: {POLICIES}.")] = "least-work",
     order: Annotated[
         str,
-        typer.Option("--order", help=f"Which of those that wait comes first: {ORDERS} (most left to do)."),
+        typer.Option(
+            "--order",
+            help=f"Order of queued requests: {ORDERS}. `learnt` and `oracle` start the trajectory with the most turns "
+            "left, predicted or known.",
+        ),
     ] = "arrival",
     max_concurrent: Annotated[
         str | None,
         typer.Option(
             "--max-concurrent",
-            help="Trajectories in flight: a number, or auto; default is all.",
+            help="Maximum trajectories in flight: a number, or auto. By default all.",
             show_default=False,
         ),
     ] = None,
     replay: Annotated[
         Path | None,
         typer.Option(
-            "--replay", help="Recorded trajectories: a file or a folder of them.", show_default=False
+            "--replay", help="Use recorded trajectories: a file, or a folder of files.", show_default=False
         ),
     ] = None,
     fail: Annotated[
@@ -64,36 +71,43 @@ def simulate_command(
         typer.Option(
             "--fail",
             metavar="SERVER@SECOND[+SECONDS]",
-            help="A server dies, and comes back after so long; may be given more than once.",
+            help="Server that fails at this time, and restarts after SECONDS. May be given more than once.",
             show_default=False,
         ),
     ] = None,
     batch: Annotated[
-        int, typer.Option("--batch", min=1, help="Requests that a server computes at once.")
+        int, typer.Option("--batch", min=1, help="Maximum concurrent requests of a server.")
     ] = 64,
     step_ms: Annotated[
-        float, typer.Option("--step-ms", callback=above_0, help="A decoding step beside its requests.")
+        float,
+        typer.Option("--step-ms", callback=above_0, help="Milliseconds of a decoding step without requests."),
     ] = 12.0,
     request_ms: Annotated[
-        float, typer.Option("--request-ms", min=0, callback=finite, help="That each adds to a step.")
+        float,
+        typer.Option(
+            "--request-ms", min=0, callback=finite, help="Milliseconds that each request adds to a step."
+        ),
     ] = 0.25,
     prefill: Annotated[
-        float, typer.Option("--prefill", callback=above_0, help="Prompt tokens per second.")
+        float, typer.Option("--prefill", callback=above_0, help="Speed of the prefill, in tokens per second.")
     ] = 20_000.0,
-    kv_tokens: Annotated[int, typer.Option("--kv-tokens", min=1, help="In a server's KV cache.")] = 400_000,
+    kv_tokens: Annotated[
+        int, typer.Option("--kv-tokens", min=1, help="Size of a server's KV cache, in tokens.")
+    ] = 400_000,
     perfect: Annotated[
         bool,
         typer.Option(
-            "--perfect/--no-perfect", help="Also run one server with the capacity of all, to compare."
+            "--perfect/--no-perfect",
+            help="Also run a single server with the capacity of all servers, for comparison.",
         ),
     ] = True,
-    seed: Annotated[int, typer.Option("--seed", help="Of the workload.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the workload.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Run a workload on a simulated cluster, in virtual time: real manager, balancer and worker, simulated engines.
+    """Run a workload on a simulated cluster in virtual time, with the real manager, balancer and worker.
 
-    Without `--replay` the workload is heavy-tailed: 2 to 40 turns (Pareto), log-normal lengths and waits for tools.
-    100,000 trajectories take some minutes of one core.
+    The default workload is heavy-tailed: 2 to 40 turns (Pareto), with log-normal lengths and tool latencies. 100,000
+    trajectories take a few minutes on one core.
 
     Examples:
 
@@ -134,7 +148,7 @@ def simulate_command(
     try:
         report = _run(cluster, plans, perfect=perfect, console=console)
     except KeyboardInterrupt:
-        console.print("stopped: there are no figures of an unfinished run")
+        console.print("stopped: an unfinished simulation has no results")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
@@ -153,7 +167,7 @@ def _run(cluster: Cluster, plans: list[Plan], *, perfect: bool, console: Console
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with frozen_objects(), shown as progress:  # else the collector walks through the plans again and again
+    with frozen_objects(), shown as progress:  # else garbage collection visits the plans repeatedly
 
         def run(cluster: Cluster, name: str) -> Outcome:
             task = progress.add_task(name, total=len(plans))
@@ -174,14 +188,14 @@ def _table(report: Report) -> Table:
         table.add_row("to a perfect pool", f"{report.to_perfect:.3f}  ({report.perfect_s:.1f} s)")
     table.add_row("to the lower bound", f"{report.to_bound:.3f}")
     table.add_row("  all work at full rate", f"{report.work_bound_s:.1f} s")
-    table.add_row("  longest one alone", f"{report.longest_bound_s:.1f} s")
+    table.add_row("  longest trajectory alone", f"{report.longest_bound_s:.1f} s")
     for name in ("p50", "p90", "p99", "max"):
         table.add_row(f"latency {name}", f"{latency[name]:.1f} s")
     table.add_row("prefix hit rate", f"{report.prefix_hit_rate:.1%}")
     table.add_row("imbalance (most to mean work)", f"{report.imbalance:.2f}")
     table.add_row("utilisation", f"{report.utilisation:.1%}")
-    table.add_row("set aside, KV cache full", str(report.num_preempted))
-    table.add_row("went on at another server", str(report.num_failovers))
+    table.add_row("preempted, KV cache full", str(report.num_preempted))
+    table.add_row("resumed on another server", str(report.num_failovers))
     return table
 
 
@@ -196,7 +210,7 @@ def _bound(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--max-concurrent is {text!r}; give a number from 1, or auto")
+        raise ConfigError(f"--max-concurrent is {text!r}; give a number of at least 1, or auto")
     return int(text)
 
 
@@ -212,5 +226,5 @@ def _fault(text: str) -> Fault:
         return fault
     except ValueError:
         raise ConfigError(
-            f"--fail is {text!r}; give a server's number and seconds, as in 3@60 or 3@60+120"
+            f"--fail is {text!r}; give the number of a server and seconds, as in 3@60 or 3@60+120"
         ) from None

@@ -1,4 +1,4 @@
-"""`agent-loop traces`: what a trace file holds, printed event by event or sent to a tracing system."""
+"""`agent-loop traces`: print a trace file, or send it to a tracing system."""
 
 from __future__ import annotations
 
@@ -14,33 +14,38 @@ from agent_loop.files.file_kinds import TRACES, explain, kind_of
 
 def traces_command(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="What `rollout.trace.path` named.", show_default=False)
+        Path,
+        typer.Argument(metavar="FILE", help="Trace file, as in `rollout.trace.path`.", show_default=False),
     ],
     *,
     trajectory: Annotated[
         str | None,
         typer.Option(
-            "--trajectory", help="Only those whose id holds this, as in `step=3/`.", show_default=False
+            "--trajectory",
+            help="Only trajectories whose id contains this, as in `step=3/`.",
+            show_default=False,
         ),
     ] = None,
     to: Annotated[
         Literal["mlflow", "otel", "weave"] | None,
-        typer.Option("--to", help="Send them there, in place of printing.", show_default=False),
+        typer.Option(
+            "--to", help="Send the traces to this system instead of printing them.", show_default=False
+        ),
     ] = None,
     at: Annotated[
         str | None,
         typer.Option(
             "--at",
-            help="The address, as `rollout.trace.tracking_uri` or `otlp_endpoint` gives it.",
+            help="Address of the system, as in `rollout.trace.tracking_uri` or `otlp_endpoint`.",
             show_default=False,
         ),
     ] = None,
     project: Annotated[
-        str | None, typer.Option("--project", help="As `rollout.trace.project_name`.", show_default=False)
+        str | None,
+        typer.Option("--project", help="Project, as in `rollout.trace.project_name`.", show_default=False),
     ] = None,
 ) -> None:
-    """Print the traces that `rollout.trace.backend=file` wrote as one line of JSON per event, or send them to a tracing
-    system, where a run had better not spend the time.
+    """Print the traces of `rollout.trace.backend=file`, one line of JSON per event, or send them to a tracing system.
 
     Examples:
 
@@ -57,7 +62,7 @@ def traces_command(
 
     is_empty = path.is_file() and not path.stat().st_size
     if kind_of(path) is not TRACES and not is_empty:
-        raise DataError(explain(path, wanted="what rollout.trace.path named"))
+        raise DataError(explain(path, wanted="a trace file, as in rollout.trace.path"))
     traces = (
         (form, account)
         for form, account in read_traces(path)

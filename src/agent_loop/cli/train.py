@@ -1,4 +1,4 @@
-"""`agent-loop train`: from rows to better weights."""
+"""`agent-loop train`: train a model on rollouts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ def train_command(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from where the run in `trainer.run_dir` was, however it ended; begin anew if there is none.",
+            help="Resume the run in `trainer.run_dir`, even after a crash. Starts a new run if there is none.",
         ),
     ] = False,
     resume_from: Annotated[
         Path | None,
         typer.Option(
-            "--resume-from", help="Go on from this checkpoint, or this run's last.", show_default=False
+            "--resume-from",
+            help="Resume from this checkpoint, or from the last checkpoint of this run.",
+            show_default=False,
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove what another run left in `trainer.run_dir`.")
+        bool, typer.Option("--overwrite", help="Remove the files of an earlier run in `trainer.run_dir`.")
     ] = False,
 ) -> None:
-    """Train a model on rollouts: rows, agent loops, rewards, GRPO, new weights in the servers, over and over.
+    """Train a model with reinforcement learning on rollouts of agent loops.
 
-    Ctrl-C stops in good order and writes a checkpoint; a second Ctrl-C stops at once.
+    Each step samples rows, runs agent loops, computes rewards and advantages, updates the model and sends the new
+    weights to the servers. Ctrl-C finishes the step, writes a checkpoint and stops; a second Ctrl-C stops immediately.
 
     Examples:
 
@@ -54,12 +57,12 @@ def train_command(
     settings = read_config(config, overrides)
 
     # late: keeps `--help` and config errors quick
-    from agent_loop.training.follower import follow
     from agent_loop.training.ppo_trainer import PPOTrainer
-    from agent_loop.training.team_processes import is_follower
+    from agent_loop.training.rank_process import run_rank
+    from agent_loop.training.ranks import is_nonzero_rank
 
-    if is_follower():
-        follow(settings, local_rank=int(os.environ["LOCAL_RANK"]))
+    if is_nonzero_rank():
+        run_rank(settings, local_rank=int(os.environ["LOCAL_RANK"]))
         return
     trainer = PPOTrainer(
         settings, resume=str(resume_from) if resume_from else resume and "auto", overwrite=overwrite

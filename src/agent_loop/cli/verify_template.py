@@ -1,4 +1,4 @@
-"""`agent-loop verify-template`: what a chat template does to the tokens of a conversation."""
+"""`agent-loop verify-template`: compare the tokens of a trajectory with the template's own render."""
 
 from __future__ import annotations
 
@@ -36,31 +36,29 @@ def verify_template_command(
         str,
         typer.Argument(
             metavar="PATH_OR_NAME",
-            help="A model folder, a hub name, or a template file (.jinja), which gets a placeholder tokenizer.",
+            help="Model folder, hub name, or template file (.jinja), which gets a placeholder tokenizer.",
             show_default=False,
         ),
     ],
     *,
     chat_template: Annotated[
         Path | None,
-        typer.Option(
-            "--chat-template", help="Use this template file with the tokenizer.", show_default=False
-        ),
+        typer.Option("--chat-template", help="Template file to use with the tokenizer.", show_default=False),
     ] = None,
     tools: Annotated[
-        bool, typer.Option("--tools/--no-tools", help="Try conversations with tools too.")
+        bool, typer.Option("--tools/--no-tools", help="Also verify conversations with tools.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compare the tokens of a trajectory with the template's own render of the same messages.
 
-    Each probe is a short conversation: `exact` is token for token the same; `differs` names every cause, with an
-    example; `unsupported` shows the template's own error. Differences are of three kinds: something is left out,
-    history is rewritten, or tokens are merged where turns meet.
+    Each probe is a short conversation. `exact`: all tokens are the same. `differs`: every cause is printed with an
+    example. `unsupported`: the template's error is printed. There are three kinds of differences: something is left
+    out, history is rewritten, or tokens are merged where turns meet.
 
-    Exit codes: 0 if the template is exact, or rewrites history or merges tokens only, which a trajectory does not
-    suffer from; 1 if the template cannot be used at all, or not with tools; 3 if it leaves out the tools' schemas, the
-    system prompt or calls of the assistant; 2 for a wrong argument.
+    Exit codes: 0 if the template is exact, or if it only rewrites history or merges tokens, which does not affect
+    trajectories; 1 if the template cannot be used at all, or not with tools; 3 if it leaves out tool schemas, the
+    system prompt or tool calls; 2 for a wrong argument.
 
     Examples:
 
@@ -102,23 +100,25 @@ def _load(template: str, chat_template: Path | None) -> ChatTemplate:
 
 def _print(report: TemplateReport, console: Console) -> None:
     left_out = [kind for kind in report.kinds() if kind == "left_out"]
-    for kind in left_out:  # (before all that can be lived with)
+    for kind in left_out:  # (the most serious kind comes first)
         _print_kind(report, kind, console)
     counts = [Column(name, justify="right") for name in ("adds", "keeps")]
     table = Table(Column("probe", no_wrap=True), "verdict", "causes", *counts, box=box.SIMPLE_HEAD)
     for result in report.results:
         table.add_row(*_cells(result))
     console.print(table)
-    console.print("adds: tokens between turns of the model; keeps: tokens that full renders would lose.")
+    console.print(
+        "adds: tokens between turns of the model; keeps: sampled tokens that a full render would lose."
+    )
     console.print(_summary("without tools", report.without_tools, report, tools=False))
     if report.with_tools is not None:
         console.print(_summary("with tools", report.with_tools, report, tools=True))
     for kind in report.kinds()[len(left_out) :]:
         _print_kind(report, kind, console)
     if report.has_date:
-        console.print("The template writes today's date into the prompt; it is rendered once per trajectory.")
+        console.print("The template writes today's date into the prompt, once per trajectory.")
     if not report.has_reasoning:
-        console.print("The template writes no reasoning; the verdict is for a model that does not reason.")
+        console.print("The template writes no reasoning; the verdict holds for models without reasoning.")
     for error in dict.fromkeys(result.error for result in report.results if result.error):
         console.print(error, markup=False, highlight=False)
 
@@ -138,7 +138,7 @@ def _summary(name: str, verdict: Verdict, report: TemplateReport, *, tools: bool
 
 
 def _example(report: TemplateReport, cause: Cause) -> str:
-    """The first probe that shows a cause, and how."""
+    """Return the first probe with this cause, and its difference."""
     examples = report.examples(cause)
     result, difference = examples[0]
     others = f" (and {len(examples) - 1} more)" if len(examples) > 1 else ""

@@ -1,4 +1,4 @@
-"""`agent-loop view`: a local web page of a run."""
+"""`agent-loop view`: show a run in a local web page."""
 
 from __future__ import annotations
 
@@ -20,29 +20,40 @@ def view_command(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="The folder of a run, or a Parquet file of trajectories.", show_default=False
+            metavar="RUN", help="Folder of a run, or Parquet file of trajectories.", show_default=False
         ),
     ],
     *,
-    host: Annotated[str, typer.Option("--host", help="The address to listen at.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option(
-            "--port", min=0, max=65535, help="0 takes any.", show_default="the first free from 7321 on"
+            "--port",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 is any free port.",
+            show_default="first free port from 7321",
         ),
     ] = None,
-    opens_browser: Annotated[bool, typer.Option("--open/--no-open", help="Show it in the browser.")] = True,
+    opens_browser: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in the browser.")
+    ] = True,
     export: Annotated[
         Path | None,
-        typer.Option("--export", help="Write one file that needs no server, and end.", show_default=False),
+        typer.Option(
+            "--export", help="Write the page to one file that needs no server, and exit.", show_default=False
+        ),
     ] = None,
     max_trajectories: Annotated[
-        int, typer.Option("--max-trajectories", min=0, help="So many go into the exported file in full.")
+        int,
+        typer.Option(
+            "--max-trajectories", min=0, help="Maximum number of trajectories in the exported file."
+        ),
     ] = 200,
 ) -> None:
-    """Look into a run: curves, trajectories token by token, siblings side by side, where the time went.
+    """Show a run in the browser: metrics, trajectories token by token, groups side by side, and time spent.
 
-    The page follows a run that goes on. It only reads, and loads nothing from elsewhere.
+    The page updates while the run continues. It never changes the run, and loads nothing from other hosts.
 
     Examples:
 

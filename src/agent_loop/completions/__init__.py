@@ -1,1 +1,1 @@
-"""OpenAI requests and responses on top of servers that take and return token ids."""
+"""OpenAI completions on top of servers that take and return token ids."""

@@ -1,4 +1,4 @@
-"""Chat completions: messages in, what the model says and calls out."""
+"""Chat completions: messages in, assistant messages with tool calls out."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from agent_loop.runtime.concurrency import merged, run_together
 from agent_loop.types import IntArray
 
 PROMPT_END_TOKENS = 16
-"""So many tokens at the end of the prompt are looked at for reasoning that it opens."""
+"""Number of tokens at the end of the prompt that are searched for an opened reasoning block."""
 
 
 def create_stream_parser(
     request: ChatCompletionRequest, *, template: ChatTemplate, prompt_ids: IntArray
 ) -> StreamParser:
-    """What reads a completion of this request, which follows these tokens."""
+    """Return a parser for a completion of this request that follows `prompt_ids`."""
     prompt_end = template.decode(prompt_ids[-PROMPT_END_TOKENS:])
     return StreamParser(
         template.tool_parser,
@@ -47,29 +47,29 @@ async def chat_completion(
     sampler: Sampler,
     session: str | None = None,
 ) -> ChatCompletion:
-    """Answers a chat request in one piece.
+    """Return the whole chat completion at once.
 
     Args:
-        request: `stream` in it is not looked at.
-        template: Of the model.
-        sampler: What samples.
-        session: The session of the first of the `n` completions, which the caller ends; the others get one of their
-            own. None gives each its own.
+        request: The request. Its field `stream` is ignored.
+        template: Chat template of the model.
+        sampler: Samples the completions.
+        session: Session of the first of the `n` completions, which the caller ends. The other completions get their
+            own sessions, as do all of them if this is None.
 
     Raises:
-        RequestError: The request asks for what is not offered.
-        ChatTemplateError: The template does not accept these messages.
+        RequestError: The request uses a feature that is not supported.
+        ChatTemplateError: The chat template rejects the messages.
         DataError: An image cannot be read.
-        SamplingParamsError: A parameter that the server does not offer.
-        ServerError: The server refuses or fails the request.
+        SamplingParamsError: The server does not support a sampling parameter.
+        ServerError: The server refused the request or failed.
     """
     chat = await _Chat.prepared(request, template=template, sampler=sampler)
-    tally = chat.writer.tally()
+    usage = chat.builder.usage_counter()
     choices = await run_together(
-        chat.choice(index, session=session if index == 0 else None, tally=tally)
+        chat.choice(index, session=session if index == 0 else None, usage=usage)
         for index in range(request.num_choices)
     )
-    return chat.writer.completion(choices, tally=tally)
+    return chat.builder.completion(choices, usage=usage)
 
 
 async def stream_chat_completion(
@@ -79,40 +79,40 @@ async def stream_chat_completion(
     sampler: Sampler,
     session: str | None = None,
 ) -> AsyncGenerator[ChatCompletionChunk]:
-    """Answers a chat request while the model speaks. Leaving the iteration aborts the completions.
+    """Yield a chat completion in chunks while it is sampled. Closing the iterator aborts the completions.
 
-    Text comes at once, up to where it could be the beginning of a call; calls come whole, at the end. The parts
-    together are what `chat_completion` returns. Arguments and errors are those of `chat_completion`.
+    Text is sent immediately, unless it may be the start of a tool call. Tool calls are sent whole, at the end. The
+    chunks add up to the result of `chat_completion`, which has the same arguments and errors.
     """
     chat = await _Chat.prepared(request, template=template, sampler=sampler)
-    writer = chat.writer
-    tally = writer.tally()
-    begun: set[int] = set()
+    builder = chat.builder
+    usage = builder.usage_counter()
+    started: set[int] = set()
     sessions = [session, *[None] * (request.num_choices - 1)]
-    steps = merged(
-        chat.steps(index, session=session, is_streamed=True) for index, session in enumerate(sessions)
+    chunks = merged(
+        chat.chunks(index, session=session, is_streamed=True) for index, session in enumerate(sessions)
     )
-    async with aclosing(steps):
-        async for step in steps:
-            tally.add(step.part)
-            choice = writer.chunk_choice(step, is_first=step.index not in begun)
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            usage.add(chunk.decoded)
+            choice = builder.chunk_choice(chunk, is_first=chunk.index not in started)
             if choice is None:
                 continue
-            yield writer.chunk([choice], prompt_token_ids=None if begun else writer.shown_prompt_ids)
-            begun.add(step.index)
-    if (last := writer.usage_chunk(tally)) is not None:
+            yield builder.chunk([choice], prompt_token_ids=None if started else builder.shown_prompt_ids)
+            started.add(chunk.index)
+    if (last := builder.usage_chunk(usage)) is not None:
         yield last
 
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A request that is ready to be sampled."""
+    """Chat request with its rendered prompt."""
 
     request: ChatCompletionRequest
     template: ChatTemplate
     sampler: Sampler
     prompt: Encoded
-    writer: ResponseBuilder
+    builder: ResponseBuilder
 
     @classmethod
     async def prepared(
@@ -121,18 +121,18 @@ class _Chat:
         messages, prefill = split_prefill(request, conversation_of(request.messages))
         read = await template.read(messages)
         prompt = template.open_encoded(messages, tools=request.tools_in_use, read=read, prefill=prefill)
-        writer = ResponseBuilder(request, template, prompt.token_ids)
-        return cls(request, template, sampler, prompt, writer)
+        builder = ResponseBuilder(request, template, prompt.token_ids)
+        return cls(request, template, sampler, prompt, builder)
 
-    async def steps(
+    async def chunks(
         self, index: int, *, session: str | None, is_streamed: bool
     ) -> AsyncGenerator[ParsedChunk]:
-        """Samples and reads one of the completions."""
+        """Sample and parse one of the completions."""
         request = self.request
-        reader = create_stream_parser(request, template=self.template, prompt_ids=self.prompt.token_ids)
+        parser = create_stream_parser(request, template=self.template, prompt_ids=self.prompt.token_ids)
         params = request.sampling_params(max_tokens=request.max_new_tokens, choice=index)
         with completion_session(self.sampler, session) as request_id:
-            wanted = SampleSpec(
+            spec = SampleSpec(
                 prompt_ids=self.prompt.token_ids,
                 sampling_params=params,
                 request_id=request_id,
@@ -141,21 +141,21 @@ class _Chat:
                 needs_logprobs=bool(request.logprobs),
                 keeps_end_tokens=self.template.tool_parser.reads_end_tokens,
             )
-            parts = sample_decoded(
-                wanted, sampler=self.sampler, template=self.template, is_streamed=is_streamed
+            decoded_chunks = sample_decoded(
+                spec, sampler=self.sampler, template=self.template, is_streamed=is_streamed
             )
-            async with aclosing(parts):
-                async for part in parts:
-                    reading = reader.feed(part.text)
-                    if part.finish_reason is not None:
-                        reading += reader.finish()
-                    yield ParsedChunk(index, part, reading)
+            async with aclosing(decoded_chunks):
+                async for decoded in decoded_chunks:
+                    delta = parser.feed(decoded.text)
+                    if decoded.finish_reason is not None:
+                        delta += parser.finish()
+                    yield ParsedChunk(index, decoded, delta)
 
-    async def choice(self, index: int, *, session: str | None, tally: UsageCounter) -> ChatChoice:
-        """One of the completions in one piece."""
-        steps: list[ParsedChunk] = []
-        async with aclosing(self.steps(index, session=session, is_streamed=False)) as coming:
-            async for step in coming:
-                tally.add(step.part)
-                steps.append(step)
-        return self.writer.choice(index, steps)
+    async def choice(self, index: int, *, session: str | None, usage: UsageCounter) -> ChatChoice:
+        """Sample one of the completions and return it whole."""
+        chunks: list[ParsedChunk] = []
+        async with aclosing(self.chunks(index, session=session, is_streamed=False)) as sampled:
+            async for chunk in sampled:
+                usage.add(chunk.decoded)
+                chunks.append(chunk)
+        return self.builder.choice(index, chunks)

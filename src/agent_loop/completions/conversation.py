@@ -1,4 +1,4 @@
-"""The messages of a request, as chat templates take them."""
+"""Converts the messages of a request for chat templates."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from agent_loop.types import Message
 
 
 def conversation_of(messages: Sequence[ChatMessage]) -> list[Message]:
-    """The messages in the form that a `ChatTemplate` takes.
+    """Return the messages in the form that a `ChatTemplate` takes.
 
-    A `developer` is a `system`; parts that are all text become one text, with line breaks between them; arguments of
-    calls become mappings.
+    The role `developer` becomes `system`. Content parts that are all text become one text, joined by line breaks.
+    Arguments of calls become mappings.
 
     Raises:
-        RequestError: A part is of an unknown kind, an image is not in the request, or a call cannot be read.
+        RequestError: A content part has an unknown type, an image is not a data URL, or a call is not valid.
     """
     return [_message(message, where=f"messages[{index}]") for index, message in enumerate(messages)]
 
 
 def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """Return the messages to answer, and the text with which the answer begins; empty unless it is asked for.
+    """Return the messages before the completion, and the text that the completion continues.
+
+    The text is empty unless the request sets `continue_final_message`.
 
     Raises:
-        RequestError: There is no text of an assistant to continue.
+        RequestError: The last message is not an assistant text that can be continued.
     """
     continues = bool(request.continue_final_message)
     if request.add_generation_prompt is not None and request.add_generation_prompt == continues:
         raise RequestError(
-            f"add_generation_prompt is {str(continues).lower()}, and so is continue_final_message; leave it out",
+            f"add_generation_prompt and continue_final_message are both {str(continues).lower()}; leave "
+            "add_generation_prompt out",
             param="add_generation_prompt",
         )
     if not continues:
@@ -46,13 +49,13 @@ def split_prefill(request: ChatCompletionRequest, messages: Sequence[Message]) -
     )
     if last["role"] != "assistant" or not is_text_alone:
         raise RequestError(
-            "continue_final_message: the last message must be an assistant's, with a text and neither tool_calls nor "
-            "reasoning_content; leave continue_final_message out, or end with such a message",
+            "continue_final_message: the last message must be an assistant message with a text, and without tool_calls "
+            "or reasoning_content; change the last message, or leave continue_final_message out",
             param="continue_final_message",
         )
     if not earlier:
         raise RequestError(
-            "continue_final_message: there is nothing before the last message; begin with what it answers",
+            "continue_final_message: there is no message before the last one; add the message that it answers",
             param="messages",
         )
     return earlier, text
@@ -65,7 +68,10 @@ def _message(message: ChatMessage, *, where: str) -> Message:
         if (value := getattr(message, key)) is not None:
             written[key] = value
     if message.tool_calls and role != "assistant":
-        raise RequestError(f"{where}.tool_calls: only an assistant calls tools", param=f"{where}.tool_calls")
+        raise RequestError(
+            f"{where}.tool_calls: only assistant messages may have tool calls; remove them",
+            param=f"{where}.tool_calls",
+        )
     if message.tool_calls:
         written["tool_calls"] = [
             _call(call, where=f"{where}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
@@ -89,11 +95,11 @@ def _part(part: dict[str, Any], *, where: str) -> dict[str, Any]:
     if kind == "image_url":
         image: Any = part.get("image_url")
         url: Any = cast(dict[str, Any], image).get("url") if isinstance(image, dict) else image
-        # A path would have this machine's files read, an address would have it call elsewhere.
+        # Paths and other URLs are refused: they would make this machine read its files or send requests.
         if isinstance(url, str) and url.startswith("data:"):
             return {"type": "image_url", "image_url": {"url": url}}
         raise RequestError(
-            f"{where}.image_url: only images in the request itself are read; give a data URL", param=where
+            f"{where}.image_url: only images inside the request are supported; give a data URL", param=where
         )
     raise RequestError(
         f"{where}: type is {one_line(json.dumps(kind), max_length=80)}; give text (with a text) or image_url",
@@ -105,15 +111,17 @@ def _call(call: dict[str, Any], *, where: str) -> dict[str, Any]:
     function: Any = call.get("function")
     name: Any = cast(dict[str, Any], function).get("name") if isinstance(function, dict) else None
     if call.get("type", "function") != "function" or not isinstance(name, str) or not name:
-        raise RequestError(f"{where} is no call of a function with a name", param=where)
+        raise RequestError(
+            f"{where} is not a function call with a name; give type and function.name", param=where
+        )
     arguments: Any = cast(dict[str, Any], function).get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = decode_json(arguments) if arguments.strip() else {}
-        except JsonFault as fault:
+        except JsonFault as error:
             raise RequestError(
-                f"{where}.function.arguments is not valid JSON: {fault}", param=where
-            ) from fault
+                f"{where}.function.arguments is not valid JSON: {error}", param=where
+            ) from error
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

@@ -1,73 +1,75 @@
-"""Token ids to text while they come: whole characters only, and an end where a stop text begins."""
+"""Incremental detokenization of a completion, and matching of stop texts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet."""
+"""Character that decoders write for bytes that are not valid UTF-8, or not yet complete."""
 
 MAX_HELD_TOKENS = 64
-"""Longer runs of tokens without the end of a character hold no text that could still come."""
+"""Maximum number of tokens that are held back for an incomplete character."""
 
 
 class StreamDetokenizer:
-    """Decodes a completion in parts, each with the context of the part before: some decoders treat a first word
-    otherwise. The work per part depends on it and the one before alone.
+    """Decodes a completion piece by piece, and returns only complete characters.
+
+    Each piece is decoded together with the piece before, because some decoders treat the first word differently. The
+    cost of a piece does not depend on the length of the completion.
 
     Args:
-        decode: The tokenizer's decoder.
+        decode: Decoder of the tokenizer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
         self._num_context = 0
-        """The first so many tokens have been given out in full."""
-        self._given = 0
-        """Characters of all the tokens that have been given out."""
+        """Number of tokens in `_ids` whose text has been returned completely."""
+        self._num_returned = 0
+        """Number of characters of the text of `_ids` that have been returned."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens, and return the text that they complete."""
         self._ids += token_ids
         text = self._decode(self._ids)
         end = len(text.rstrip(REPLACEMENT))
         if end < len(text) and len(self._ids) <= self._num_context + MAX_HELD_TOKENS:
-            added, self._given = text[self._given : end], max(self._given, end)
+            added, self._num_returned = text[self._num_returned : end], max(self._num_returned, end)
             return added
-        added = text[self._given :]
-        # Tokens without text are forgotten, so that a run of them costs no more than other tokens.
+        added = text[self._num_returned :]
+        # Tokens without text are dropped, so that a long run of them stays cheap.
         self._ids = self._ids[self._num_context :] if added else self._ids[: self._num_context]
         self._num_context = len(self._ids)
-        self._given = len(self._decode(self._ids))
+        self._num_returned = len(self._decode(self._ids))
         return added
 
     def finish(self) -> str:
-        """What was held back because its last character is not whole."""
+        """Return the text that was held back because its last character is incomplete."""
         text = self._decode(self._ids)
-        added, self._given = text[self._given :], len(text)
+        added, self._num_returned = text[self._num_returned :], len(text)
         return added
 
 
 class StopTextMatcher:
-    """Ends a text where the first of some texts begins.
+    """Cuts a streamed text before the first stop text.
 
     Args:
-        stops: None of them is empty.
+        stops: Stop texts, which must not be empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.hit: str | None = None
-        """The one that was found; nothing more comes."""
+        """Stop text that was found; None if there was none."""
 
     @property
     def is_hit(self) -> bool:
         return self.hit is not None
 
     def feed(self, text: str) -> str:
-        """What of the text so far cannot be the beginning of a stop text any more."""
+        """Add text, and return the text that cannot be part of a stop text. Return nothing after a match."""
         if not self._stops or self.is_hit:
             return "" if self.is_hit else text
         text = self._held + text
@@ -80,13 +82,13 @@ class StopTextMatcher:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         text, self._held = self._held, ""
         return text
 
 
 def longest_partial_match(text: str, words: Sequence[str]) -> int:
-    """How many characters at the end of the text could be the beginning of one of the words."""
+    """Return the length of the longest end of `text` that is a proper prefix of one of `words`."""
     longest = min(len(text), max((len(word) for word in words), default=1) - 1)
     for length in range(longest, 0, -1):
         end = text[len(text) - length :]

@@ -1,4 +1,4 @@
-"""Field types of requests: parameters that are known and not offered, and JSON that is kept as it came."""
+"""Field types of requests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ MAX_STOPS = 16
 
 
 class RequestModel(BaseModel):
-    """A part of a request. Unknown fields are refused by name: one that is ignored may change what is meant."""
+    """Base class of request models. Unknown fields are refused, because ignoring a field may change the result."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class Only:
-    """StreamMarkers a parameter that changes the result and is not offered: it may only say what holds anyway."""
+    """Annotation of a known parameter that is not supported. Only values that have no effect are accepted.
+
+    Args:
+        neutral: Accepted values, besides null.
+    """
 
     def __init__(self, *neutral: Any) -> None:
         self._neutral = neutral
@@ -55,12 +59,12 @@ class Only:
     def _checked(self, value: Any) -> Any:
         if value is not None and not any(_is_same(value, allowed) for allowed in self._neutral):
             instead = f" or give {json.dumps(self._neutral[0])}" if self._neutral else ""
-            raise ValueError(f"{_shown(value)} is not offered here; leave it out{instead}")
+            raise ValueError(f"{_shown(value)} is not supported; leave it out{instead}")
         return value
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """As JSON has it, where true is not 1."""
+    """Return whether two JSON values are equal; unlike in Python, true is not equal to 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
@@ -69,7 +73,7 @@ def _shown(value: Any) -> str:
 
 
 Ignored = Annotated[Any, WithJsonSchema({})]
-"""A field that clients send and that changes nothing here."""
+"""Field that is accepted and has no effect."""
 
 
 class _Function(BaseModel):
@@ -97,13 +101,16 @@ def _check_tool(tool: dict[str, Any]) -> dict[str, Any]:
         try:
             _check_schema(json.dumps(parameters))
         except (InvalidSchema, RecursionError) as error:
-            raise ValueError(f"function.parameters is no valid JSON schema: {error}") from error
+            raise ValueError(f"function.parameters is not a valid JSON schema: {error}") from error
     return tool
 
 
 @lru_cache(maxsize=1024)
 def _check_schema(schema: str) -> None:
-    """Checking costs more than all the rest of reading a request, and agents send the same schemas each time."""
+    """Check a JSON schema.
+
+    Results are cached, because the check is the slowest part of reading a request and agents repeat their schemas.
+    """
     check_json_schema(json.loads(schema))
 
 
@@ -121,7 +128,7 @@ ToolSchema = Annotated[
                         "name": {"type": "string", "pattern": r"^\S+$", "maxLength": 256},
                         "description": {"type": ["string", "null"]},
                         "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
-                        "strict": {"type": ["boolean", "null"], "description": "A wish: sampling is free."},
+                        "strict": {"type": ["boolean", "null"], "description": "Has no effect."},
                     },
                     "required": ["name"],
                     "additionalProperties": False,
@@ -132,4 +139,4 @@ ToolSchema = Annotated[
         }
     ),
 ]
-"""A function schema, checked and kept in the order of its keys, which the chat template writes."""
+"""Function schema. The order of its keys is kept, because chat templates render it."""

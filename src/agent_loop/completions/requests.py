@@ -1,4 +1,4 @@
-"""What clients ask: the requests of the OpenAI API, with the extensions of an engine of tokens."""
+"""Request models of the OpenAI API, with extensions for token ids."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ RequestModelT = TypeVar("RequestModelT", bound=RequestModel)
 
 
 class StreamOptions(RequestModel):
-    """How a stream is sent."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
-    """End the stream with a chunk that counts tokens."""
+    """End the stream with a chunk that holds the token counts."""
     include_obfuscation: Ignored = None
 
 
 class SamplingRequest(RequestModel):
-    """What both kinds of completions take."""
+    """Fields of both chat and text completion requests."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    """So many completions, each sampled by itself."""
+    """Number of completions, sampled independently."""
     temperature: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """1 if not given; 0 is greedy."""
+    """Sampling temperature; 1 by default, 0 is greedy."""
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    """Makes the completions reproducible; the n-th of several has `seed + n`."""
+    """Seed of the first completion; completion `i` has the seed `seed + i`."""
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     """Texts before which a completion ends."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    """Extension: at most so many candidates; -1 and 0 are no limit."""
+    """Extension: number of most likely tokens to sample from; -1 and 0 mean no limit."""
     ignore_eos: bool | None = None
-    """Extension: go on past the model's own end tokens."""
+    """Extension: continue sampling after the model's end tokens."""
     stop_token_ids: list[TokenId] | None = None
-    """Extension: tokens that end a completion, beside the model's own."""
+    """Extension: token ids that end a completion, in addition to the model's end tokens."""
     return_token_ids: bool | None = None
-    """Extension: `prompt_token_ids` and each choice's `token_ids`, exactly as the engine received and sampled them."""
+    """Extension: return `prompt_token_ids`, and `token_ids` of each choice, exactly as received and sampled."""
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Extension: requests with the same id go to the same server; the header `x-session-id` says the same."""
+    """Extension: requests with the same id go to the same server. The header `x-session-id` has the same effect."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -74,10 +74,10 @@ class SamplingRequest(RequestModel):
 
     @classmethod
     def read(cls, body: Mapping[str, Any] | Self) -> Self:
-        """The request that a mapping holds.
+        """Validate a mapping and return the request.
 
         Raises:
-            RequestError: A field is unknown, not offered, missing or out of range.
+            RequestError: A field is unknown, not supported, missing or out of range.
         """
         if isinstance(body, cls):
             return body
@@ -95,7 +95,7 @@ class SamplingRequest(RequestModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling_params(self, *, max_tokens: int | None, choice: int) -> SamplingParams:
-        """How the engine samples one of the choices."""
+        """Return the sampling parameters of one of the choices."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -108,14 +108,14 @@ class SamplingRequest(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    """One message of the conversation so far."""
+    """Message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
-    """Text, or parts: `text`, and `image_url` with a data URL."""
+    """Text, or content parts of type `text`, or `image_url` with a data URL."""
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
-    """Of an assistant, as it was answered."""
+    """Tool calls of an assistant message, as in the response."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: Ignored = None
@@ -125,22 +125,22 @@ class ChatMessage(RequestModel):
 
 
 class ChatCompletionRequest(SamplingRequest):
-    """The body of `/v1/chat/completions`."""
+    """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """The older name of `max_completion_tokens`. Without either, as many as fit."""
+    """Older name of `max_completion_tokens`. Without either, the completion may fill the context."""
     tools: list[ToolSchema] | None = None
     tool_choice: Annotated[Any, Only("auto", "none")] = None
-    """A call cannot be forced."""
+    """Forced calls are not supported."""
     parallel_tool_calls: Annotated[Any, Only(True)] = None
     continue_final_message: bool | None = None
-    """Extension: continue the last message, which is an assistant's text, instead of answering it."""
+    """Extension: continue the last message, which must be an assistant's text, instead of starting a new one."""
     add_generation_prompt: bool | None = None
-    """Extension: may only say the opposite of `continue_final_message`."""
+    """Extension: must be the opposite of `continue_final_message`."""
     logprobs: bool | None = None
-    """The log-prob of each sampled token: `log_softmax(logits / temperature)`."""
+    """Return the log-prob of each sampled token: `log_softmax(logits / temperature)`."""
     top_logprobs: Annotated[Any, Only(0)] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
     modalities: Annotated[Any, Only(["text"])] = None
@@ -154,7 +154,7 @@ class ChatCompletionRequest(SamplingRequest):
 
     @property
     def tools_in_use(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """Tools in the prompt; none if `tool_choice` is `none`."""
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
     @property
@@ -163,7 +163,7 @@ class ChatCompletionRequest(SamplingRequest):
 
 
 class CompletionRequest(SamplingRequest):
-    """The body of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: (
         str
@@ -171,11 +171,11 @@ class CompletionRequest(SamplingRequest):
         | Annotated[list[str], Field(min_length=1, max_length=128)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
-    """Text or token ids, or several of either. Control tokens in a text count as such."""
+    """Text or token ids, or a list of either. Control tokens in a text are encoded as control tokens."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """16 if not given."""
+    """Maximum number of sampled tokens; 16 by default."""
     logprobs: Annotated[Any, Only(0, False, True)] = None
-    """0 gives the log-prob of each sampled token; those of other candidates are not offered."""
+    """0 returns the log-prob of each sampled token. Log-probs of other candidates are not supported."""
     echo: Annotated[Any, Only(False)] = None
     suffix: Annotated[Any, Only("")] = None
 
@@ -185,8 +185,8 @@ class CompletionRequest(SamplingRequest):
 
 
 def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestModel]) -> RequestError:
-    """The first fault that pydantic found, in our words: what, got, do."""
-    fault = _telling(faults)
+    """Return the first of pydantic's errors as a `RequestError` that tells the client what to change."""
+    fault = _most_specific(faults)
     path = _path(fault)
     name = _dotted(path)
     if fault["type"] == "extra_forbidden":
@@ -198,23 +198,23 @@ def request_error(faults: Sequence[Mapping[str, Any]], *, known: type[RequestMod
     return RequestError(f"{name or 'the body'}: {message[:1].lower()}{message[1:]}", param=name or None)
 
 
-def _telling(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The first fault. A value that may be of several types has one for each: that of the type which fits best."""
-    place = _path(faults[0])
-    there = [fault for fault in faults if _path(fault)[: len(place)] == place]
-    return max(there, key=lambda fault: (len(_path(fault)), not str(fault["type"]).endswith("_type")))
+def _most_specific(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the first error. For a value of a union, return the error of the type that fits best."""
+    first_path = _path(faults[0])
+    same_value = [fault for fault in faults if _path(fault)[: len(first_path)] == first_path]
+    return max(same_value, key=lambda fault: (len(_path(fault)), not str(fault["type"]).endswith("_type")))
 
 
 def _path(fault: Mapping[str, Any]) -> list[Any]:
-    """Where it is; the names of a union's branches are no part of that."""
+    """Return the path of the field with the error, without the names of a union's types."""
     path: list[Any] = [part for part in fault["loc"] if part != "body"]
     is_unknown = fault["type"] == "extra_forbidden"
-    above, last = (path[:-1], path[-1:]) if is_unknown else (path, [])  # (an unknown name may be anything)
+    above, last = (path[:-1], path[-1:]) if is_unknown else (path, [])  # an unknown field may have any name
     return [p for p in above if isinstance(p, int) or (str(p).isidentifier() and p not in _BRANCHES)] + last
 
 
 def _dotted(path: Sequence[Any]) -> str:
-    """`messages[0].content`"""
+    """Format a path, for example as `messages[0].content`."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)

@@ -1,4 +1,4 @@
-"""The answers to a chat request, whole or in parts, from what was sampled and read."""
+"""Builds the response to a chat request, whole or in chunks, from parsed completions."""
 
 from __future__ import annotations
 
@@ -31,61 +31,63 @@ from agent_loop.types import IntArray, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedChunk:
-    """What one step of sampling adds to one of the completions."""
+    """Chunk of one of a request's completions, decoded and parsed."""
 
     index: int
-    part: DecodedChunk
-    reading: ParsedDelta
+    """Index of the completion."""
+    decoded: DecodedChunk
+    delta: ParsedDelta
 
 
 def random_call_id(_: int) -> str:
-    """An id that no other call has."""
+    """Return a random call id."""
     return f"call_{uuid4().hex[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseBuilder:
-    """Writes the answers to one request."""
+    """Builds the response to one request."""
 
     request: ChatCompletionRequest
     template: ChatTemplate
     prompt_ids: IntArray
     new_call_id: Callable[[int], str] = random_call_id
-    """The id of the n-th call of a completion, where the model's format has none."""
+    """Returns the id of the n-th call of a completion. Used if the model's format has no call ids."""
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def shown_prompt_ids(self) -> list[int] | None:
-        """Those that were asked for."""
+        """Prompt token ids; None unless the request asks for token ids."""
         return self.prompt_ids.tolist() if self.request.return_token_ids else None
 
-    def tally(self) -> UsageCounter:
+    def usage_counter(self) -> UsageCounter:
+        """Return a new counter of the request's tokens."""
         return UsageCounter(prompt_tokens=len(self.prompt_ids))
 
-    def completion(self, choices: list[ChatChoice], *, tally: UsageCounter) -> ChatCompletion:
-        """All choices, whole."""
+    def completion(self, choices: list[ChatChoice], *, usage: UsageCounter) -> ChatCompletion:
+        """Build the whole response from its choices."""
         return ChatCompletion(
             id=self.id,
             created=self.created,
             model=self.request.model,
             choices=choices,
-            usage=tally.usage,
+            usage=usage.usage,
             prompt_token_ids=self.shown_prompt_ids,
         )
 
-    def choice(self, index: int, steps: Sequence[ParsedChunk]) -> ChatChoice:
-        """One of the completions in one piece."""
-        reading = ParsedDelta.joined([step.reading for step in steps])
-        token_ids = [token for step in steps for token in step.part.token_ids]
-        logprobs = [p for step in steps for p in step.part.logprobs or ()]
-        calls = [ResponseToolCall(id=i, function=f) for i, f in self._written(reading.tool_calls)]
-        last = steps[-1].part
+    def choice(self, index: int, chunks: Sequence[ParsedChunk]) -> ChatChoice:
+        """Build a whole choice from the chunks of its completion."""
+        parsed = ParsedDelta.joined([chunk.delta for chunk in chunks])
+        token_ids = [token for chunk in chunks for token in chunk.decoded.token_ids]
+        logprobs = [p for chunk in chunks for p in chunk.decoded.logprobs or ()]
+        calls = [ResponseToolCall(id=i, function=f) for i, f in self._with_ids(parsed.tool_calls)]
+        last = chunks[-1].decoded
         return ChatChoice(
             index=index,
             message=AssistantMessage(
-                content=reading.content if reading.content or not calls else None,
-                reasoning_content=reading.reasoning or None,
+                content=parsed.content if parsed.content or not calls else None,
+                reasoning_content=parsed.reasoning or None,
                 tool_calls=calls or None,
             ),
             finish_reason=_finish_reason(last, has_calls=bool(calls)) or "stop",
@@ -94,36 +96,36 @@ class ResponseBuilder:
             stop_reason=last.stop_text,
         )
 
-    def chunk_choice(self, step: ParsedChunk, *, is_first: bool) -> ChunkChoice | None:
-        """The share of one step in the stream; None if it adds nothing that is seen."""
-        part, reading = step.part, step.reading
+    def chunk_choice(self, chunk: ParsedChunk, *, is_first: bool) -> ChunkChoice | None:
+        """Build the choice of a streamed chunk; None if the chunk adds nothing that the client sees."""
+        decoded, parsed = chunk.decoded, chunk.delta
         calls = [
             ToolCallDelta(index=position, id=call_id, function=function)
-            for position, (call_id, function) in enumerate(self._written(reading.tool_calls))
+            for position, (call_id, function) in enumerate(self._with_ids(parsed.tool_calls))
         ]
-        finish_reason = _finish_reason(part, has_calls=bool(calls))
+        finish_reason = _finish_reason(decoded, has_calls=bool(calls))
         shows_tokens = bool(self.request.return_token_ids or self.request.logprobs)
-        is_empty = not (reading.content or reading.reasoning or calls or finish_reason)
-        if is_empty and not is_first and not (shows_tokens and part.token_ids):
+        is_empty = not (parsed.content or parsed.reasoning or calls or finish_reason)
+        if is_empty and not is_first and not (shows_tokens and decoded.token_ids):
             return None
         return ChunkChoice(
-            index=step.index,
+            index=chunk.index,
             delta=DeltaMessage(
                 role="assistant" if is_first else None,
-                content=reading.content or ("" if is_first else None),
-                reasoning_content=reading.reasoning or None,
+                content=parsed.content or ("" if is_first else None),
+                reasoning_content=parsed.reasoning or None,
                 tool_calls=calls or None,
             ),
             finish_reason=finish_reason,
-            logprobs=self._logprobs(part.token_ids, part.logprobs or []),
-            token_ids=part.token_ids if self.request.return_token_ids else None,
-            stop_reason=part.stop_text,
+            logprobs=self._logprobs(decoded.token_ids, decoded.logprobs or []),
+            token_ids=decoded.token_ids if self.request.return_token_ids else None,
+            stop_reason=decoded.stop_text,
         )
 
     def chunk(
         self, choices: list[ChunkChoice], *, prompt_token_ids: list[int] | None = None
     ) -> ChatCompletionChunk:
-        """A part of the stream."""
+        """Build a chunk of the stream from its choices."""
         return ChatCompletionChunk(
             id=self.id,
             created=self.created,
@@ -132,12 +134,12 @@ class ResponseBuilder:
             prompt_token_ids=prompt_token_ids,
         )
 
-    def usage_chunk(self, tally: UsageCounter) -> ChatCompletionChunk | None:
-        """The last part of the stream, if it was asked for."""
+    def usage_chunk(self, usage: UsageCounter) -> ChatCompletionChunk | None:
+        """Build the last chunk, which holds the usage; None if the request does not ask for it."""
         options = self.request.stream_options
         if options is None or not options.include_usage:
             return None
-        return self.chunk([]).model_copy(update={"usage": tally.usage})
+        return self.chunk([]).model_copy(update={"usage": usage.usage})
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> ChoiceLogProbs | None:
         if not self.request.logprobs:
@@ -145,8 +147,8 @@ class ResponseBuilder:
         both = zip(token_ids, logprobs, strict=True)
         return ChoiceLogProbs(content=[_token_logprob(self.template, *pair) for pair in both])
 
-    def _written(self, calls: Sequence[ToolCall]) -> list[tuple[str, ToolCallFunction]]:
-        """Each call with an id that is its own: the model's, where its format has ids."""
+    def _with_ids(self, calls: Sequence[ToolCall]) -> list[tuple[str, ToolCallFunction]]:
+        """Return each call with a unique id, which is the model's own id if there is one."""
         written: dict[str, ToolCallFunction] = {}
         for position, call in enumerate(calls):
             call_id = call.id if call.id and call.id not in written else self.new_call_id(position)
@@ -155,10 +157,10 @@ class ResponseBuilder:
         return list(written.items())
 
 
-def _finish_reason(part: DecodedChunk, *, has_calls: bool) -> FinishReason | None:
-    if part.finish_reason is None:
+def _finish_reason(chunk: DecodedChunk, *, has_calls: bool) -> FinishReason | None:
+    if chunk.finish_reason is None:
         return None
-    if part.finish_reason == "length":
+    if chunk.finish_reason == "length":
         return "length"
     return "tool_calls" if has_calls else "stop"
 

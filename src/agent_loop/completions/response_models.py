@@ -1,4 +1,4 @@
-"""What clients are answered, in the shapes of the OpenAI API."""
+"""Response models of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseModel(BaseModel):
-    """Part of an answer. On the wire an optional field without a value is left out, a required one is null."""
+    """Base class of response models. In JSON, optional fields without a value are left out, required ones are null."""
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
@@ -25,14 +25,14 @@ class ResponseModel(BaseModel):
 
 
 class PromptTokensDetails(ResponseModel):
-    """Of `Usage.prompt_tokens`."""
+    """Details of `Usage.prompt_tokens`."""
 
     cached_tokens: int
-    """Found in the engine's cache."""
+    """Tokens found in the server's prefix cache."""
 
 
 class Usage(ResponseModel):
-    """Token counts: the prompt once, the completions together."""
+    """Token counts of a request. The prompt counts once, the completions are summed."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,15 +41,15 @@ class Usage(ResponseModel):
 
 
 class ToolCallFunction(ResponseModel):
-    """What is called."""
+    """Function of a tool call."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as a JSON object."""
 
 
 class ResponseToolCall(ResponseModel):
-    """A call that the model wrote."""
+    """Tool call of an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -57,13 +57,13 @@ class ResponseToolCall(ResponseModel):
 
 
 class ToolCallDelta(ResponseToolCall):
-    """A call in a stream; it comes whole."""
+    """Tool call in a stream. Each call is sent whole."""
 
     index: int
 
 
 class TopLogProb(ResponseModel):
-    """Another candidate; none are given."""
+    """Candidate token with its log-prob. The list of candidates is always empty."""
 
     token: str
     logprob: float
@@ -71,25 +71,25 @@ class TopLogProb(ResponseModel):
 
 
 class TokenLogProb(ResponseModel):
-    """A sampled token."""
+    """Sampled token with its log-prob."""
 
     token: str
     logprob: float
     """`log_softmax(logits / temperature)`, before top-k and top-p."""
     bytes: list[int] | None
-    """None where the token is a part of a character."""
+    """UTF-8 bytes; None if the token is part of a character."""
     top_logprobs: list[TopLogProb] = []
 
 
 class ChoiceLogProbs(ResponseModel):
-    """Of a chat completion's tokens."""
+    """Log-probs of the tokens of a chat completion."""
 
     content: list[TokenLogProb] | None
     refusal: None = None
 
 
 class AssistantMessage(ResponseModel):
-    """What the model said."""
+    """Assistant message of a chat completion."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -98,20 +98,20 @@ class AssistantMessage(ResponseModel):
 
 
 class ChatChoice(ResponseModel):
-    """One of the `n` completions."""
+    """One of the `n` completions of a request."""
 
     index: int
     message: AssistantMessage
     finish_reason: FinishReason
     logprobs: ChoiceLogProbs | None = None
     token_ids: list[int] | None = None
-    """As sampled, the end token included."""
+    """Sampled token ids, including the end token."""
     stop_reason: str | None = None
-    """The text of `stop` before which it ended."""
+    """Text of `stop` that ended the completion."""
 
 
 class ChatCompletion(ResponseModel):
-    """The answer of `/v1/chat/completions`."""
+    """Response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -123,7 +123,7 @@ class ChatCompletion(ResponseModel):
 
 
 class DeltaMessage(ResponseModel):
-    """What a part of a stream adds."""
+    """Fields of a message that a streamed chunk adds."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -132,7 +132,7 @@ class DeltaMessage(ResponseModel):
 
 
 class ChunkChoice(ResponseModel):
-    """One completion's share of a chunk."""
+    """Part of a streamed chunk that belongs to one completion."""
 
     index: int
     delta: DeltaMessage
@@ -143,7 +143,7 @@ class ChunkChoice(ResponseModel):
 
 
 class ChatCompletionChunk(ResponseModel):
-    """A part of a streamed chat completion."""
+    """Chunk of a streamed chat completion."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -151,35 +151,35 @@ class ChatCompletionChunk(ResponseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
-    """In the last chunk, if it was asked for."""
+    """Set in the last chunk if `stream_options.include_usage` is set."""
     prompt_token_ids: list[int] | None = None
-    """In the first chunk, if they were asked for."""
+    """Set in the first chunk if `return_token_ids` is set."""
 
 
 class TextCompletionLogProbs(ResponseModel):
-    """Of a text completion's tokens, as parallel lists."""
+    """Log-probs of the tokens of a text completion, as parallel lists."""
 
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: None = None
     text_offset: list[int]
-    """Where each token begins in the text, in characters."""
+    """Offset of each token in the text, in characters."""
 
 
 class TextCompletionChoice(ResponseModel):
-    """One completion, or what a part of a stream adds to it."""
+    """One text completion, or the part of it in a streamed chunk."""
 
     index: int
     text: str
     finish_reason: Literal["stop", "length"] | None
     logprobs: TextCompletionLogProbs | None
     token_ids: list[int] | None = None
-    """As sampled, the end token included."""
+    """Sampled token ids, including the end token."""
     prompt_token_ids: list[int] | None = None
 
 
 class TextCompletion(ResponseModel):
-    """The answer of `/v1/completions`, and each part of a stream of it."""
+    """Response of `/v1/completions`, and each chunk of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -190,7 +190,7 @@ class TextCompletion(ResponseModel):
 
 
 class ErrorDetail(ResponseModel):
-    """What is wrong."""
+    """Error message with its type."""
 
     message: str
     type: str
@@ -199,13 +199,13 @@ class ErrorDetail(ResponseModel):
 
 
 class ErrorResponse(ResponseModel):
-    """The answer to a request that failed."""
+    """Response to a request that failed."""
 
     error: ErrorDetail
 
 
 class ModelCard(ResponseModel):
-    """What is served."""
+    """Description of a model."""
 
     id: str
     object: Literal["model"] = "model"
@@ -215,14 +215,14 @@ class ModelCard(ResponseModel):
 
 
 class ModelList(ResponseModel):
-    """The answer of `/v1/models`."""
+    """Response of `/v1/models`."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 def usage_of(*, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Usage:
-    """The counts of one request."""
+    """Return the token counts of a request."""
     details = None if cached_tokens is None else PromptTokensDetails(cached_tokens=cached_tokens)
     return Usage(
         prompt_tokens=prompt_tokens,

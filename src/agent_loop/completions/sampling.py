@@ -1,4 +1,4 @@
-"""One completion, from the engine's tokens to parts with text."""
+"""Samples one completion and decodes it to text, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenCh
 
 
 class Sampler(Protocol):
-    """What samples: a server, or a pool of them. See `AsyncServerBase` for the methods."""
+    """A server or a pool of servers. `AsyncServerBase` describes the methods."""
 
     async def generate(
         self,
@@ -42,37 +42,40 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """One completion that is to be sampled."""
+    """Request for one completion."""
 
     prompt_ids: IntArray
     sampling_params: SamplingParams
     request_id: str
     attachments: Sequence[Attachment] = ()
     stops: Sequence[str] = ()
-    """Texts before which it ends."""
+    """Texts before which the completion ends."""
     needs_logprobs: bool = False
     keeps_end_tokens: bool = False
-    """The text includes the tokens that end the turn."""
+    """Whether the text includes the tokens that end the turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedChunk:
-    """What a step of sampling adds."""
+    """Sampled tokens with their text."""
 
     text: str
-    """Without the token that ended the completion, unless it was to be kept."""
+    """Text of the tokens, without the end token unless `keeps_end_tokens` is set."""
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: ServerStopReason | None = None
-    """Set on the last part."""
+    """Set on the last chunk."""
     num_cached_tokens: int | None = None
     stop_text: str | None = None
-    """The text before which it ended, if it was one that ended it."""
+    """Stop text that ended the completion; None if none did."""
 
 
 @contextmanager
 def completion_session(sampler: Sampler, session: str | None) -> Generator[str]:
-    """The session of one completion: the caller's, who ends it, or one of its own, which ends with the body."""
+    """Yield the session id of one completion.
+
+    The caller ends a session that it passes. If it passes None, a new session is created and ended on exit.
+    """
     if session is not None:
         yield session
         return
@@ -84,17 +87,17 @@ def completion_session(sampler: Sampler, session: str | None) -> Generator[str]:
 
 
 class UsageCounter:
-    """Counts the tokens of a request."""
+    """Counts the tokens of a request over all of its completions."""
 
     def __init__(self, *, prompt_tokens: int) -> None:
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
         self._cached_tokens: int | None = None
 
-    def add(self, part: DecodedChunk) -> None:
-        self._completion_tokens += len(part.token_ids)
-        if part.num_cached_tokens is not None:
-            self._cached_tokens = max(self._cached_tokens or 0, part.num_cached_tokens)
+    def add(self, chunk: DecodedChunk) -> None:
+        self._completion_tokens += len(chunk.token_ids)
+        if chunk.num_cached_tokens is not None:
+            self._cached_tokens = max(self._cached_tokens or 0, chunk.num_cached_tokens)
 
     @property
     def usage(self) -> Usage:
@@ -106,40 +109,43 @@ class UsageCounter:
 
 
 async def sample_decoded(
-    wanted: SampleSpec, *, sampler: Sampler, template: ChatTemplate, is_streamed: bool
+    spec: SampleSpec, *, sampler: Sampler, template: ChatTemplate, is_streamed: bool
 ) -> AsyncGenerator[DecodedChunk]:
-    """Samples one completion and yields it in parts; leaving the iteration aborts it.
+    """Sample one completion and yield it in chunks. Closing the iterator aborts the completion.
 
     Args:
-        is_streamed: Have the engine hand out tokens while it samples; else all come at once, which costs it less.
+        spec: The completion to sample.
+        sampler: Samples the tokens.
+        template: Chat template of the model, which decodes the tokens.
+        is_streamed: Whether the server returns tokens while it samples. Returning all tokens at the end is cheaper.
 
     Raises:
-        RequestError: Log-probs are wanted and the server gives none.
-        ServerError: The server refuses or fails the request, or somebody aborted it.
+        RequestError: The completion needs log-probs and the server returns none.
+        ServerError: The server refused the request or failed, or the completion was aborted.
     """
-    reader = ChunkDecoder(template, stops=wanted.stops, keeps_end_tokens=wanted.keeps_end_tokens)
-    async with aclosing(_chunks(wanted, sampler=sampler, is_streamed=is_streamed)) as chunks:
+    decoder = ChunkDecoder(template, stops=spec.stops, keeps_end_tokens=spec.keeps_end_tokens)
+    async with aclosing(_token_chunks(spec, sampler=sampler, is_streamed=is_streamed)) as chunks:
         async for chunk in chunks:
-            if wanted.needs_logprobs and chunk.logprobs is None:
-                raise missing_logprobs()
-            for part in reader.feed(chunk):
-                yield part
-                if part.finish_reason is not None:
+            if spec.needs_logprobs and chunk.logprobs is None:
+                raise missing_logprobs_error()
+            for decoded in decoder.feed(chunk):
+                yield decoded
+                if decoded.finish_reason is not None:
                     return
 
 
-def missing_logprobs() -> RequestError:
-    """The answer to a request for log-probs that the server does not give."""
-    return RequestError("logprobs: this server gives none; leave it out", param="logprobs")
+def missing_logprobs_error() -> RequestError:
+    """Return the error for a request for log-probs if the server returns none."""
+    return RequestError("logprobs: the server returns no log-probs; leave it out", param="logprobs")
 
 
 class ChunkDecoder:
-    """Reads one completion chunk by chunk.
+    """Decodes the tokens of one completion, and ends it at a stop text.
 
     Args:
-        template: Of the model.
+        template: Chat template of the model.
         stops: Texts before which the completion ends.
-        keeps_end_tokens: See `SampleSpec`.
+        keeps_end_tokens: Whether the text includes the tokens that end the turn.
     """
 
     def __init__(
@@ -150,18 +156,18 @@ class ChunkDecoder:
         self._has_stops = bool(stops)
 
     def feed(self, chunk: TokenChunk) -> Iterator[DecodedChunk]:
-        """The parts that the chunk adds; behind one with a finish reason nothing comes any more."""
-        # A stop text ends the completion at the token that completes it, so it is looked for token by token.
+        """Decode a chunk, and yield the result. A result with a finish reason is the last one."""
+        # A stop text ends the completion at the token that completes it, so tokens are decoded one by one.
         for piece in chunk.single_tokens() if self._has_stops else (chunk,):
-            added = self._text.feed(piece.token_ids)
+            text = self._text.feed(piece.token_ids)
             if piece.stop_reason is not None:
-                added += self._text.finish(stopped=piece.stop_reason == "stop")
-            added = self._stops.feed(added)
+                text += self._text.finish(stopped=piece.stop_reason == "stop")
+            text = self._stops.feed(text)
             reason = "stop" if self._stops.is_hit else piece.stop_reason
             if reason is not None:
-                added += self._stops.finish()
+                text += self._stops.finish()
             yield DecodedChunk(
-                added,
+                text,
                 piece.token_ids,
                 piece.logprobs,
                 reason,
@@ -172,17 +178,19 @@ class ChunkDecoder:
                 return
 
 
-async def _chunks(wanted: SampleSpec, *, sampler: Sampler, is_streamed: bool) -> AsyncGenerator[TokenChunk]:
-    # A server that knows of no attachments need not take the argument.
-    more: dict[str, Any] = {"attachments": wanted.attachments} if wanted.attachments else {}
-    asked = (wanted.prompt_ids, wanted.sampling_params, wanted.request_id)
-    if not is_streamed and not wanted.stops:
+async def _token_chunks(
+    spec: SampleSpec, *, sampler: Sampler, is_streamed: bool
+) -> AsyncGenerator[TokenChunk]:
+    # Servers without support for attachments may lack the argument.
+    more: dict[str, Any] = {"attachments": spec.attachments} if spec.attachments else {}
+    asked = (spec.prompt_ids, spec.sampling_params, spec.request_id)
+    if not is_streamed and not spec.stops:
         for chunk in (await sampler.generate(*asked, **more)).chunks:
-            yield _unless_aborted(chunk, wanted.request_id)
+            yield _unless_aborted(chunk, spec.request_id)
         return
     async with aclosing(sampler.stream(*asked, **more)) as chunks:
         async for chunk in chunks:
-            yield _unless_aborted(chunk, wanted.request_id)
+            yield _unless_aborted(chunk, spec.request_id)
 
 
 def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
@@ -192,7 +200,10 @@ def _unless_aborted(chunk: TokenChunk, request_id: str) -> TokenChunk:
 
 
 class _VisibleText:
-    """The text of a completion without the tokens that end it, which are known to do so only at the end."""
+    """Decodes a completion without its end tokens.
+
+    Special tokens are held back, because only the end of the completion shows whether they are end tokens.
+    """
 
     def __init__(self, template: ChatTemplate, *, keeps_end_tokens: bool) -> None:
         self._stream = StreamDetokenizer(template.encoder.decode)
@@ -210,7 +221,7 @@ class _VisibleText:
         return self._stream.feed(tokens[:num_shown]) if num_shown else ""
 
     def finish(self, *, stopped: bool) -> str:
-        """What was held back; the token at which the engine stopped is no part of it."""
+        """Return the text that was held back, without the token at which the server stopped."""
         if stopped and self._pending and self._pending[-1] not in self._end_ids:
             self._pending.pop()
         while self._pending and self._pending[-1] in self._end_ids:

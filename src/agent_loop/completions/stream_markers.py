@@ -1,4 +1,4 @@
-"""The texts at which streaming has to hold a completion back, by tool parser."""
+"""Markers of tool calls and reasoning at which streaming holds text back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from agent_loop.chat.parsers import THINK, ReasoningMarks, ToolParser
 
 @dataclass(frozen=True, slots=True)
 class StreamMarkers:
-    """Markers of a format of completions."""
+    """Markers of the format of one model family."""
 
     openings: tuple[str, ...]
-    """Texts after which a call may follow."""
+    """Texts that may start a tool call."""
     reasoning_marks: tuple[ReasoningMarks, ...] = (THINK,)
+    """Marks around reasoning."""
 
     @property
     def reasoning_openings(self) -> Mapping[str, ReasoningMarks]:

@@ -1,7 +1,7 @@
-"""A completion's text, read while it comes: what is said, what is thought, what is called.
+"""Parses the text of a completion while it is sampled, into content, reasoning and tool calls.
 
-Text flows at once, until it could be the beginning of a call; the rest is read at the end, as calls may be longer than
-any look-ahead. However the text is cut into parts, what comes out is the same.
+Text is returned immediately until it may be the start of a tool call. The rest is parsed at the end, because a call
+may be longer than any look-ahead. The result does not depend on how the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agent_loop.types import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedDelta:
-    """What a part of a completion adds."""
+    """Content, reasoning and tool calls that a piece of a completion adds."""
 
     content: str = ""
     reasoning: str = ""
@@ -29,26 +29,26 @@ class ParsedDelta:
         return ParsedDelta.joined([self, other])
 
     @classmethod
-    def joined(cls, parts: Sequence[ParsedDelta]) -> ParsedDelta:
-        """What several parts add together."""
+    def joined(cls, deltas: Sequence[ParsedDelta]) -> ParsedDelta:
+        """Return the concatenation of several deltas."""
         return cls(
-            "".join(part.content for part in parts),
-            "".join(part.reasoning for part in parts),
-            tuple(call for part in parts for call in part.tool_calls),
+            "".join(delta.content for delta in deltas),
+            "".join(delta.reasoning for delta in deltas),
+            tuple(call for delta in deltas for call in delta.tool_calls),
         )
 
 
 class StreamParser:
-    """Reads one completion.
+    """Parses one completion piece by piece.
 
-    Without tools nothing is a call: such text is content, as it was written. A call that cannot be read stays in the
-    content too, and is never mended. White space around the content, and line breaks around reasoning, are left out.
+    Without tools, the text of a call is content. A call that is not valid stays in the content, unchanged. White space
+    around the content, and line breaks around reasoning, are removed.
 
     Args:
-        parser: Of the model's format.
-        tools: What may be called.
-        prompt_end: The last characters of the prompt's text, which may open reasoning.
-        continues: The completion continues a text, so that white space at its beginning is kept.
+        parser: Tool parser of the model's format.
+        tools: Tools that the model may call.
+        prompt_end: Last characters of the prompt's text, which may open a reasoning block.
+        continues: Whether the completion continues a text, so that white space at its start is kept.
     """
 
     def __init__(
@@ -61,100 +61,100 @@ class StreamParser:
     ) -> None:
         self._parser = parser
         self._tools = tools
-        self._marks = stream_markers(parser)
-        marks = self._marks or StreamMarkers((), ())
-        self._openings = marks.openings if tools else ()
-        self._markers = (*self._openings, *marks.reasoning_openings, *marks.reasoning_closings)
-        self._thought = _opened_by(prompt_end, marks)
-        """The reasoning that is open."""
+        self._format = stream_markers(parser)
+        markers = self._format or StreamMarkers((), ())
+        self._openings = markers.openings if tools else ()
+        self._markers = (*self._openings, *markers.reasoning_openings, *markers.reasoning_closings)
+        self._open_reasoning = _opened_by(prompt_end, markers)
+        """Marks of the open reasoning block; None outside of reasoning."""
         self._is_label_due = False
-        """What stands behind the opening of reasoning is still to be looked at."""
+        """Whether a label may follow, because a reasoning block has just been opened."""
         self._pending = ""
-        """Text that may be the beginning of a marker."""
-        self._said: list[str] = []
-        """Text outside of reasoning, as it was written."""
+        """Text that may be the start of a marker."""
+        self._text: list[str] = []
+        """Text outside of reasoning, unchanged."""
         self._held: list[str] = []
-        """Everything from the first opening of a call on."""
+        """Text from the first opening of a call to the end."""
         self._content = _Trimmed(None, is_at_start=not continues)
         self._reasoning = _Trimmed("\n")
 
     def feed(self, text: str) -> ParsedDelta:
-        """Reads the next part."""
-        if self._held or self._marks is None:
+        """Parse the next piece of text."""
+        if self._held or self._format is None:
             self._held.append(text)
             return ParsedDelta()
         self._pending += text
         content: list[str] = []
         reasoning: list[str] = []
         while not self._held:
-            if self._thought is None:
-                goes_on = self._read_said(self._marks, content)
+            if self._open_reasoning is None:
+                has_more = self._parse_content(self._format, content)
             else:
-                goes_on = self._read_thought(self._thought, reasoning)
-            if not goes_on:
+                has_more = self._parse_reasoning(self._open_reasoning, reasoning)
+            if not has_more:
                 break
         return ParsedDelta("".join(content), "".join(reasoning))
 
     def finish(self) -> ParsedDelta:
-        """Reads what was held back."""
-        if self._marks is None:
-            return self._read_whole("".join(self._held))
-        if self._thought is not None:
-            return ParsedDelta(reasoning=self._think(self._thought, self._pending))
+        """Parse the text that was held back."""
+        if self._format is None:
+            return self._parse_whole("".join(self._held))
+        if self._open_reasoning is not None:
+            return ParsedDelta(reasoning=self._add_reasoning(self._open_reasoning, self._pending))
         if not self._held:
-            return ParsedDelta(content=self._say(self._pending))
+            return ParsedDelta(content=self._add_content(self._pending))
         held = "".join(self._held)
-        parsed = self._parser.parse("".join(self._said) + held, tools=self._tools)
+        parsed = self._parser.parse("".join(self._text) + held, tools=self._tools)
         if parsed.calls and not parsed.tool_calls:
             return ParsedDelta(self._content.add(held))
         self._reasoning.begin_block()
         reasoning = self._reasoning.add(parsed.reasoning or "")
-        given = self._content.given
-        rest = parsed.content[len(given) :] if parsed.content.startswith(given) else ""
+        returned = self._content.returned
+        rest = parsed.content[len(returned) :] if parsed.content.startswith(returned) else ""
         rest += "".join(f"\n{call.text}" for call in parsed.malformed_calls)
-        return ParsedDelta(rest if given else rest.lstrip(), reasoning, tuple(parsed.tool_calls))
+        return ParsedDelta(rest if returned else rest.lstrip(), reasoning, tuple(parsed.tool_calls))
 
-    def _read_said(self, marks: StreamMarkers, content: list[str]) -> bool:
-        """Reads up to the next marker; tells whether there was one."""
+    def _parse_content(self, markers: StreamMarkers, content: list[str]) -> bool:
+        """Parse content up to the next marker. Return whether there was a marker after which parsing continues."""
         start, marker = find_first(self._pending, 0, self._markers)
         if not marker:
             start -= longest_partial_match(self._pending, self._markers)
-        content.append(self._say(self._pending[:start]))
+        content.append(self._add_content(self._pending[:start]))
         if marker in self._openings:
             self._held.append(self._pending[start:])
             self._pending = ""
             return False
         self._pending = self._pending[start + len(marker) :]
-        if marker in marks.reasoning_openings:
-            self._thought = marks.reasoning_openings[marker]
+        if marker in markers.reasoning_openings:
+            self._open_reasoning = markers.reasoning_openings[marker]
             self._is_label_due = True
             self._reasoning.begin_block()
         return bool(marker)
 
-    def _read_thought(self, thought: ReasoningMarks, reasoning: list[str]) -> bool:
-        """Reads reasoning up to its closing; tells whether it is closed."""
-        end, closing = find_first(self._pending, 0, (thought.closing,))
+    def _parse_reasoning(self, marks: ReasoningMarks, reasoning: list[str]) -> bool:
+        """Parse reasoning up to its closing mark. Return whether the mark was found."""
+        end, closing = find_first(self._pending, 0, (marks.closing,))
         if not closing:
-            end -= longest_partial_match(self._pending, (thought.closing,))
-            if self._is_label_due and end < len(thought.label):
+            end -= longest_partial_match(self._pending, (marks.closing,))
+            if self._is_label_due and end < len(marks.label):
                 return False
-        reasoning.append(self._think(thought, self._pending[:end]))
+        reasoning.append(self._add_reasoning(marks, self._pending[:end]))
         self._pending = self._pending[end + len(closing) :]
         if closing:
-            self._thought = None
+            self._open_reasoning = None
         return bool(closing)
 
-    def _think(self, thought: ReasoningMarks, text: str) -> str:
+    def _add_reasoning(self, marks: ReasoningMarks, text: str) -> str:
         if self._is_label_due:
-            text = text.removeprefix(thought.label)
+            text = text.removeprefix(marks.label)
             self._is_label_due = False
         return self._reasoning.add(text)
 
-    def _say(self, text: str) -> str:
-        self._said.append(text)
+    def _add_content(self, text: str) -> str:
+        self._text.append(text)
         return self._content.add(text)
 
-    def _read_whole(self, text: str) -> ParsedDelta:
+    def _parse_whole(self, text: str) -> ParsedDelta:
         parsed = self._parser.parse(text, tools=self._tools)
         calls = parsed.tool_calls if self._tools else []
         if parsed.calls and not calls:
@@ -166,46 +166,51 @@ class StreamParser:
 
 
 class _Trimmed:
-    """Text that is given out without the space around it: what may be its end waits for more.
+    """Streamed text without surrounding space. Space is held back until more text follows.
 
     Args:
-        space: The characters that are left out; None is all white space.
-        is_at_start: Space before the first text is left out too.
+        space: Characters to remove; None removes all white space.
+        is_at_start: Whether to remove space before the first text too.
     """
 
     def __init__(self, space: str | None, *, is_at_start: bool = True) -> None:
         self._space = space
-        self._before = ""
-        """Stands before the next text."""
+        self._separator = ""
+        """Text between the last block and the next one."""
         self._is_at_start = is_at_start
-        self._waiting: list[str] = []
-        self._parts: list[str] = []
+        self._held_space: list[str] = []
+        self._returned: list[str] = []
 
     @property
-    def given(self) -> str:
-        return "".join(self._parts)
+    def returned(self) -> str:
+        """The whole text returned so far."""
+        return "".join(self._returned)
 
     def begin_block(self) -> None:
-        """What follows is a block of its own, on a line of its own."""
+        """Start a new block, on a new line."""
         self._is_at_start = True
-        self._before = "\n" if self._parts else ""
-        self._waiting.clear()
+        self._separator = "\n" if self._returned else ""
+        self._held_space.clear()
 
     def add(self, text: str) -> str:
+        """Add text, and return the text that can be sent."""
         if not text.strip(self._space):
             if not self._is_at_start:
-                self._waiting.append(text)
+                self._held_space.append(text)
             return ""
-        before = self._before if self._is_at_start else "".join(self._waiting)
+        before = self._separator if self._is_at_start else "".join(self._held_space)
         text = text.lstrip(self._space) if self._is_at_start else text
         kept = text.rstrip(self._space)
         self._is_at_start = False
-        self._waiting = [text[len(kept) :]]
-        self._parts.append(before + kept)
+        self._held_space = [text[len(kept) :]]
+        self._returned.append(before + kept)
         return before + kept
 
 
-def _opened_by(prompt_end: str, marks: StreamMarkers) -> ReasoningMarks | None:
-    """The reasoning that the prompt itself opens."""
+def _opened_by(prompt_end: str, markers: StreamMarkers) -> ReasoningMarks | None:
+    """Return the marks of the reasoning block that the prompt opens; None if there is none."""
     end = prompt_end.rstrip()
-    return next((t for t in marks.reasoning_marks if end.endswith((t.opening, t.opening + t.label))), None)
+    for marks in markers.reasoning_marks:
+        if end.endswith((marks.opening, marks.opening + marks.label)):
+            return marks
+    return None

@@ -1,4 +1,4 @@
-"""Text completions: a text or token ids in, text and token ids out."""
+"""Text completions: text or token ids in, text and token ids out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agent_loop.types import IntArray, as_token_ids
 
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 1024
-"""Of one request, over all its prompts."""
+"""Maximum number of completions of one request, over all of its prompts."""
 
 
 async def completion(
@@ -40,27 +40,27 @@ async def completion(
     sampler: Sampler,
     session: str | None = None,
 ) -> TextCompletion:
-    """Completes each prompt `n` times; choice `p * n + i` is the i-th of prompt p.
+    """Complete each prompt `n` times. Choice `p * n + i` is the i-th completion of prompt `p`.
 
     Args:
-        request: `stream` in it is not looked at.
-        template: Its tokenizer reads and writes text; messages play no part here.
-        sampler: What samples.
-        session: The session of the first completion, which the caller ends; the others get one of their own. None
-            gives each its own.
+        request: The request. Its field `stream` is ignored.
+        template: Chat template of the model. Only its tokenizer is used.
+        sampler: Samples the completions.
+        session: Session of the first completion, which the caller ends. The other completions get their own sessions,
+            as do all of them if this is None.
 
     Raises:
-        RequestError: The request asks for what is not offered.
-        SamplingParamsError: A parameter that the server does not offer.
-        ServerError: The server refuses or fails the request.
+        RequestError: The request uses a feature that is not supported.
+        SamplingParamsError: The server does not support a sampling parameter.
+        ServerError: The server refused the request or failed.
     """
-    job = _Job.prepared(request, template=template, sampler=sampler)
-    tally = job.tally()
+    prepared = _PreparedRequest.create(request, template=template, sampler=sampler)
+    usage = prepared.usage_counter()
     choices = await run_together(
-        job.choice(index, session=session if index == 0 else None, tally=tally)
-        for index in range(job.num_choices)
+        prepared.choice(index, session=session if index == 0 else None, usage=usage)
+        for index in range(prepared.num_choices)
     )
-    return job.reply(choices).model_copy(update={"usage": tally.usage})
+    return prepared.response(choices).model_copy(update={"usage": usage.usage})
 
 
 async def stream_completion(
@@ -70,31 +70,36 @@ async def stream_completion(
     sampler: Sampler,
     session: str | None = None,
 ) -> AsyncGenerator[TextCompletion]:
-    """As `completion`, in parts, while the model speaks. Leaving the iteration aborts the completions."""
-    job = _Job.prepared(request, template=template, sampler=sampler)
-    tally = job.tally()
-    offsets = [0] * job.num_choices
-    begun: set[int] = set()
-    sessions = [session, *[None] * (job.num_choices - 1)]
-    steps = merged(job.steps(index, session=own, is_streamed=True) for index, own in enumerate(sessions))
-    async with aclosing(steps):
-        async for index, part in steps:
-            tally.add(part)
+    """Yield the completions in chunks while they are sampled. Closing the iterator aborts the completions.
+
+    Arguments and errors are those of `completion`.
+    """
+    prepared = _PreparedRequest.create(request, template=template, sampler=sampler)
+    usage = prepared.usage_counter()
+    offsets = [0] * prepared.num_choices
+    started: set[int] = set()
+    sessions = [session, *[None] * (prepared.num_choices - 1)]
+    chunks = merged(
+        prepared.chunks(index, session=own, is_streamed=True) for index, own in enumerate(sessions)
+    )
+    async with aclosing(chunks):
+        async for index, chunk in chunks:
+            usage.add(chunk)
             shows_tokens = request.return_token_ids or request.wants_logprobs
-            if not part.text and part.finish_reason is None and not (shows_tokens and part.token_ids):
+            if not chunk.text and chunk.finish_reason is None and not (shows_tokens and chunk.token_ids):
                 continue
-            yield job.reply(
-                [job.part_choice(index, part, offset=offsets[index], is_first=index not in begun)]
+            yield prepared.response(
+                [prepared.chunk_choice(index, chunk, offset=offsets[index], is_first=index not in started)]
             )
-            begun.add(index)
-            offsets[index] += len(part.text)
+            started.add(index)
+            offsets[index] += len(chunk.text)
     if request.stream_options is not None and request.stream_options.include_usage:
-        yield job.reply([]).model_copy(update={"usage": tally.usage})
+        yield prepared.response([]).model_copy(update={"usage": usage.usage})
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A request that is ready to be sampled."""
+class _PreparedRequest:
+    """Text completion request with its encoded prompts."""
 
     request: CompletionRequest
     template: ChatTemplate
@@ -104,7 +109,9 @@ class _Job:
     created: int
 
     @classmethod
-    def prepared(cls, request: CompletionRequest, *, template: ChatTemplate, sampler: Sampler) -> _Job:
+    def create(
+        cls, request: CompletionRequest, *, template: ChatTemplate, sampler: Sampler
+    ) -> _PreparedRequest:
         prompts = _prompts_of(request, template=template)
         if len(prompts) * request.num_choices > MAX_CHOICES:
             raise RequestError(
@@ -118,71 +125,71 @@ class _Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.request.num_choices
 
-    def tally(self) -> UsageCounter:
+    def usage_counter(self) -> UsageCounter:
         return UsageCounter(prompt_tokens=sum(map(len, self.prompts)))
 
-    async def steps(
+    async def chunks(
         self, index: int, *, session: str | None, is_streamed: bool
     ) -> AsyncGenerator[tuple[int, DecodedChunk]]:
-        """Samples one of the completions."""
+        """Sample one of the completions, and yield its index with each chunk."""
         request = self.request
         prompt, number = divmod(index, request.num_choices)
         params = request.sampling_params(max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS, choice=number)
         with completion_session(self.sampler, session) as request_id:
-            wanted = SampleSpec(
+            spec = SampleSpec(
                 prompt_ids=self.prompts[prompt],
                 sampling_params=params,
                 request_id=request_id,
                 stops=request.stops,
                 needs_logprobs=request.wants_logprobs,
             )
-            parts = sample_decoded(
-                wanted, sampler=self.sampler, template=self.template, is_streamed=is_streamed
+            chunks = sample_decoded(
+                spec, sampler=self.sampler, template=self.template, is_streamed=is_streamed
             )
-            async with aclosing(parts):
-                async for part in parts:
-                    yield index, part
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield index, chunk
 
-    async def choice(self, index: int, *, session: str | None, tally: UsageCounter) -> TextCompletionChoice:
-        """One of the completions in one piece."""
-        parts: list[DecodedChunk] = []
-        async with aclosing(self.steps(index, session=session, is_streamed=False)) as steps:
-            async for _, part in steps:
-                tally.add(part)
-                parts.append(part)
+    async def choice(self, index: int, *, session: str | None, usage: UsageCounter) -> TextCompletionChoice:
+        """Sample one of the completions and return it whole."""
+        chunks: list[DecodedChunk] = []
+        async with aclosing(self.chunks(index, session=session, is_streamed=False)) as sampled:
+            async for _, chunk in sampled:
+                usage.add(chunk)
+                chunks.append(chunk)
         whole = DecodedChunk(
-            text="".join(part.text for part in parts),
-            token_ids=[token for part in parts for token in part.token_ids],
-            logprobs=[p for part in parts for p in part.logprobs or ()],
-            finish_reason=parts[-1].finish_reason,
+            text="".join(chunk.text for chunk in chunks),
+            token_ids=[token for chunk in chunks for token in chunk.token_ids],
+            logprobs=[p for chunk in chunks for p in chunk.logprobs or ()],
+            finish_reason=chunks[-1].finish_reason,
         )
-        return self.part_choice(index, whole, offset=0, is_first=True)
+        return self.chunk_choice(index, whole, offset=0, is_first=True)
 
-    def part_choice(
-        self, index: int, part: DecodedChunk, *, offset: int, is_first: bool
+    def chunk_choice(
+        self, index: int, chunk: DecodedChunk, *, offset: int, is_first: bool
     ) -> TextCompletionChoice:
         shows_ids = bool(self.request.return_token_ids)
         prompt = self.prompts[index // self.request.num_choices]
         return TextCompletionChoice(
             index=index,
-            text=part.text,
-            finish_reason=cast(Literal["stop", "length"] | None, part.finish_reason),
-            logprobs=self._logprobs(part, offset=offset) if self.request.wants_logprobs else None,
-            token_ids=part.token_ids if shows_ids else None,
+            text=chunk.text,
+            finish_reason=cast(Literal["stop", "length"] | None, chunk.finish_reason),
+            logprobs=self._logprobs(chunk, offset=offset) if self.request.wants_logprobs else None,
+            token_ids=chunk.token_ids if shows_ids else None,
             prompt_token_ids=prompt.tolist() if shows_ids and is_first else None,
         )
 
-    def reply(self, choices: list[TextCompletionChoice]) -> TextCompletion:
+    def response(self, choices: list[TextCompletionChoice]) -> TextCompletion:
         return TextCompletion(id=self.id, created=self.created, model=self.request.model, choices=choices)
 
-    def _logprobs(self, part: DecodedChunk, *, offset: int) -> TextCompletionLogProbs:
-        tokens = [self.template.decode([token]) for token in part.token_ids]
+    def _logprobs(self, chunk: DecodedChunk, *, offset: int) -> TextCompletionLogProbs:
+        tokens = [self.template.decode([token]) for token in chunk.token_ids]
         offsets: list[int] = []
         for token in tokens:
             offsets.append(offset)
             offset += len(token)
         return TextCompletionLogProbs(
-            tokens=tokens, token_logprobs=list(part.logprobs or ()), text_offset=offsets
+            tokens=tokens, token_logprobs=list(chunk.logprobs or ()), text_offset=offsets
         )
 
 

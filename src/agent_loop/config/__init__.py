@@ -1,5 +1,7 @@
-"""Settings of a run, from YAML and `key=value` overrides. Unknown keys and bad values are refused before work
-starts."""
+"""Settings of a run, from YAML and `key=value` overrides.
+
+Unknown keys and invalid values are refused before the run starts.
+"""
 
 from agent_loop.config.algorithm import AlgorithmConfig
 from agent_loop.config.data import DataConfig
@@ -45,16 +47,16 @@ from agent_loop.config.values import (
     TraceBackend,
     WeightTransfer,
 )
-from agent_loop.config.verl_names import FIXED_LONG_NAMES, LONG_NAMES, WORDS_OF_LONG_NAMES
+from agent_loop.config.verl_names import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES
 from agent_loop.config.whole import Config
 
 __all__ = [
-    "FIXED_LONG_NAMES",
-    "LONG_NAMES",
     "LOWEST_TEMPERATURE",
     "MAX_SAMPLES",
     "MOST",
-    "WORDS_OF_LONG_NAMES",
+    "VERL_FIXED_VALUES",
+    "VERL_NAMES",
+    "VERL_VALUES",
     "ActorConfig",
     "AgentConfig",
     "AggregationMode",

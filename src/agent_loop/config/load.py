@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config.validation import parse_section
-from agent_loop.config.verl_names import with_short_names
+from agent_loop.config.verl_names import replace_verl_names
 from agent_loop.config.whole import Config
 from agent_loop.errors import ConfigError
 from agent_loop.files.plain_values import parse_override, read_yaml, resolve_interpolation
@@ -16,24 +16,24 @@ from agent_loop.files.plain_values import parse_override, read_yaml, resolve_int
 def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and `key=value` overrides.
 
-    Relative paths in the file are relative to where the command runs. `${...}` interpolation is OmegaConf's; it sees
-    the defaults of keys that are not set.
+    Relative paths in the file are relative to the working directory. `${...}` interpolation is that of OmegaConf, and
+    also resolves keys that have their default value.
 
     Raises:
-        ConfigError: The file is missing or not YAML, a key is unknown, or a value is out of range.
+        ConfigError: The file is missing or not valid YAML, a key is unknown, or a value is out of range.
     """
     where = str(path or "overrides")
     given: Any = {} if path is None else read_yaml(path, what="config file")
     if not isinstance(given, dict):
         raise ConfigError(f"config file {str(path)!r} holds a list; it must hold sections with keys")
-    merged = with_short_names(cast(dict[str, Any], given))
+    merged = replace_verl_names(cast(dict[str, Any], given))
     for override in overrides:
-        merged = _merged(merged, with_short_names(parse_override(override)))
+        merged = _merged(merged, replace_verl_names(parse_override(override)))
     return parse_section(Config, _resolved(merged, where=where), where=where)
 
 
 def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Resolve interpolation, where there is any."""
+    """Return the values with `${...}` resolved."""
     if "${" not in repr(values):
         return values
     defaults = Config().model_dump(mode="json")
@@ -41,7 +41,7 @@ def _resolved(values: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of keys; where both have a value, that of `above` counts."""
+    """Merge two trees of keys. Values of `above` replace those of `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)

@@ -97,7 +97,7 @@ class ActorConfig(OptimConfig):
     @classmethod
     def _needs_recomputed_logprobs(cls, value: CorrectionConfig, info: ValidationInfo) -> CorrectionConfig:
         if value.kind != "none" and info.data.get("old_log_probs") != "recompute":
-            raise ValueError("it needs the trainer's own log-probs; set actor.old_log_probs=recompute")
+            raise ValueError("it needs log-probs of the trainer; set actor.old_log_probs=recompute")
         return value
 
 

@@ -101,7 +101,7 @@ class MultiTurnConfig(Section):
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model may call any."""
+        """Whether the model has tools."""
         return bool(self.tools or self.tool_config_path or self.environments)
 
 
@@ -131,7 +131,7 @@ class TraceConfig(Section):
 
     @property
     def backends(self) -> Sequence[TraceBackend]:
-        """All writers."""
+        """The names of `backend` as a list."""
         given = self.backend
         return given if isinstance(given, list) else [given] if given is not None else []
 
@@ -167,6 +167,9 @@ class RolloutConfig(Section):
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = -1
+    top_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number k of the likeliest tokens whose log-probs are stored for each sampled token, as the batch columns
+    `top_token_ids` and `top_logprobs` [B, R, k]. Engines: embedded, vLLM, SGLang."""
     prompt_length: Tokens = 512
     """Maximum tokens of the first prompt."""
     response_length: Tokens = 512
@@ -222,10 +225,10 @@ class RolloutConfig(Section):
         if not value:
             return value
         if engine not in ("embedded", "embedded_process") or _custom_server(info) is not None:
-            raise ValueError("only the embedded engine can; set rollout.engine=embedded")
+            raise ValueError("only the embedded engine is deterministic; set rollout.engine=embedded")
         if over_sample > 1:
             raise ValueError(
-                f"rollout.over_sample is {over_sample}, and which groups end first is chance; set it to 1"
+                f"rollout.over_sample is {over_sample}, and the groups that end first are random; set it to 1"
             )
         return value
 
@@ -236,8 +239,10 @@ class RolloutConfig(Section):
             "temperature": source.temperature,
             "top_p": source.top_p,
             "top_k": source.top_k,
-            "repetition_penalty": 1.0,  # (none; code written for verl reads the key)
+            "repetition_penalty": 1.0,  # (no effect; code written for verl reads the key)
         }
+        if self.top_logprobs:
+            params["top_logprobs"] = self.top_logprobs
         if validate and self.val.max_turn_tokens is not None:
             params["max_tokens"] = self.val.max_turn_tokens
         return params

@@ -1,4 +1,4 @@
-"""Validation of settings, with errors that say what is wrong and what to do."""
+"""Validation of settings, with errors that name the fault and the remedy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ SectionT = TypeVar("SectionT", bound=BaseModel)
 
 
 def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: str) -> SectionT:
-    """Checks a mapping against a section.
+    """Validate a mapping against a section and return the section.
+
+    Args:
+        where: Start of the error message, such as the name of the file.
 
     Raises:
-        ConfigError: One line per fault: what, got, do.
+        ConfigError: A key or a value is wrong. The message has one line per fault, with the value and the remedy.
     """
     try:
         return section.model_validate(dict(values))
@@ -32,10 +35,13 @@ def parse_section(section: type[SectionT], values: Mapping[str, Any], *, where: 
 
 
 def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: str) -> OptionsT:
-    """Check a mapping against the fields of a dataclass.
+    """Validate a mapping against the fields of a dataclass and return the dataclass.
+
+    Args:
+        where: Start of the error message, such as the name of the file.
 
     Raises:
-        ConfigError: One line per fault: what, got, do.
+        ConfigError: A key or a value is wrong. The message has one line per fault, with the value and the remedy.
     """
     try:
         return TypeAdapter(options).validate_python(dict(values))
@@ -44,17 +50,17 @@ def parse_options(options: type[OptionsT], values: Mapping[str, Any], *, where: 
 
 
 def _refusal(error: ValidationError, section: type[BaseModel] | None, *, where: str) -> ConfigError:
-    faults: dict[str, list[str]] = {}
+    remedies: dict[str, list[str]] = {}
     for fault in error.errors():
-        what, do = _explain(fault, section or BaseModel)
-        faults.setdefault(what, []).append(do)  # a value that may be of several kinds has one for each
-    lines = [what + ", or ".join(filter(None, dos)) for what, dos in faults.items()]
+        message, remedy = _explain(fault, section or BaseModel)
+        remedies.setdefault(message, []).append(remedy)  # a union has a remedy for each of its types
+    lines = [message + ", or ".join(filter(None, found)) for message, found in remedies.items()]
     return ConfigError(f"{where}: " + "\n".join(lines))
 
 
 def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
-    """What is wrong, and what to do; nothing where the first says it."""
-    location = _without_kind([str(part) for part in fault["loc"]], section)
+    """Return what is wrong, and the remedy; an empty remedy if the first text has it."""
+    location = _without_union_tags([str(part) for part in fault["loc"]], section)
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         owner = _section_at(section, location[:-1])
@@ -69,26 +75,26 @@ def _explain(fault: ErrorDetails, section: type[BaseModel]) -> tuple[str, str]:
         owner = _section_at(section, location) or section
         return (
             f"{key} is {shown(fault['input'])}: ",
-            f"give it keys, such as {key}.{next(iter(owner.model_fields))}",
+            f"it is a section; set its keys, such as {key}.{next(iter(owner.model_fields))}",
         )
     message = fault["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     return f"{key} is {shown(fault['input'])}: ", message
 
 
-def _without_kind(location: list[str], section: type[BaseModel]) -> list[str]:
-    """Where a value may be of several kinds, pydantic names behind its key the kind that was tried."""
+def _without_union_tags(location: list[str], section: type[BaseModel]) -> list[str]:
+    """Remove the type that pydantic adds to the location of a value whose annotation is a union."""
     for depth, name in enumerate(location):
         owner = _section_at(section, location[:depth])
         info = owner.model_fields.get(name) if owner is not None else None
         if info is not None and get_origin(info.annotation) in (Union, UnionType):
-            has_kinds = len({*get_args(info.annotation)} - {type(None)}) > 1
-            return [*location[: depth + 1], *location[depth + 1 + has_kinds :]]
+            has_tag = len({*get_args(info.annotation)} - {type(None)}) > 1
+            return [*location[: depth + 1], *location[depth + 1 + has_tag :]]
     return location
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Every key of a section and of those below it, dotted."""
+    """Return the dotted keys of a section and of its subsections."""
     keys: list[str] = []
     for name, info in section.model_fields.items():
         inner = info.annotation

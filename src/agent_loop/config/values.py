@@ -55,13 +55,13 @@ TraceBackend: TypeAlias = Literal["file", "mlflow", "otel", "weave"]
 Logger: TypeAlias = Literal["console", "mlflow", "tensorboard", "wandb"]
 
 
-def _samples_something(temperature: float) -> float:
+def _check_temperature(temperature: float) -> float:
     if 0 < temperature < LOWEST_TEMPERATURE:
         raise ValueError(f"give 0 (greedy) or at least {LOWEST_TEMPERATURE}")
     return temperature
 
 
-def _keeps_a_candidate(top_k: int) -> int:
+def _check_top_k(top_k: int) -> int:
     if top_k == 0:
         raise ValueError("give -1 (no limit) or at least 1")
     return top_k
@@ -70,11 +70,11 @@ def _keeps_a_candidate(top_k: int) -> int:
 LOWEST_TEMPERATURE = 1e-4
 """Smaller temperatures overflow logits in float32."""
 
-Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_samples_something)]
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_check_temperature)]
 
 TopP = Annotated[float, Field(gt=0, le=1)]
 
-TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(_keeps_a_candidate)]
+TopK = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(_check_top_k)]
 
 
 class Section(BaseModel):

@@ -1,4 +1,4 @@
-"""Names of settings in verl, and the settings that they mean here."""
+"""verl's names of settings, and the settings of this package that they stand for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from agent_loop.errors import ConfigError
 
-LONG_NAMES: Mapping[str, str] = {
+VERL_NAMES: Mapping[str, str] = {
     "actor_rollout_ref.model": "model",
     "actor_rollout_ref.rollout": "rollout",
     "actor_rollout_ref.rollout.name": "rollout.engine",
@@ -34,43 +34,47 @@ LONG_NAMES: Mapping[str, str] = {
     "trainer.test_freq": "trainer.val_every",
     "custom_reward_function.path": "reward.function",
 }
-"""Names of other systems' configurations and the keys that they mean here; the longest match counts."""
+"""Keys of verl, or their beginnings, and the keys here. The longest match applies."""
 
-FIXED_LONG_NAMES: Mapping[str, Any] = {
+VERL_FIXED_VALUES: Mapping[str, Any] = {
     "data.return_raw_chat": True,
     "actor_rollout_ref.rollout.mode": "async",
     "actor_rollout_ref.rollout.multi_turn.enable": True,
 }
-"""Switches of other systems that cannot be set otherwise here: accepted with this value, refused with another."""
+"""Keys of verl that have a single possible value here. Another value is refused."""
 
-WORDS_OF_LONG_NAMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+VERL_VALUES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "reward_model.reward_manager": ("reward.batch", {"naive": False, "batch": True}),
     "reward.reward_manager.name": ("reward.batch", {"naive": False, "batch": True}),
 }
-"""Names of other systems' configurations whose values are words: the key here, and what each word means."""
+"""Keys of verl with other values than here: the key here, and the value here for each of verl's values."""
 
 
-def with_short_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrites long names key by key, so that they mix freely with short ones."""
+def replace_verl_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with verl's keys replaced by those of this package. Both kinds may be mixed.
+
+    Raises:
+        ConfigError: A key of verl has a value that does not exist here.
+    """
     short: dict[str, Any] = {}
     for key, value in _flatten(values):
-        if key in FIXED_LONG_NAMES:
-            if value != FIXED_LONG_NAMES[key]:
+        if key in VERL_FIXED_VALUES:
+            if value != VERL_FIXED_VALUES[key]:
                 raise ConfigError(
-                    f"{key} is {value!r}; only {FIXED_LONG_NAMES[key]!r} exists here, so leave it out"
+                    f"{key} is {value!r}, but only {VERL_FIXED_VALUES[key]!r} is supported; remove the key"
                 )
             continue
-        if key in WORDS_OF_LONG_NAMES:
-            key, value = _read_word(key, value)
-        _put(short, _short_name(key).split("."), value)
+        if key in VERL_VALUES:
+            key, value = _convert_value(key, value)
+        _put(short, _own_name(key).split("."), value)
     return short
 
 
-def _read_word(name: str, word: Any) -> tuple[str, Any]:
-    """Return the key and the value that a word of another system means."""
-    key, meanings = WORDS_OF_LONG_NAMES[name]
+def _convert_value(name: str, word: Any) -> tuple[str, Any]:
+    """Return the key and the value here for a key of verl and its value."""
+    key, meanings = VERL_VALUES[name]
     if not isinstance(word, str) or word not in meanings:
-        raise ConfigError(f"{name} is {word!r}; only {' and '.join(map(repr, meanings))} exist here")
+        raise ConfigError(f"{name} is {word!r}; give {' or '.join(map(repr, meanings))}")
     return key, meanings[word]
 
 
@@ -85,10 +89,10 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any
     return flat
 
 
-def _short_name(key: str) -> str:
+def _own_name(key: str) -> str:
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
-        short = LONG_NAMES.get(".".join(parts[:length]))
+        short = VERL_NAMES.get(".".join(parts[:length]))
         if short is not None:
             return ".".join([short, *parts[length:]])
     return key
@@ -98,6 +102,8 @@ def _put(target: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for part in path[:-1]:
         inner = target.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{'.'.join(path)}: {part!r} is given both a value and keys of its own")
+            raise ConfigError(
+                f"{'.'.join(path)}: {part!r} is set to a value and also has keys; remove one of them"
+            )
         target = cast(dict[str, Any], inner)
     target[path[-1]] = value

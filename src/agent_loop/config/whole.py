@@ -31,7 +31,7 @@ class Config(Section):
     def _is_synchronous_if_deterministic(self) -> Config:
         if self.rollout.deterministic and self.trainer.mode == "async":
             raise ConfigError(
-                "rollout.deterministic is true and trainer.mode is 'async': when new weights reach a completion is "
-                "chance; set trainer.mode=sync"
+                "rollout.deterministic is true and trainer.mode is 'async', in which weights arrive at random times; "
+                "set trainer.mode=sync"
             )
         return self

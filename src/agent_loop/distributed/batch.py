@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.distributed.wire import job_of
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.jobs import Job
@@ -17,9 +17,6 @@ from agent_loop.runtime.isolated_task import DeadlineExpired
 from agent_loop.runtime.user_code import run_bounded
 from agent_loop.trajectory import AgentLoopOutput, Failure, Trajectory
 from agent_loop.types import StopReason
-
-if TYPE_CHECKING:
-    from agent_loop.distributed.remote_workers import RemoteWorker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +43,7 @@ class Batch:
         self._jobs = jobs
         self._by_place = {job.place: job for job in jobs}
         self._note = note
-        self._homeless: list[Job] = list(jobs)
+        self._unassigned: list[Job] = list(jobs)
         self._suspects: list[Sequence[Job]] = []
         self._chunks: set[Chunk] = set()
         self._ended: dict[str, list[Trajectory]] = {}
@@ -59,9 +56,9 @@ class Batch:
         return len(self._ended) == len(self._jobs)
 
     @property
-    def num_homeless(self) -> int:
-        """Jobs that nobody runs."""
-        return len(self._homeless) + sum(map(len, self._suspects))
+    def num_unassigned(self) -> int:
+        """Number of jobs without a worker."""
+        return len(self._unassigned) + sum(map(len, self._suspects))
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -83,7 +80,7 @@ class Batch:
         chunks: list[Chunk] = []
         takers = [w for w in alive if not any(c.worker is w and c.is_alone for c in self._chunks)]
         if takers:
-            jobs, self._homeless = self._homeless, []
+            jobs, self._unassigned = self._unassigned, []
             shares = zip(takers, split(jobs, len(takers)), strict=True)
             chunks += [Chunk(worker, share) for worker, share in shares if share]
         busy = {chunk.worker for chunk in (*self._chunks, *chunks)}
@@ -146,7 +143,7 @@ class Batch:
             else:
                 self._suspects += [half for half in split(left, 2) if half]
         else:
-            self._homeless += [job for job in left if self._num_restarts[job.place] == 1]
+            self._unassigned += [job for job in left if self._num_restarts[job.place] == 1]
             suspects = [job for job in left if self._num_restarts[job.place] > 1]
             self._suspects += [half for half in split(suspects, 2) if half]
         self.close(chunk)

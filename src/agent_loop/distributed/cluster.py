@@ -11,7 +11,7 @@ from typing import Any
 from agent_loop.config import Config
 from agent_loop.distributed.placement import Node, place_servers
 from agent_loop.distributed.ray_module import load_ray, on_loopback
-from agent_loop.distributed.remote_workers import RemoteWorker
+from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.distributed.server_actor import (
     CONTROL_GROUP,
     NUM_COMPLETIONS,

@@ -9,7 +9,8 @@ from agent_loop.chat.verify import require_template
 from agent_loop.config import Config
 from agent_loop.distributed.cluster import Cluster
 from agent_loop.distributed.remote_server import OwnedServer
-from agent_loop.distributed.remote_workers import RemoteWorker, RemoteWorkers
+from agent_loop.distributed.remote_worker import RemoteWorker
+from agent_loop.distributed.remote_workers import RemoteWorkers
 from agent_loop.distributed.weights import WeightStore
 from agent_loop.errors import ServerError
 from agent_loop.rollout.components import load_reward_function, load_template

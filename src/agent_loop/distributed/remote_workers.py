@@ -1,112 +1,36 @@
-"""Workers in other processes, as the driver sees them. A row whose worker dies is gone on with by another."""
+"""All workers in other processes, as the driver sees them. A row whose worker dies is resumed by another worker."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
-from uuid import uuid4
+from typing import cast
 
 from agent_loop.distributed.batch import Batch, Chunk
-from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
-from agent_loop.distributed.wire import unpack_trajectories
-from agent_loop.distributed.worker_actor import WorkerSetup
+from agent_loop.distributed.ray_module import ActorLost
+from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.errors import AgentLoopError, RolloutError
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Discard
 from agent_loop.rollout.failures import FailureBudget
 from agent_loop.rollout.jobs import Job
-from agent_loop.runtime.concurrency import run_shielded, run_together
+from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-CANCEL_TIMEOUT_S = 30.0
 RETRY_EVERY_S = 0.5
 
 
-class RemoteWorker:
-    """One worker actor."""
-
-    def __init__(self, name: str, *, actor: Any, setup: WorkerSetup) -> None:
-        self.name = name
-        self.client = ""
-        """Its name at the servers, which changes when it is started again."""
-        self.pid = 0
-        self.is_alive = False
-        self._actor = actor
-        self._setup = setup
-
-    async def start(self) -> None:
-        """Gets it ready, after a restart too.
-
-        Raises:
-            ActorLost: It is gone, or is just being started.
-            AgentLoopError: It cannot load what the configuration names.
-        """
-        self.client, self.pid = await answer_of(self._actor.start.remote(self._setup))
-        self.is_alive = True
-
-    async def run(
-        self, jobs: Sequence[Job], *, weight_version: int
-    ) -> AsyncGenerator[tuple[Sequence[tuple[str, bytes]], list[Trajectory]]]:
-        """Runs jobs and yields what comes: what was recorded of those that have logs, and trajectories that ended,
-        those of one job together. Going on says that both are kept; leaving it ends the rest.
-
-        Raises:
-            ActorLost: The worker died.
-        """
-        client, run_id = self.client, uuid4().hex
-        by_id = {job.place: job for job in jobs}
-        bare = [replace(job, log=None) for job in jobs]
-        records = {job.place: job.log.record for job in jobs if job.log is not None}
-        running = self._actor.run.remote(client, run_id, bare, records, weight_version)
-        is_over = False
-        try:
-            while not is_over:
-                news = await answer_of(self._actor.take.remote(client, run_id))
-                if news is None:
-                    raise ActorLost("its process was started again")
-                is_over = news.is_last
-                yield news.records, unpack_trajectories(news.trajectories, jobs=by_id)
-            await answer_of(running)
-        except ActorLost:
-            is_over = True
-            raise
-        finally:
-            if not is_over:
-                await run_shielded(partial(self._cancel_run, client, run_id), timeout_s=CANCEL_TIMEOUT_S)
-
-    def cancel(self, trajectory_id: str) -> None:
-        self._actor.cancel.remote(trajectory_id)
-
-    def cancel_all(self) -> None:
-        self._actor.cancel_all.remote()
-
-    async def set_weight_version(self, weight_version: int) -> None:
-        with suppress(ActorLost):
-            await answer_of(self._actor.set_weight_version.remote(weight_version))
-
-    def call(self, method: str) -> Any:
-        """What a method of the actor will answer, for tests."""
-        return getattr(self._actor, method).remote()
-
-    def kill(self) -> None:
-        self.is_alive = False
-        load_ray().kill(self._actor)
-
-    async def _cancel_run(self, client: str, run_id: str) -> None:
-        with suppress(ActorLost):
-            await answer_of(self._actor.cancel_run.remote(client, run_id))
-
-
 def _recorded(job: Job) -> Job:
-    """The job with a log: the batch remembers what a row's worker recorded, with a journal or without, so that the
-    row's next worker resumes it and runs no call of an `on_replay: once` tool again."""
+    """Return the job with a log, also where no journal is kept.
+
+    The batch remembers what a row's worker recorded, so that the row's next worker resumes it, and does not repeat
+    calls of tools with `on_replay: once`.
+    """
     return job if job.log is not None else replace(job, log=RowLog(job.place, sink=Discard()))
 
 
@@ -202,12 +126,12 @@ class RemoteWorkers:
         while not batch.is_complete:
             for chunk in batch.next_chunks(self._alive):
                 group.create_task(self._run_chunk(chunk, batch))
-            nobody = batch.num_homeless > 0 and not self._alive
+            nobody = batch.num_unassigned > 0 and not self._alive
             waits_since = (waits_since or clock()) if nobody else None
             if waits_since is not None and clock() - waits_since > self._restart_timeout_s:
                 raise RolloutError(
                     f"all {len(self.workers)} workers died and none came back in {self._restart_timeout_s:g} s, with "
-                    f"{batch.num_homeless} rows to run; see Ray's logs, or raise trainer.ray.restart_timeout_s"
+                    f"{batch.num_unassigned} rows to run; see Ray's logs, or raise trainer.ray.restart_timeout_s"
                 )
             await batch.wait_for_change(timeout_s=RETRY_EVERY_S if nobody else None)
 

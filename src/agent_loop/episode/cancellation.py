@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from agent_loop.runtime.concurrency import Cut, Signal
+from agent_loop.runtime.concurrency import CallAborted, Signal
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.runtime.time_scope import TimeScope
 
@@ -34,23 +34,23 @@ class Cancellation:
         other is cut at once, since it is run again later.
 
         Raises:
-            Cut: The event was set before, or the function did not end in time.
+            CallAborted: The event was set before, or the function did not end in time.
         """
         signal = self.signal
         if signal is None:
             return await function()
         if signal.is_set():
-            raise Cut
+            raise CallAborted
         grace_s = FINISH_GRACE_S if on_replay is OnReplay.ONCE else 0.0
         scope = TimeScope()
         try:
             with scope:
-                listener = signal.listen(lambda: scope.end_in(grace_s))
+                callback = signal.add_callback(lambda: scope.end_in(grace_s))
                 try:
                     return await function()
                 finally:
-                    signal.leave(listener)
+                    signal.remove_callback(callback)
         except TimeoutError:
             if scope.has_expired:
-                raise Cut from None
+                raise CallAborted from None
             raise

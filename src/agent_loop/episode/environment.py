@@ -13,7 +13,7 @@ from agent_loop.episode.turn_log import TurnLog
 from agent_loop.errors import EpisodeError, ToolBug
 from agent_loop.interactions.session import InteractionReply, InteractionSession
 from agent_loop.runtime.activity import WaitKind, waiting_for
-from agent_loop.runtime.concurrency import Cut, run_together
+from agent_loop.runtime.concurrency import CallAborted, run_together
 from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession
 from agent_loop.trajectory import Feedback, Incident
@@ -27,7 +27,7 @@ class Surroundings:
         tools: None for an episode without tools.
         interaction: None for one without an interaction.
         log: Answers what is on record.
-        cancellation: Cuts what is in flight. A cut call or reply raises `Cut`, once those beside it have ended.
+        cancellation: Cuts what is in flight. A cut call or reply raises `CallAborted`, once those beside it have ended.
     """
 
     def __init__(
@@ -215,18 +215,18 @@ async def _run_at_once(
     """So many at a time, the rest behind them.
 
     Raises:
-        Cut: One was; the others have ended.
+        CallAborted: One was; the others have ended.
     """
     places = asyncio.Semaphore(max_parallel)
 
     async def run(call: Callable[[], Awaitable[ToolResult]]) -> ToolResult | None:
         async with places:
-            with suppress(Cut):
+            with suppress(CallAborted):
                 return await call()
 
     results = await run_together(run(call) for call in calls)
     if None in results:
-        raise Cut
+        raise CallAborted
     return [result for result in results if result is not None]
 
 

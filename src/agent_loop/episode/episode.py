@@ -16,13 +16,13 @@ from agent_loop.episode.deadlines import Deadlines, TimeLimit
 from agent_loop.episode.limits import EpisodeLimits
 from agent_loop.episode.sampling import Question, TurnSampler
 from agent_loop.episode.stopwatch import Stopwatch
-from agent_loop.episode.surroundings import Surroundings
+from agent_loop.episode.environment import Surroundings
 from agent_loop.episode.transcript import Transcript
 from agent_loop.episode.turn_log import TurnLog, Unlogged
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
 from agent_loop.errors import EpisodeError
 from agent_loop.interactions.session import InteractionReply, InteractionSession
-from agent_loop.runtime.concurrency import Cut
+from agent_loop.runtime.concurrency import CallAborted
 from agent_loop.runtime.identifiers import new_id
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.tools.session import ToolResult, ToolSession
@@ -188,7 +188,7 @@ class Episode:
         began_at = now()
         try:
             sampled = await self._log.completion(params, num_context=len(ledger), sample=sample)
-        except Cut:
+        except CallAborted:
             raise self._stopped(StopReason.CANCELLED) from None
         finally:
             self._stopwatch.count("generate_sequences", now() - began_at)
@@ -437,7 +437,7 @@ class Episode:
         began_at = now()
         try:
             return await call
-        except Cut:
+        except CallAborted:
             raise self._stopped(StopReason.CANCELLED) from None
         finally:
             self._stopwatch.count("tool_calls", now() - began_at)

@@ -9,7 +9,7 @@ from functools import partial
 
 from msgspec import Struct, structs
 
-from agent_loop.runtime.concurrency import Cut, Signal, run_abortable
+from agent_loop.runtime.concurrency import CallAborted, Signal, run_abortable
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput, as_token_ids
@@ -64,7 +64,7 @@ class TurnSampler:
             keep_partial: Given all there is of the completion if the caller itself is cancelled.
 
         Raises, when it is awaited:
-            Cut: The episode was cancelled, and nothing was sampled.
+            CallAborted: The episode was cancelled, and nothing was sampled.
             ServerError: The server failed.
         """
         if begun is not None:
@@ -93,7 +93,7 @@ class TurnSampler:
             return await self.sample(
                 question.after(begun), None, keep_partial=lambda rest: keep_partial(begun.then(rest))
             )
-        except Cut:
+        except CallAborted:
             return TokenOutput([], [], "aborted", weight_version=begun.weight_version)
 
     async def _generate_heard(self, question: Question) -> TokenOutput:

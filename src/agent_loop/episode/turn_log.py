@@ -23,7 +23,7 @@ class TurnLog(Protocol):
 
     Each method is asked what the episode is about to do, and either returns what is on record or does it, keeps what
     came of it and returns that. Asked for anything else than the record has at this place, it raises `ReplayMismatch`;
-    where the episode was cancelled and nothing is on record, it may raise `Cut`.
+    where the episode was cancelled and nothing is on record, it may raise `CallAborted`.
     """
 
     def position(self) -> Any:

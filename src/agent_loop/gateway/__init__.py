@@ -1,4 +1,7 @@
-"""Agent programs that use the OpenAI or Anthropic API, recorded to the token. Needs the extra `serve`."""
+"""Gateway that records agent programs, which call the model over the OpenAI or Anthropic API, to the token.
+
+Needs the extra `serve`.
+"""
 
 from importlib.util import find_spec
 

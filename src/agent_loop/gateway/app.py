@@ -1,4 +1,4 @@
-"""The application: the endpoints of each session, in two dialects."""
+"""The gateway's HTTP application: the OpenAI and Anthropic endpoints of each session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent_loop.completions.response_models import (
 from agent_loop.gateway.anthropic.errors import messages_error, messages_error_event
 from agent_loop.gateway.anthropic.events import EventWriter
 from agent_loop.gateway.anthropic.requests import MessagesRequest
-from agent_loop.gateway.anthropic.translation import chat_request_of, message_of
+from agent_loop.gateway.anthropic.translation import to_chat_request, to_message
 from agent_loop.gateway.gateway import Gateway
 from agent_loop.gateway.requests import SessionChatRequest
 from agent_loop.gateway.responses import build_completion, stream_chunks
@@ -35,16 +35,16 @@ from agent_loop.serving.middleware import BodyLimiter, StrictRoute
 from agent_loop.serving.streams import ClientConnection, EventStream
 
 MODEL_NAME = "agent-loop"
-"""What `/v1/models` lists; requests may name any model, and get the one that is trained."""
+"""Model name that `/v1/models` lists. Requests may name any model; the model in training answers."""
 
 
 def create_gateway_app(gateway: Gateway) -> FastAPI:
-    """An ASGI application that answers the sessions of a gateway."""
+    """Return an ASGI application that serves the sessions of a gateway."""
     app = FastAPI(title="agent-loop gateway", version=__version__, docs_url=None, redoc_url=None)
     app.state.stopping = asyncio.Event()
-    """Ends the requests in flight once it is set."""
-    app.include_router(_GatewayRoutes(gateway, stopping=app.state.stopping).of_sessions())
-    add_error_handlers(app, write=_error)
+    """Aborts in-flight requests once it is set."""
+    app.include_router(_GatewayRoutes(gateway, stopping=app.state.stopping).session_router())
+    add_error_handlers(app, write=_write_error)
     app.add_middleware(BodyLimiter)
     app.add_middleware(HostGuard, hosts=LOCAL_HOSTS, refuse=_refuse_host)
     return app
@@ -56,7 +56,7 @@ class _GatewayRoutes:
         self._stopping = stopping
         self._created = int(time.time())
 
-    def of_sessions(self) -> APIRouter:
+    def session_router(self) -> APIRouter:
         router = APIRouter(
             prefix="/sessions/{session_id}/v1", route_class=StrictRoute.admitting(self._check_key)
         )
@@ -66,54 +66,54 @@ class _GatewayRoutes:
         return router
 
     async def _chat(self, session_id: str, body: SessionChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        answer = self._session(session_id, request).ask(body, attempt=_retry_info(request))
+        """Complete a conversation."""
+        shared = self._session(session_id, request).submit(body, retry=_retry_info(request))
         if body.stream:
-            return await self._streamed(body, answer, request, shape=None)
-        reply = await self._connection(request).hold(build_completion(body, answer))
-        return _json(reply)
+            return await self._stream(body, shared, request, event_writer=None)
+        completion = await self._connection(request).run(build_completion(body, shared))
+        return _json(completion)
 
     async def _messages(self, session_id: str, body: MessagesRequest, request: Request) -> Response:
-        """Answer a conversation in the Messages dialect."""
+        """Complete a conversation of the Anthropic Messages API."""
         session = self._session(session_id, request)
-        chat = chat_request_of(body)
-        answer = session.ask(chat, attempt=_retry_info(request))
+        chat = to_chat_request(body)
+        shared = session.submit(chat, retry=_retry_info(request))
         if body.stream:
-            shape = EventWriter(shows_thinking=body.shows_thinking)
-            return await self._streamed(chat, answer, request, shape=shape)
-        reply = await self._connection(request).hold(build_completion(chat, answer))
-        return _json(message_of(reply, shows_thinking=body.shows_thinking))
+            event_writer = EventWriter(shows_thinking=body.shows_thinking)
+            return await self._stream(chat, shared, request, event_writer=event_writer)
+        completion = await self._connection(request).run(build_completion(chat, shared))
+        return _json(to_message(completion, shows_thinking=body.shows_thinking))
 
     async def _models(self, session_id: str, request: Request) -> Response:
-        """List what is served."""
+        """List the model."""
         self._session(session_id, request)
         card = ModelCard(id=MODEL_NAME, created=self._created, owned_by="agent-loop")
         return _json(ModelList(data=[card]))
 
-    async def _streamed(
+    async def _stream(
         self,
         body: ChatCompletionRequest,
-        answer: SharedCompletion,
+        shared: SharedCompletion,
         request: Request,
         *,
-        shape: EventWriter | None,
+        event_writer: EventWriter | None,
     ) -> Response:
         connection = self._connection(request)
-        source = stream_chunks(body, answer)
+        chunks = stream_chunks(body, shared)
         try:
-            first = await connection.hold(_first_of(source))
+            first = await connection.run(_next_or_none(chunks))
         except BaseException:
-            await source.aclose()
+            await chunks.aclose()
             raise
-        if shape is None:
-            return EventStream(first, source, connection=connection)
+        if event_writer is None:
+            return EventStream(first, chunks, connection=connection)
         return EventStream(
             first,
-            source,
+            chunks,
             connection=connection,
-            write=shape.write,
+            write=event_writer.write,
             write_error=messages_error_event,
-            end=shape.end,
+            end=event_writer.end,
         )
 
     def _connection(self, request: Request) -> ClientConnection:
@@ -123,13 +123,13 @@ class _GatewayRoutes:
         self._session(request.path_params["session_id"], request)
 
     def _session(self, session_id: str, request: Request) -> Session:
-        shown = request.headers.get("x-api-key")
+        api_key = request.headers.get("x-api-key")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        return self._gateway.get(session_id, key=token if scheme.lower() == "bearer" else shown)
+        return self._gateway.get(session_id, key=token if scheme.lower() == "bearer" else api_key)
 
 
-async def _first_of(source: AsyncGenerator[ChatCompletionChunk]) -> ResponseModel | None:
-    return await anext(source, None)
+async def _next_or_none(chunks: AsyncGenerator[ChatCompletionChunk]) -> ResponseModel | None:
+    return await anext(chunks, None)
 
 
 def _retry_info(request: Request) -> RetryInfo:
@@ -139,17 +139,17 @@ def _retry_info(request: Request) -> RetryInfo:
     return RetryInfo(num_retries=num_retries, idempotency_key=request.headers.get("idempotency-key"))
 
 
-def _error(
-    request: Request, reply: ErrorResponse, status: int, headers: Mapping[str, str] | None
+def _write_error(
+    request: Request, error: ErrorResponse, status: int, headers: Mapping[str, str] | None
 ) -> Response:
     if request.url.path.endswith("/messages"):
-        return messages_error(reply, status=status, headers=headers)
-    return error_json_response(reply, status=status, headers=headers)
+        return messages_error(error, status=status, headers=headers)
+    return error_json_response(error, status=status, headers=headers)
 
 
 def _refuse_host(request: Request, message: str) -> Response:
-    return _error(request, make_error(message, status=MISDIRECTED), MISDIRECTED, None)
+    return _write_error(request, make_error(message, status=MISDIRECTED), MISDIRECTED, None)
 
 
-def _json(reply: ResponseModel) -> Response:
-    return Response(reply.model_dump_json(), media_type="application/json")
+def _json(response: ResponseModel) -> Response:
+    return Response(response.model_dump_json(), media_type="application/json")

@@ -1,4 +1,4 @@
-"""The episodes of a session: one for each way in which its conversations went on."""
+"""The episodes of a session: one for each branch of its conversations."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import replace
 from typing import Any
 
 from agent_loop.episode import Episode, EpisodeMark
-from agent_loop.gateway.errors import too_many_branches
+from agent_loop.gateway.errors import branch_limit_error
 from agent_loop.loops.base import LoopContext
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import Message, StopReason
 
 
 class Branch:
-    """One episode, and whether a request is at work on it."""
+    """One episode of a session."""
 
     def __init__(self, episode: Episode, *, number: int) -> None:
         self.episode = episode
         self.number = number
         self.is_busy = True
-        """A request has it; another one that belongs to the same place gets a branch."""
+        """Whether a request is using the episode. Another request for the same position gets its own branch."""
         self.is_open = False
         self.has_sampled_tokens = False
-        """The model sampled tokens in it."""
+        """Whether the episode holds tokens that the model sampled."""
 
     def is_free_at(self, mark: EpisodeMark | None) -> bool:
-        """Whether the next request may go on with it from this place."""
+        """Return whether the next request may continue the episode from this mark."""
         return (
             mark is not None
             and not self.is_busy
@@ -37,29 +37,30 @@ class Branch:
 
 
 class Branches:
-    """Opens the episodes of a session and ends them with it.
+    """Opens the episodes of a session, and ends them together with the session.
 
-    An episode's time limits are bound to the task that opens it, and each request has a task of its own: the time of
-    the trajectory is the session's affair, that of a completion the request's.
+    The episodes have no time limits of their own, because a time limit is bound to the task that opens an episode and
+    each request has its own task. The session limits the time of the trajectory, and the request limits the time of a
+    completion.
 
     Args:
-        context: Of the session.
-        max_branches: No more are opened.
+        context: Context of the session.
+        max_branches: Maximum number of episodes.
     """
 
     def __init__(self, context: LoopContext, *, max_branches: int) -> None:
         self._context = context
         self._limits = replace(context.limits, deadline_s=None, turn_timeout_s=None, generate_timeout_s=None)
-        self._max_lanes = max_branches
+        self._max_branches = max_branches
         self._stack = AsyncExitStack()
-        self._lanes: list[Branch] = []
-        self._num_begun = 0
+        self._branches: list[Branch] = []
+        self._num_started = 0
 
-    def new(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Branch:
-        """A lane that begins with these messages.
+    def start(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]]) -> Branch:
+        """Return a new branch that starts with these messages.
 
         Raises:
-            LimitReached: There are too many.
+            LimitReached: The session has `max_branches` branches already.
         """
         self._refuse_if_full()
         new_log = self._context.new_log
@@ -73,56 +74,58 @@ class Branches:
         )
         return self._added(episode)
 
-    def branch(self, lane: Branch, *, at: EpisodeMark) -> Branch:
-        """A lane that goes on from where another one stood.
+    def fork(self, branch: Branch, *, at: EpisodeMark) -> Branch:
+        """Return a new branch that continues an existing branch from a mark.
 
         Raises:
-            LimitReached: There are too many.
+            LimitReached: The session has `max_branches` branches already.
         """
         self._refuse_if_full()
-        return self._added(lane.episode.branch(at=at))
+        return self._added(branch.episode.branch(at=at))
 
-    async def open(self, lane: Branch) -> None:
-        """Renders the lane's prompt, once.
+    async def open(self, branch: Branch) -> None:
+        """Render the prompt of a branch. Do nothing if the branch is open already.
 
         Raises:
-            ChatTemplateError: The template does not accept its messages; the lane is gone.
+            ChatTemplateError: The chat template rejects the messages. The branch is removed.
         """
-        if lane.is_open:
+        if branch.is_open:
             return
         try:
-            await self._stack.enter_async_context(lane.episode)
+            await self._stack.enter_async_context(branch.episode)
         except BaseException:
-            self._lanes.remove(lane)
+            self._branches.remove(branch)
             raise
-        lane.is_open = True
+        branch.is_open = True
 
     async def close(self, reason: StopReason) -> None:
-        """Ends all lanes that are not over, with this reason."""
-        for lane in self._lanes:
-            lane.episode.stop(reason)
+        """End all branches. Branches that are still running get this stop reason."""
+        for branch in self._branches:
+            branch.episode.stop(reason)
         await self._stack.aclose()
 
-    def note_failure(self, error: Exception, *, lane: Branch | None = None) -> None:
-        """Names a failed request on its lane, or where the model did not speak there, on the first that is of
-        record."""
-        if lane is None or not lane.has_sampled_tokens:
-            lane = next(iter(self.recorded), lane)
-        if lane is not None:
-            lane.episode.note(IncidentKind.FAILED_REQUEST, str(error))
+    def note_failure(self, error: Exception, *, branch: Branch | None = None) -> None:
+        """Record a failed request as an incident.
+
+        The incident belongs to `branch` if the model sampled tokens in it, else to the first recorded branch.
+        """
+        if branch is None or not branch.has_sampled_tokens:
+            branch = next(iter(self.recorded), branch)
+        if branch is not None:
+            branch.episode.note(IncidentKind.FAILED_REQUEST, str(error))
 
     @property
     def recorded(self) -> Sequence[Branch]:
-        """Those in which the model spoke; if it did in none, the first one that is open."""
-        spoken = [lane for lane in self._lanes if lane.has_sampled_tokens]
-        return spoken or [lane for lane in self._lanes if lane.is_open][:1]
+        """Branches with sampled tokens; if there are none, the first open branch."""
+        sampled = [branch for branch in self._branches if branch.has_sampled_tokens]
+        return sampled or [branch for branch in self._branches if branch.is_open][:1]
 
     def _refuse_if_full(self) -> None:
-        if len(self._lanes) >= self._max_lanes:
-            raise too_many_branches(self._max_lanes)
+        if len(self._branches) >= self._max_branches:
+            raise branch_limit_error(self._max_branches)
 
     def _added(self, episode: Episode) -> Branch:
-        lane = Branch(episode, number=self._num_begun)
-        self._num_begun += 1
-        self._lanes.append(lane)
-        return lane
+        branch = Branch(episode, number=self._num_started)
+        self._num_started += 1
+        self._branches.append(branch)
+        return branch

@@ -1,4 +1,4 @@
-"""Clients in this process, which reach a session without the network."""
+"""API clients that call a session in the same process, without the network."""
 
 from __future__ import annotations
 
@@ -16,43 +16,45 @@ if TYPE_CHECKING:
     from agent_loop.gateway.listener import Endpoint
 
 REQUEST_TIMEOUT_S = 3600.0
-"""The limits of the trajectory end a request earlier."""
+"""Timeout of the HTTP client. The limits of the trajectory end a request earlier."""
 
 
 def http_client(app: FastAPI) -> Any:
-    """An `httpx2.AsyncClient` that calls the application itself. What it streams arrives at the end.
+    """Return an `httpx2.AsyncClient` that calls the application directly. All chunks of a stream arrive at its end.
 
     Raises:
-        ConfigError: httpx2, which the OpenAI and Anthropic clients are made of, is not installed.
+        ConfigError: httpx2, a dependency of the OpenAI and Anthropic clients, is not installed.
     """
-    httpx2 = _needed("httpx2", by="openai")
+    httpx2 = _import_package("httpx2", package="openai")
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx2.AsyncClient(transport=transport, timeout=REQUEST_TIMEOUT_S)
 
 
 def openai_client(endpoint: Endpoint, **options: Any) -> openai.AsyncOpenAI:
-    """The official OpenAI client of a session; close it with `async with`.
+    """Return the official OpenAI client for a session. Use it with `async with`, which closes it.
 
     Args:
-        options: Of `openai.AsyncOpenAI`.
+        endpoint: The session's endpoint.
+        options: Options of `openai.AsyncOpenAI`.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package `openai` is not installed.
     """
-    make = _needed("openai", by="openai").AsyncOpenAI
+    make = _import_package("openai", package="openai").AsyncOpenAI
     return _client_of(endpoint, make, base_url=endpoint.base_url, options=options)
 
 
 def anthropic_client(endpoint: Endpoint, **options: Any) -> anthropic.AsyncAnthropic:
-    """The official Anthropic client of a session; close it with `async with`.
+    """Return the official Anthropic client for a session. Use it with `async with`, which closes it.
 
     Args:
-        options: Of `anthropic.AsyncAnthropic`.
+        endpoint: The session's endpoint.
+        options: Options of `anthropic.AsyncAnthropic`.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package `anthropic` is not installed.
     """
-    make = _needed("anthropic", by="anthropic").AsyncAnthropic
+    make = _import_package("anthropic", package="anthropic").AsyncAnthropic
     return _client_of(endpoint, make, base_url=endpoint.anthropic_base_url, options=options)
 
 
@@ -63,8 +65,8 @@ def _client_of(
     return make(http_client=http_client(endpoint.app), **given)
 
 
-def _needed(module: str, *, by: str) -> Any:
+def _import_package(module: str, *, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"a client in this process needs: pip install {by}") from error
+        raise ConfigError(f"a client in this process needs: pip install {package}") from error

@@ -1,4 +1,4 @@
-"""The turns of a session as a tree, and where in it a request belongs."""
+"""The turns of a session as a tree, and the position of a request in it."""
 
 from __future__ import annotations
 
@@ -14,90 +14,95 @@ from agent_loop.types import Message, ToolCall
 
 @dataclass(eq=False, slots=True)
 class TurnNode:
-    """One request and what the model said to it. Written by the session alone."""
+    """One request and the model's completion. Written only by the session."""
 
-    lane: Branch
-    place: TreePosition
+    branch: Branch
+    position: TreePosition
     before: EpisodeMark | None = None
-    """Where its lane stood when the model began to speak; None as long as it does not stand there."""
+    """State of the branch's episode just before sampling; None until the new messages are rendered."""
     after: EpisodeMark | None = None
-    """And where it stood then; None if it did not end in good order."""
-    said: MessageKey | None = None
+    """State of the branch's episode just after sampling; None if the completion failed."""
+    reply: MessageKey | None = None
     calls: Mapping[str, ToolCall] = field(default_factory=dict[str, ToolCall])
-    """The calls by the ids that the client was told."""
+    """Tool calls of the completion, by the ids that the client received."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class TreePosition:
-    """Where a request belongs."""
+    """Position of a request in the conversation tree."""
 
     parent: TurnNode | None
-    """The turn that it goes on from; None where the conversation is not one that was seen."""
-    added: Sequence[Message]
-    """The messages behind that turn, or all of them."""
-    asked: str
-    """The same for requests that ask the same."""
+    """Turn that the request continues; None if the request starts a new conversation."""
+    new_messages: Sequence[Message]
+    """Messages after the parent's completion; all messages if there is no parent."""
+    request_key: str
+    """Equal for requests with the same parent and the same new messages."""
     history: str
-    """The whole conversation up to where the model is to speak."""
+    """Key of the whole conversation, which ignores differences that clients introduce."""
     exact_history: str
-    """The same, to the letter."""
+    """Key of the whole conversation exactly as the client wrote it."""
 
 
 class ConversationTree:
-    """Finds for each request the longest conversation that it goes on from."""
+    """Finds the longest known conversation that a request continues."""
 
     def __init__(self) -> None:
-        self._said: dict[str, list[TurnNode]] = {}
-        self._asked: dict[str, list[TurnNode]] = {}
+        self._by_history: dict[str, list[TurnNode]] = {}
+        self._by_request: dict[str, list[TurnNode]] = {}
 
     def locate(
-        self, messages: Sequence[Message], forms: Sequence[MessageKey], *, tools: Sequence[Mapping[str, Any]]
+        self, messages: Sequence[Message], keys: Sequence[MessageKey], *, tools: Sequence[Mapping[str, Any]]
     ) -> TreePosition:
-        """Where a request belongs.
+        """Return the position of a request.
 
-        It goes on from a turn if its last assistant message is what was said there, everything before is what had been
-        said and asked before, the tools are the same, and something follows.
+        A request continues a turn if all of these hold: the request's last assistant message equals the turn's
+        completion, the messages before it equal the turn's conversation, the tools are the same, and at least one
+        message follows.
 
         Args:
             messages: The whole conversation.
-            forms: Its messages, as they are compared.
-            tools: The tools that the model is told of.
+            keys: Key of each message.
+            tools: Tools that the model sees.
         """
         history = exact = tools_key(tools)
         parent, start = None, 0
-        for position, link in enumerate(forms, start=1):
-            key, exact_key = link.key, link.exact_key
-            if link.role == "assistant":
-                parent, start = self._turn_that_said(chained(history, key), link, exact=exact), position
-                key = exact_key = link.exact_key if parent is None else link.key
+        for position, message_key in enumerate(keys, start=1):
+            key, exact_key = message_key.key, message_key.exact_key
+            if message_key.role == "assistant":
+                parent = self._turn_with_reply(chained(history, key), message_key, exact=exact)
+                start = position
+                key = exact_key = message_key.exact_key if parent is None else message_key.key
             history, exact = chained(history, key), chained(exact, exact_key)
         if parent is None or start == len(messages):
             parent, start = None, 0
-        new = [link.exact_key for link in forms[start:]]
+        new = [message_key.exact_key for message_key in keys[start:]]
         origin = tools_key(tools) if parent is None else id(parent)
         return TreePosition(parent, messages[start:], digest(origin, new), history, exact)
 
-    def turns_at(self, place: TreePosition) -> Sequence[TurnNode]:
-        """The turns of requests that asked the same."""
-        return self._asked.get(place.asked, ())
+    def turns_at(self, position: TreePosition) -> Sequence[TurnNode]:
+        """Return the turns of requests with the same parent and the same new messages."""
+        return self._by_request.get(position.request_key, ())
 
     def add(self, turn: TurnNode) -> None:
-        """Takes a turn that begins."""
-        self._asked.setdefault(turn.place.asked, []).append(turn)
+        """Add a turn that starts."""
+        self._by_request.setdefault(turn.position.request_key, []).append(turn)
 
-    def complete(self, turn: TurnNode, said: MessageKey) -> None:
-        """Takes what was said in a turn."""
-        turn.said = said
-        self._said.setdefault(chained(turn.place.history, said.key), []).append(turn)
+    def complete(self, turn: TurnNode, reply: MessageKey) -> None:
+        """Store the completion of a turn, so that later requests can continue it."""
+        turn.reply = reply
+        self._by_history.setdefault(chained(turn.position.history, reply.key), []).append(turn)
 
-    def _turn_that_said(self, history: str, link: MessageKey, *, exact: str) -> TurnNode | None:
-        """Of turns that said the same after the same, the one that is most alike, to the letter; of those the last."""
+    def _turn_with_reply(self, history: str, message_key: MessageKey, *, exact: str) -> TurnNode | None:
+        """Return the turn whose conversation has this history.
+
+        Among several, prefer the same call ids, then the same exact history, then the latest turn.
+        """
         found: TurnNode | None = None
-        most_alike = (False, False)
-        for turn in self._said.get(history, ()):
-            assert turn.said is not None
-            if link.reasoning in ("", turn.said.reasoning):
-                alike = (turn.said.call_ids == link.call_ids, turn.place.exact_history == exact)
-                if found is None or alike >= most_alike:
-                    found, most_alike = turn, alike
+        best_match = (False, False)
+        for turn in self._by_history.get(history, ()):
+            assert turn.reply is not None
+            if message_key.reasoning in ("", turn.reply.reasoning):
+                match = (turn.reply.call_ids == message_key.call_ids, turn.position.exact_history == exact)
+                if found is None or match >= best_match:
+                    found, best_match = turn, match
         return found

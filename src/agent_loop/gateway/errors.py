@@ -1,4 +1,4 @@
-"""What a session refuses."""
+"""Errors of gateway sessions."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from agent_loop.errors import AgentLoopError, RequestError
 from agent_loop.types import StopReason
 
 TOO_LONG = "context_length_exceeded"
-"""The code by which programs know that they cannot go on with a conversation."""
+"""OpenAI's error code for a conversation that cannot get longer."""
 
 
 class LimitReached(RequestError):
-    """A limit of the trajectory allows no further turn. Clients do not send such a request again."""
+    """A limit of the trajectory allows no further turn. Clients do not retry such a request."""
 
 
 class GatewayBug(AgentLoopError):
-    """Something in the gateway or below it raised what it must not."""
+    """An unexpected exception in the gateway or in a layer below it."""
 
 
 def limit_error(reason: StopReason) -> LimitReached:
-    """The answer to a request in a conversation that is over."""
+    """Return the error for a request in a conversation that has ended."""
     is_length = reason in (StopReason.RESPONSE_LENGTH, StopReason.PROMPT_LENGTH)
     return LimitReached(
         f"this conversation is over ({reason}): a limit of the rollout allows no further turn",
@@ -27,9 +27,9 @@ def limit_error(reason: StopReason) -> LimitReached:
     )
 
 
-def too_many_branches(max_branches: int) -> LimitReached:
-    """The answer to a request that would begin one more conversation."""
+def branch_limit_error(max_branches: int) -> LimitReached:
+    """Return the error for a request that would exceed `max_branches`."""
     return LimitReached(
-        f"this program has led {max_branches} conversations; raise max_branches if it needs more",
+        f"this program has {max_branches} conversations already; raise max_branches if it needs more",
         code="too_many_branches",
     )

@@ -12,11 +12,11 @@ from starlette.exceptions import HTTPException
 from agent_loop.gateway.session import Session
 
 MAX_CLOSED = 16384
-"""Of so many sessions that ended, clients are told so."""
+"""Number of closed session ids that are remembered, so that requests for them get a 410 instead of a 404."""
 
 
 class Gateway:
-    """Knows which sessions are open. Ids and keys are random: who has them was given them."""
+    """Registry of the open sessions. Session ids and keys are random and unguessable."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
@@ -27,7 +27,7 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncGenerator[None]:
-        """Lets requests reach a session meanwhile."""
+        """Register a session, so that requests reach it. Remove the session on exit."""
         self._open[session.session_id] = session
         try:
             yield
@@ -38,18 +38,18 @@ class Gateway:
                 self._closed.popitem(last=False)
 
     def get(self, session_id: str, *, key: str | None) -> Session:
-        """The session of that id.
+        """Return the session with this id.
 
         Raises:
-            HTTPException: 404, there never was one; 410, it is closed; 401, the key is not its own.
+            HTTPException: 404 if the id is unknown, 410 if the session is closed, 401 if the key is wrong.
         """
         session = self._open.get(session_id)
         if session is None and session_id in self._closed:
-            raise HTTPException(410, "this session is closed: the trajectory that it belonged to has ended")
+            raise HTTPException(410, "this session is closed because its trajectory has ended")
         if session is None:
-            raise HTTPException(404, "there is no such session; use the base URL as it was given")
+            raise HTTPException(404, "there is no such session; use the base URL that the program was given")
         if key is None or not secrets.compare_digest(key.encode(), session.api_key.encode()):
             raise HTTPException(
-                401, "the API key is missing or not this session's; use the one that came with the base URL"
+                401, "the API key is missing or wrong; use the key that came with the base URL"
             )
         return session

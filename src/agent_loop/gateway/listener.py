@@ -1,4 +1,4 @@
-"""One application and one port per event loop, shared by all sessions on it."""
+"""One gateway application and one port per event loop, shared by all sessions of the event loop."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a program reaches its session."""
+    """Address at which a program reaches its session."""
 
     base_url: str
-    """Of the OpenAI dialect. The Messages dialect is found at the same without `/v1`, which its clients add."""
+    """Base URL of the OpenAI API."""
     api_key: str
     app: FastAPI
-    """For clients in this process, which need no network."""
+    """Application, for clients in the same process that do not use the network."""
 
     @property
     def anthropic_base_url(self) -> str:
+        """Base URL of the Anthropic Messages API, without `/v1`, which Anthropic clients add."""
         return self.base_url.removesuffix("/v1")
 
 
 @asynccontextmanager
 async def reachable(session: Session) -> AsyncGenerator[Endpoint]:
-    """Lets programs reach a session meanwhile. The first session of an event loop opens its port, the last one closes
-    it.
+    """Serve a session over HTTP. The first session of an event loop opens the port, the last session closes it.
 
     Raises:
-        ConfigError: No port can be had.
+        ConfigError: No port is available.
     """
     loop = asyncio.get_running_loop()
-    site = _sites.setdefault(loop, _GatewayServer())
+    server = _servers.setdefault(loop, _GatewayServer())
     try:
-        async with site.lease() as url, site.gateway.serving(session):
-            yield Endpoint(f"{url}/sessions/{session.session_id}/v1", session.api_key, site.app)
+        async with server.lease() as url, server.gateway.serving(session):
+            yield Endpoint(f"{url}/sessions/{session.session_id}/v1", session.api_key, server.app)
     finally:
-        if not site.num_leases:
-            _sites.pop(loop, None)
+        if not server.num_leases:
+            _servers.pop(loop, None)
 
 
 @dataclass(eq=False, slots=True)
 class _GatewayServer:
-    """A port, open as long as somebody needs it."""
+    """HTTP server of an event loop, open while at least one session uses it."""
 
     gateway: Gateway = field(default_factory=Gateway)
     app: FastAPI = field(init=False)
@@ -87,4 +87,4 @@ class _GatewayServer:
                 await self.stack.aclose()
 
 
-_sites: WeakKeyDictionary[asyncio.AbstractEventLoop, _GatewayServer] = WeakKeyDictionary()
+_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _GatewayServer] = WeakKeyDictionary()

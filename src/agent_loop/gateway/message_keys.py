@@ -1,10 +1,10 @@
-"""How a conversation is recognised when a client sends it again.
+"""Keys by which a session recognises messages that a client sends again.
 
-Clients keep a conversation as messages and write it anew for each request: an empty text may come back as null or not
-at all, a text as a list of parts, the arguments of a call with other spaces and another order of keys, calls under
-other ids, reasoning dropped, white space at the end cut off. None of that changes what was said, so the form in which
-messages are compared has none of it. Everything else counts: a conversation that is known may look new, which costs
-tokens, but none is taken for another.
+Clients send the whole conversation with each request, and often rewrite it: an empty text becomes null or is left out,
+a text becomes a list of parts, arguments of a call have other spaces and another order of keys, calls have other ids,
+reasoning is dropped, and white space at the end is cut. Keys ignore these differences, which do not change the meaning.
+All other differences count. A known conversation may therefore look new, which costs tokens, but no conversation is
+mistaken for another.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from agent_loop.types import Message
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 EXACT_FLOAT = 2**53
-"""Up to here each whole number is a float of its own, so that 2 and 2.0 are the same to any client."""
+"""Largest whole number up to which floats are exact, so that 2 and 2.0 are equal for every client."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageKey:
-    """One message, in the forms by which it is compared."""
+    """Keys by which one message is compared."""
 
     role: str
     key: str
-    """What it says. Of an assistant, without reasoning, which clients drop."""
+    """Digest of the normalised message. For an assistant, without reasoning, which clients drop."""
     exact_key: str
-    """As it is written, reasoning and names included."""
+    """Digest of the message as the client wrote it, with reasoning and names."""
     reasoning: str = ""
     call_ids: tuple[str, ...] = ()
-    """Of an assistant's calls, as the client names them."""
+    """The client's ids of an assistant's tool calls."""
 
 
 def tools_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What tells one list of tools from another; the order of the tools counts, that of a schema's keys does not."""
+    """Return a digest of a list of tools. The order of the tools counts, the order of a schema's keys does not."""
     written = [_without_nulls(tool) for tool in tools]
     return digest("tools", written)
 
 
 def message_keys(messages: Sequence[Message]) -> list[MessageKey]:
-    """The forms of a conversation's messages.
+    """Return the key of each message of a conversation.
 
     Args:
-        messages: As `conversation_of` gives them.
+        messages: Messages as returned by `conversation_of`.
     """
-    found: list[MessageKey] = []
+    keys: list[MessageKey] = []
     positions: dict[str, int] = {}
     for message in messages:
         if message["role"] == "assistant":
-            link = _assistant_link(message)
-            positions = {call_id: place for place, call_id in enumerate(link.call_ids) if call_id}
+            key = _assistant_key(message)
+            positions = {call_id: position for position, call_id in enumerate(key.call_ids) if call_id}
         else:
-            link = _other_link(message, positions)
-        found.append(link)
-    return found
+            key = _other_key(message, positions)
+        keys.append(key)
+    return keys
 
 
-def digest(*parts: Any) -> str:
-    """A short name of JSON values; what differs has another."""
-    return _short(_ENCODER.encode([_plain(part) for part in parts]))
+def digest(*values: Any) -> str:
+    """Return the digest of JSON values."""
+    return _hash(_ENCODER.encode([_plain(value) for value in values]))
 
 
 def chained(history: str, key: str) -> str:
-    """A short name of a history that goes on with one more message, from the short names of both."""
-    return _short(history + key)
+    """Return the digest of a history with one more message, from the digests of both."""
+    return _hash(history + key)
 
 
-def _short(text: str) -> str:
+def _hash(text: str) -> str:
     return blake2b(text.encode(), digest_size=20).hexdigest()
 
 
-def _assistant_link(message: Message) -> MessageKey:
+def _assistant_key(message: Message) -> MessageKey:
     calls: list[dict[str, Any]] = message.get("tool_calls") or []
-    said = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
+    functions = [[call["function"]["name"], call["function"]["arguments"]] for call in calls]
     content = message.get("content") or ""
-    key = digest("assistant", content.strip() if isinstance(content, str) else content, said)
+    key = digest("assistant", content.strip() if isinstance(content, str) else content, functions)
     reasoning = str(message.get("reasoning_content") or "").strip()
     is_bare = not reasoning and message.get("name") is None
     return MessageKey(
@@ -90,8 +90,11 @@ def _assistant_link(message: Message) -> MessageKey:
     )
 
 
-def _other_link(message: Message, positions: Mapping[str, int]) -> MessageKey:
-    """A tool's message is known by the place of the call that it answers, whatever the id."""
+def _other_key(message: Message, positions: Mapping[str, int]) -> MessageKey:
+    """Return the key of a message that is not an assistant's.
+
+    A tool message is identified by the position of its call, because clients change call ids.
+    """
     role, content = str(message["role"]), message.get("content") or ""
     text = content.rstrip() if isinstance(content, str) else content
     answered: Any = None
@@ -105,7 +108,7 @@ def _other_link(message: Message, positions: Mapping[str, int]) -> MessageKey:
 
 
 def _plain(value: Any) -> Any:
-    """JSON in which whole numbers have one form."""
+    """Return a JSON value in which whole numbers are integers."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
@@ -118,6 +121,6 @@ def _plain(value: Any) -> Any:
 
 
 def _without_nulls(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without the fields of its function that say nothing."""
+    """Return a tool without the fields of its function that are null."""
     function = cast(Mapping[str, Any], tool.get("function") or {})
     return {**tool, "function": {key: value for key, value in function.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""The agent loop that runs a program of any kind, which knows nothing but the address of a model."""
+"""The agent loop that runs an agent program: any function or command that calls a model over HTTP."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from agent_loop.types import Row, StopReason
 
 @register("agent_program")
 class AgentProgramLoop(AgentLoopBase):
-    """Runs a function or a command that is given a base URL and speaks OpenAI or Anthropic to it.
+    """Runs a function or command that calls a model over the OpenAI or Anthropic API.
 
-    Its conversations are recorded to the token; there are as many outputs as ways in which they went on. A program that
-    fails leaves a failed trajectory with its traceback. One that fails right after a limit refused it a further turn
-    was ended by that limit.
+    Its conversations are recorded to the token, with one output per branch. If the program fails, the trajectory
+    fails with the program's traceback. If the program fails right after a limit refused a further turn, the trajectory
+    ends with the limit's stop reason instead.
     """
 
     def __init__(
@@ -48,12 +48,16 @@ class AgentProgramLoop(AgentLoopBase):
         env: Mapping[str, str] | None = None,
         max_branches: int = MAX_BRANCHES,
     ) -> None:
-        """Args:
-        program: `file.py:function` or `module:function`, called as `function(row, base_url=..., api_key=...)`; see
-            `docs/gateway.md` for what else it may take and return.
-        command: A program and its arguments instead. Neither: the row's column `program` or `command` says.
-        env: More environment variables for the command.
-        max_branches: So many conversations a program may lead.
+        """Create the loop.
+
+        Args:
+            context: Context of the loop.
+            program: `file.py:function` or `module:function`, called as `function(row, base_url=..., api_key=...)`;
+                `docs/gateway.md` describes its other parameters and its result.
+            command: A program and its arguments, instead of `program`. If both are None, the row's column `program`
+                or `command` is used.
+            env: Additional environment variables for the command.
+            max_branches: Maximum number of conversations per program.
         """
         super().__init__(context)
         self._program = program
@@ -69,33 +73,31 @@ class AgentProgramLoop(AgentLoopBase):
         session = Session(self.context, sampling_params=sampling_params, max_branches=self._max_branches)
         async with session:
             self._session = session
-            end = await _end_of(partial(call, row), session, cancellation=self.context.cancellation)
-            await session.close(end.reason)
+            result = await _run_program(partial(call, row), session, cancellation=self.context.cancellation)
+            await session.close(result.reason)
         if session.fault is not None:
             raise session.fault
-        return self._record(session, end)
+        return self._output(session, result)
 
-    def left_behind(
+    def unfinished_output(
         self, reason: StopReason, *, failure: Failure | None = None
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         outputs = [] if self._session is None else self._session.outputs(failure=failure)
         return _one_or_more(outputs, otherwise=_ProgramResult(reason=reason, failure=failure))
 
-    def _record(self, session: Session, end: _ProgramResult) -> AgentLoopOutput | list[AgentLoopOutput]:
-        failure = None if session.was_refused else end.failure
-        outputs = session.outputs(reward=end.reward, extra_fields=end.extra_fields, failure=failure)
-        if not outputs and end.reason is StopReason.ANSWERED and failure is None:
-            message = (
-                "the program ended without an answer from the model; have it use the base URL it is given"
-            )
-            end = _ProgramResult(failure=Failure(error=f"EpisodeError: {message}", traceback=message))
-        return _one_or_more(outputs, otherwise=end)
+    def _output(self, session: Session, result: _ProgramResult) -> AgentLoopOutput | list[AgentLoopOutput]:
+        failure = None if session.was_refused else result.failure
+        outputs = session.outputs(reward=result.reward, extra_fields=result.extra_fields, failure=failure)
+        if not outputs and result.reason is StopReason.ANSWERED and failure is None:
+            message = "the program ended without a completion from the model; make it use the base URL that it is given"
+            result = _ProgramResult(failure=Failure(error=f"EpisodeError: {message}", traceback=message))
+        return _one_or_more(outputs, otherwise=result)
 
     def _call_for(self, row: Row) -> Callable[[Row, Endpoint], Any]:
-        """What runs the program.
+        """Return the function that runs the program of a row.
 
         Raises:
-            ConfigError: There is none, there are two, or the command is no list.
+            ConfigError: There is no program, there are two, or the command is not a list of strings.
         """
         program, command = self._program, self._command
         if program is None and command is None:
@@ -113,7 +115,7 @@ class AgentProgramLoop(AgentLoopBase):
 
 @dataclass(frozen=True, slots=True)
 class _ProgramResult:
-    """How a program ended."""
+    """Result of a program."""
 
     reward: float | None = None
     extra_fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -121,11 +123,11 @@ class _ProgramResult:
     reason: StopReason = StopReason.ANSWERED
 
     @classmethod
-    def returning(cls, returned: Any) -> _ProgramResult:
-        """Nothing, a number, or a mapping that may hold a reward.
+    def from_value(cls, returned: Any) -> _ProgramResult:
+        """Build the result from the program's return value: None, a number, or a mapping that may hold a reward.
 
         Raises:
-            RewardError: Something else.
+            RewardError: The value has another type.
         """
         if returned is None:
             return cls()
@@ -135,34 +137,37 @@ class _ProgramResult:
         return cls(score.reward, score.extra)
 
 
-async def _end_of(
+async def _run_program(
     call: Callable[[Endpoint], Any], session: Session, *, cancellation: asyncio.Event | None
 ) -> _ProgramResult:
-    """Runs a program with its session in reach; at the deadline it has ended so, whatever it made of that."""
-    end: _ProgramResult | None = None
+    """Run a program while its session is served.
+
+    Once the deadline has passed, the stop reason is `DEADLINE`, even if the program ignored its cancellation.
+    """
+    result: _ProgramResult | None = None
     cancelled = cancellation or asyncio.Event()
     try:
         async with reachable(session) as endpoint, session.deadline:
-            end = await run_while(_outcome_of(partial(call, endpoint)), condition=_is_set(cancelled))
+            result = await run_while(_call_program(partial(call, endpoint)), condition=_wait_for(cancelled))
     except TimeoutError:
         if not session.deadline.expired():
             raise
     if session.deadline.expired():
         return _ProgramResult(reason=StopReason.DEADLINE)
-    return end or _ProgramResult(reason=StopReason.CANCELLED)
+    return result or _ProgramResult(reason=StopReason.CANCELLED)
 
 
-async def _is_set(event: asyncio.Event) -> None:
+async def _wait_for(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def _outcome_of(call: Callable[[], Any]) -> _ProgramResult:
-    """The program's edge: what it raises is data."""
+async def _call_program(call: Callable[[], Any]) -> _ProgramResult:
+    """Call the program and return its result. An exception becomes the result's failure."""
     try:
-        return _ProgramResult.returning(await run_bounded(call, timeout_s=None))
+        return _ProgramResult.from_value(await run_bounded(call, timeout_s=None))
     except CommandFailed as failed:
         return _ProgramResult(failure=failed.failure)
-    except Exception as error:  # noqa: BLE001  (a broken program is data, with its traceback)
+    except Exception as error:  # noqa: BLE001  (a failed program is data, with its traceback)
         text = "".join(traceback.format_exception(error))
         return _ProgramResult(failure=Failure(error=describe_error(error), traceback=text))
 

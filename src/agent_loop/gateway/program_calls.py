@@ -1,5 +1,7 @@
-"""Programs are called with a row and the address of a model: a function by its parameters, a command by its
-environment and its standard input."""
+"""Calls agent programs with a row and the endpoint of a session.
+
+A function gets them as arguments, a command through environment variables and standard input.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,19 @@ from agent_loop.types import Row
 
 
 class CommandFailed(EpisodeError):
-    """A command ended with an error."""
+    """The command exited with an error."""
 
-    def __init__(self, finished: CommandResult) -> None:
-        code = finished.exit_code
+    def __init__(self, result: CommandResult) -> None:
+        code = result.exit_code
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
-        last = finished.stderr.strip().splitlines()[-1:]
+        last = result.stderr.strip().splitlines()[-1:]
         error = ": ".join([f"the program {how}", *(one_line(line, max_length=200) for line in last)])
         super().__init__(error)
-        self.failure = Failure(error=error, traceback=finished.stderr)
+        self.failure = Failure(error=error, traceback=result.stderr)
 
 
 async def call_program(function: Callable[..., Any], row: Row, endpoint: Endpoint) -> Any:
-    """What a function returns that is given the row and what it takes of the address."""
+    """Call a function with the row and the parts of the endpoint that it has parameters for. Return its result."""
     async with AsyncExitStack() as stack:
         offered: dict[str, Callable[[], Any]] = {
             "base_url": lambda: endpoint.base_url,
@@ -40,63 +42,76 @@ async def call_program(function: Callable[..., Any], row: Row, endpoint: Endpoin
             "anthropic_base_url": lambda: endpoint.anthropic_base_url,
             "http_client": lambda: http_client(endpoint.app),
         }
-        arguments = {name: offered[name]() for name in _taken(function, offered)}
+        arguments = {name: offered[name]() for name in _accepted_names(function, offered)}
         if "http_client" in arguments:
             await stack.enter_async_context(arguments["http_client"])
         return await call_function(function, dict(row), **arguments)
 
 
 async def call_command(command: list[str], env: Mapping[str, str], row: Row, endpoint: Endpoint) -> Any:
-    """The number or the dict that is the last line of what a command prints; None if that is something else.
+    """Run a command and parse the last line of its standard output.
+
+    Returns:
+        The number or dict in the last line; None if the line is not a number or dict in JSON.
 
     Raises:
-        CommandFailed: Its exit status is not 0.
-        ConfigError: It cannot be started.
-        DataError: The row has no form in JSON.
+        CommandFailed: The exit status is not 0.
+        ConfigError: The command cannot be started.
+        DataError: The row cannot be written as JSON.
     """
-    finished = await run_command(
-        command, env={**_address(endpoint), **env}, stdin=json.dumps(row, default=_as_json).encode()
+    result = await run_command(
+        command,
+        env={**_client_variables(endpoint), **env},
+        stdin=json.dumps(row, default=_as_json).encode(),
     )
-    if finished.exit_code:
-        raise CommandFailed(finished)
-    # Not `splitlines`, which also parts lines at characters that JSON texts may hold.
-    last = finished.stdout.rstrip().rpartition("\n")[2]
+    if result.exit_code:
+        raise CommandFailed(result)
+    # `splitlines` would also split at characters that may occur in JSON strings.
+    last = result.stdout.rstrip().rpartition("\n")[2]
     try:
-        said: Any = json.loads(last)
+        value: Any = json.loads(last)
     except ValueError:
         return None
-    return cast(Any, said) if isinstance(said, int | float | dict) else None
+    return cast(Any, value) if isinstance(value, int | float | dict) else None
 
 
 def checked_command(command: Any) -> list[str]:
-    """Raises: ConfigError: It is no list of words."""
+    """Return the command as a list of strings.
+
+    Raises:
+        ConfigError: The command is not a list of strings.
+    """
     words: list[Any] = list(cast(Iterable[Any], command)) if isinstance(command, Iterable) else []
     if isinstance(command, str) or not words or not all(isinstance(word, str) for word in words):
         raise ConfigError(
-            f"command is {command!r}; give the program and its arguments as a list of texts: [python, agent.py]"
+            f"command is {command!r}; give the program and its arguments as a list of strings: [python, agent.py]"
         )
     return words
 
 
 def checked_env(env: Mapping[str, Any]) -> dict[str, str]:
-    """Raises: ConfigError: A value is no text."""
+    """Return the environment variables as a dict.
+
+    Raises:
+        ConfigError: A value is not a string.
+    """
     for name, value in env.items():
         if not isinstance(value, str):
             raise ConfigError(
-                f"env.{name} is {describe_value(value)}; environment variables are texts: quote it"
+                f"env.{name} is {describe_value(value)}; environment variables are strings: quote the value"
             )
     return dict(env)
 
 
-def _taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
-    """The names that a function takes, and those alone; all of them if it has `**kwargs`."""
+def _accepted_names(function: Callable[..., Any], offered: Mapping[str, Any]) -> list[str]:
+    """Return the offered names that the function has parameters for; all names if it has `**kwargs`."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in offered if takes_any or name in parameters]
 
 
-def _address(endpoint: Endpoint) -> dict[str, str]:
-    """The variables in which clients look for a server; no proxy stands between."""
+def _client_variables(endpoint: Endpoint) -> dict[str, str]:
+    """Return the environment variables that OpenAI and Anthropic clients read. They also bypass HTTP proxies."""
     return {
         "OPENAI_BASE_URL": endpoint.base_url,
         "OPENAI_API_BASE": endpoint.base_url,
@@ -109,13 +124,13 @@ def _address(endpoint: Endpoint) -> dict[str, str]:
 
 
 def _as_json(value: Any) -> Any:
-    """Arrays and scalars of numpy and torch as JSON.
+    """Convert an array or scalar of numpy or torch to plain Python values.
 
     Raises:
-        DataError: The value is something else.
+        DataError: The value is of another type.
     """
     if hasattr(value, "tolist"):
         return value.tolist()
     raise DataError(
-        f"the row holds {describe_value(value)}, which is no JSON; a command is given the row as JSON"
+        f"the row holds {describe_value(value)}, which cannot be written as JSON; a command gets the row as JSON"
     )

@@ -1,4 +1,4 @@
-"""A program in a process of its own: started, watched, and ended with everything that it started."""
+"""Runs an agent program as a child process, and kills all of its descendants when it ends."""
 
 from __future__ import annotations
 
@@ -13,71 +13,74 @@ from agent_loop.errors import ConfigError
 from agent_loop.runtime.concurrency import run_shielded
 
 MAX_KEPT_BYTES = 2**16
-"""Of the end of each output."""
+"""Bytes that are kept from the end of each output."""
 TERMINATE_GRACE_S = 5.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 DRAIN_S = 2.0
-"""How long outputs are read after the end of the process, which others may hold open."""
+"""Seconds that outputs are read after the process has exited. Other processes may hold the outputs open."""
 STDIN, STDOUT, STDERR = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a process left."""
+    """Exit code and outputs of a process that has exited."""
 
     exit_code: int
-    """Negative: the signal that ended it."""
+    """Exit status; if negative, the number of the signal that ended the process."""
     stdout: str
-    """The end of it."""
+    """The last `MAX_KEPT_BYTES` of standard output."""
     stderr: str
+    """The last `MAX_KEPT_BYTES` of standard error."""
 
 
 async def run_command(command: Sequence[str], *, env: Mapping[str, str], stdin: bytes) -> CommandResult:
-    """Runs a program to its end. It leads a process group; whatever is left of that is killed in the end, and all of it
-    when the caller is cancelled.
+    """Run a program until it exits.
+
+    The program leads its own process group. Processes of the group that are left at the end are killed. The whole
+    group is killed if the caller is cancelled.
 
     Args:
         command: The program and its arguments.
-        env: Added to this process's environment.
-        stdin: What it can read.
+        env: Variables added to the environment of this process.
+        stdin: Standard input of the program.
 
     Raises:
-        ConfigError: There is no such program.
+        ConfigError: The program cannot be started.
     """
     try:
-        process, watch = await asyncio.get_running_loop().subprocess_exec(
-            _OutputCollector, *command, env={**os.environ, **env}, start_new_session=True
+        process, outputs = await asyncio.get_running_loop().subprocess_exec(
+            OutputCollector, *command, env={**os.environ, **env}, start_new_session=True
         )
     except OSError as error:
         raise ConfigError(f"command {list(command)!r} cannot be started: {error}") from error
     with closing(process):
         try:
-            _feed(process, stdin)
-            await watch.exited.wait()
+            _write_stdin(process, stdin)
+            await outputs.exited.wait()
         finally:
-            await run_shielded(lambda: _end(process, watch), timeout_s=2 * TERMINATE_GRACE_S)
+            await run_shielded(lambda: _end(process, outputs), timeout_s=2 * TERMINATE_GRACE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
-                await watch.drained.wait()
-    return CommandResult(process.get_returncode() or 0, watch.text(STDOUT), watch.text(STDERR))
+                await outputs.drained.wait()
+    return CommandResult(process.get_returncode() or 0, outputs.text(STDOUT), outputs.text(STDERR))
 
 
-def _feed(process: asyncio.SubprocessTransport, data: bytes) -> None:
-    """A program need not read what it is given."""
+def _write_stdin(process: asyncio.SubprocessTransport, data: bytes) -> None:
+    """Write the input and close it, without waiting for the program to read it."""
     pipe = process.get_pipe_transport(STDIN)
     assert isinstance(pipe, asyncio.WriteTransport)
     pipe.write(data)
     pipe.write_eof()
 
 
-async def _end(process: asyncio.SubprocessTransport, watch: _OutputCollector) -> None:
-    if not watch.exited.is_set():
+async def _end(process: asyncio.SubprocessTransport, outputs: OutputCollector) -> None:
+    if not outputs.exited.is_set():
         _signal_group(process, signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(TERMINATE_GRACE_S):
-                await watch.exited.wait()
+                await outputs.exited.wait()
     _signal_group(process, signal.SIGKILL)
-    await watch.exited.wait()
+    await outputs.exited.wait()
 
 
 def _signal_group(process: asyncio.SubprocessTransport, number: signal.Signals) -> None:
@@ -85,9 +88,11 @@ def _signal_group(process: asyncio.SubprocessTransport, number: signal.Signals) 
         os.killpg(process.get_pid(), number)
 
 
-class _OutputCollector(asyncio.SubprocessProtocol):
-    """Keeps the end of each output, however long it is. A process has exited when it has, whoever holds its outputs
-    open."""
+class OutputCollector(asyncio.SubprocessProtocol):
+    """Keeps the end of each output.
+
+    Sets `exited` when the process exits, even if other processes hold its outputs open.
+    """
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
@@ -96,7 +101,7 @@ class _OutputCollector(asyncio.SubprocessProtocol):
         self._open = {STDOUT, STDERR}
 
     def text(self, fd: int) -> str:
-        """The end of an output."""
+        """Return the kept end of an output."""
         return self._kept[fd].decode(errors="replace")
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:

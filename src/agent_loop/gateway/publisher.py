@@ -1,4 +1,4 @@
-"""A completion, read while the model speaks."""
+"""Parses a completion as its tokens arrive, and publishes the chunks to the requests that follow it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import create_stream_parser
 from agent_loop.completions.requests import ChatCompletionRequest
 from agent_loop.completions.response_builder import ParsedChunk, ResponseBuilder
-from agent_loop.completions.sampling import ChunkDecoder, missing_logprobs
+from agent_loop.completions.sampling import ChunkDecoder, missing_logprobs_error
 from agent_loop.episode import Completion
 from agent_loop.gateway.shared_completion import SharedCompletion
 from agent_loop.types import IntArray, Message, TokenChunk, ToolCall
@@ -18,87 +18,91 @@ from agent_loop.types import IntArray, Message, TokenChunk, ToolCall
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """One completion, as the client is told it."""
+    """Assistant message in the form that the client receives."""
 
     message: Message
     calls: Mapping[str, ToolCall]
-    """The calls in it by the ids that the client is told."""
+    """Tool calls of the message, by the ids that the client receives."""
 
 
 class CompletionPublisher:
-    """Reads one completion and hands what it reads to an answer.
+    """Parses one completion and adds the parsed chunks to a `SharedCompletion`.
 
     Args:
-        request: What it answers.
-        answer: Takes the steps.
-        template: Of the model.
-        prompt_ids: What the model was given.
-        turn_name: Tells the turn from the session's others; calls whose format has no ids are named after it.
+        request: Request that the completion answers.
+        shared: Receives the parsed chunks.
+        template: Chat template of the model.
+        prompt_ids: Prompt of the completion.
+        turn_name: Name of the turn, unique in the session. Prefix of call ids if the model's format has no ids.
     """
 
     def __init__(
         self,
         request: ChatCompletionRequest,
-        answer: SharedCompletion,
+        shared: SharedCompletion,
         *,
         template: ChatTemplate,
         prompt_ids: IntArray,
         turn_name: str,
     ) -> None:
         self._needs_logprobs = bool(request.logprobs)
-        self._answer = answer
-        self._writer = ResponseBuilder(
+        self._shared = shared
+        self._builder = ResponseBuilder(
             request, template, prompt_ids, new_call_id=partial(_call_id, turn_name)
         )
-        answer.writer = self._writer
-        self._parts = ChunkDecoder(
+        shared.builder = self._builder
+        self._decoder = ChunkDecoder(
             template, stops=request.stops, keeps_end_tokens=template.tool_parser.reads_end_tokens
         )
-        self._reader = create_stream_parser(request, template=template, prompt_ids=prompt_ids)
-        self._steps: list[ParsedChunk] = []
+        self._parser = create_stream_parser(request, template=template, prompt_ids=prompt_ids)
+        self._chunks: list[ParsedChunk] = []
 
-    def hear(self, chunk: TokenChunk) -> bool:
-        """Reads what a chunk adds; tells whether the model may go on.
+    def on_chunk(self, chunk: TokenChunk) -> bool:
+        """Publish a chunk of tokens. Return whether the server should continue sampling.
 
         Raises:
-            RequestError: Log-probs are asked for and the server gives none.
+            RequestError: The request asks for log-probs and the server returns none.
         """
         if chunk.stop_reason == "aborted":
             return True
         if self._needs_logprobs and chunk.logprobs is None:
-            raise missing_logprobs()
-        for part in self._parts.feed(chunk):
-            reading = self._reader.feed(part.text)
-            if part.finish_reason is not None:
-                reading += self._reader.finish()
-            step = ParsedChunk(0, part, reading)
-            self._steps.append(step)
-            self._answer.add(step)
-            if part.finish_reason is not None:
+            raise missing_logprobs_error()
+        for decoded in self._decoder.feed(chunk):
+            delta = self._parser.feed(decoded.text)
+            if decoded.finish_reason is not None:
+                delta += self._parser.finish()
+            parsed = ParsedChunk(0, decoded, delta)
+            self._chunks.append(parsed)
+            self._shared.add(parsed)
+            if decoded.finish_reason is not None:
                 return chunk.stop_reason is not None
         return True
 
     def finish(self, completion: Completion) -> SentMessage:
-        """Reads what came in one piece; returns what was said, as the client is told it.
+        """Publish the completion if it was not streamed, and return its message.
 
         Raises:
-            RequestError: Log-probs are asked for and the server gives none.
+            RequestError: The request asks for log-probs and the server returns none.
         """
-        if not self._steps:
+        if not self._chunks:
             for chunk in completion.sampled.chunks:
-                self.hear(chunk)
-        told = self._writer.choice(0, self._steps).message
-        read = [call for step in self._steps for call in step.reading.tool_calls]
-        calls = {reply.id: call for reply, call in zip(told.tool_calls or [], read, strict=True)}
+                self.on_chunk(chunk)
+        sent = self._builder.choice(0, self._chunks).message
+        parsed = [call for chunk in self._chunks for call in chunk.delta.tool_calls]
+        calls = {sent_call.id: call for sent_call, call in zip(sent.tool_calls or [], parsed, strict=True)}
         message: Message = {
             "role": "assistant",
-            "content": told.content or "",
-            "reasoning_content": told.reasoning_content or "",
+            "content": sent.content or "",
+            "reasoning_content": sent.reasoning_content or "",
             "tool_calls": [{**call.as_message(), "id": call_id} for call_id, call in calls.items()],
         }
         return SentMessage(message, calls)
 
 
 def _call_id(turn_name: str, position: int) -> str:
-    """The same when a turn is replayed, and nine letters and digits where it can be: all that some templates take."""
+    """Return an id that stays the same when the turn is replayed.
+
+    Some chat templates accept only ids of nine letters and digits. The id has that form as long as there are fewer
+    than 100 branches, 1,000 turns and 10 calls.
+    """
     return f"{turn_name}C{position}"

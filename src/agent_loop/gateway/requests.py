@@ -1,4 +1,4 @@
-"""What programs ask: the OpenAI request, read as programs write it."""
+"""Chat requests of agent programs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from agent_loop.completions.requests import ChatCompletionRequest, ChatMessage
 
 
 class SessionChatRequest(ChatCompletionRequest):
-    """A chat request whose assistant messages may hold whatever frameworks note there: the model's words are known."""
+    """Chat request whose assistant messages may have unknown fields, which agent frameworks add. They are ignored."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_notes(cls, body: Any) -> Any:
+    def _without_unknown_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         fields = cast(dict[str, Any], body)
         messages: Any = fields.get("messages")
         if not isinstance(messages, list):
             return fields
-        return {**fields, "messages": [_plain(message) for message in cast(list[Any], messages)]}
+        return {**fields, "messages": [_known_fields(message) for message in cast(list[Any], messages)]}
 
 
-def _plain(message: Any) -> Any:
+def _known_fields(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     fields = cast(dict[str, Any], message)

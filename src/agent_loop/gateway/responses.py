@@ -1,4 +1,4 @@
-"""An answer in the shape that a request asked for."""
+"""Chat completions, whole or streamed, for a request that follows a shared completion."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from agent_loop.errors import ServerError
 from agent_loop.gateway.shared_completion import SharedCompletion
 
 
-async def build_completion(request: ChatCompletionRequest, answer: SharedCompletion) -> ChatCompletion:
-    """In one piece.
+async def build_completion(request: ChatCompletionRequest, shared: SharedCompletion) -> ChatCompletion:
+    """Wait for the whole completion and return it.
 
     Raises:
         AgentLoopError: The completion failed.
     """
-    async with aclosing(answer.follow()) as coming:
-        steps = [step async for step in coming]
-    writer = _writer(request, answer)
-    return writer.completion([writer.choice(0, steps)], tally=_tally(writer, steps))
+    async with aclosing(shared.follow()) as followed:
+        chunks = [chunk async for chunk in followed]
+    builder = _builder(request, shared)
+    return builder.completion([builder.choice(0, chunks)], usage=_usage(builder, chunks))
 
 
 async def stream_chunks(
-    request: ChatCompletionRequest, answer: SharedCompletion
+    request: ChatCompletionRequest, shared: SharedCompletion
 ) -> AsyncGenerator[ChatCompletionChunk]:
-    """In parts, while the model speaks.
+    """Yield the completion in chunks while it is sampled.
 
     Raises:
         AgentLoopError: The completion failed.
     """
-    steps: list[ParsedChunk] = []
+    chunks: list[ParsedChunk] = []
     is_first = True
-    async with aclosing(answer.follow()) as coming:
-        async for step in coming:
-            writer = _writer(request, answer)
-            steps.append(step)
-            choice = writer.chunk_choice(step, is_first=is_first)
+    async with aclosing(shared.follow()) as followed:
+        async for chunk in followed:
+            builder = _builder(request, shared)
+            chunks.append(chunk)
+            choice = builder.chunk_choice(chunk, is_first=is_first)
             if choice is not None:
-                yield writer.chunk([choice], prompt_token_ids=writer.shown_prompt_ids if is_first else None)
+                yield builder.chunk([choice], prompt_token_ids=builder.shown_prompt_ids if is_first else None)
                 is_first = False
-    writer = _writer(request, answer)
-    if (last := writer.usage_chunk(_tally(writer, steps))) is not None:
+    builder = _builder(request, shared)
+    if (last := builder.usage_chunk(_usage(builder, chunks))) is not None:
         yield last
 
 
-def _tally(writer: ResponseBuilder, steps: Sequence[ParsedChunk]) -> UsageCounter:
-    tally = writer.tally()
-    for step in steps:
-        tally.add(step.part)
-    return tally
+def _usage(builder: ResponseBuilder, chunks: Sequence[ParsedChunk]) -> UsageCounter:
+    usage = builder.usage_counter()
+    for chunk in chunks:
+        usage.add(chunk.decoded)
+    return usage
 
 
-def _writer(request: ChatCompletionRequest, answer: SharedCompletion) -> ResponseBuilder:
-    """For whoever listens: the answer is one, its shape is the request's."""
-    if answer.writer is None:
-        raise ServerError("the completion ended before it began; send the request again")
-    return replace(answer.writer, request=request)
+def _builder(request: ChatCompletionRequest, shared: SharedCompletion) -> ResponseBuilder:
+    """Return the builder for one of the requests that follow the completion."""
+    if shared.builder is None:
+        raise ServerError("the completion ended before sampling started; send the request again")
+    return replace(shared.builder, request=request)

@@ -1,4 +1,4 @@
-"""Which requests are sent a second time because their answer got lost."""
+"""Recognises retries: requests that a client sends again because it did not receive the response."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from agent_loop.gateway.shared_completion import SharedCompletion
 
 @dataclass(frozen=True, slots=True)
 class RetryInfo:
-    """What a request says of itself beside its body."""
+    """Headers that tell whether a request is a retry."""
 
     num_retries: int = 0
-    """How often the client sent it before without an answer."""
+    """Number of earlier attempts by the client."""
     idempotency_key: str | None = None
-    """The same request with the same key is one."""
+    """Requests with the same body and the same key are one request."""
 
 
 class CompletionIndex:
-    """The answers of a session, by what was asked."""
+    """Completions of a session, by request."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, list[SharedCompletion]] = {}
         self._by_key: dict[str, SharedCompletion] = {}
 
-    def find(self, fingerprint: str, attempt: RetryInfo) -> SharedCompletion | None:
-        """The answer that a retry gets; None if the request is none, or its answer failed.
+    def find(self, fingerprint: str, retry: RetryInfo) -> SharedCompletion | None:
+        """Return the completion that a retry gets; None if the request needs a new completion.
 
-        Of several that asked the same, one whose answer failed is taken to be the one that is sent again.
+        If several requests have the same fingerprint and the completion of one failed, the retry is taken to be a
+        retry of the failed one, and needs a new completion.
         """
-        if attempt.idempotency_key is not None:
-            answer = self._by_key.get(digest(fingerprint, attempt.idempotency_key))
-            return answer if answer is not None and answer.is_good else None
-        answers = self._by_request.get(fingerprint)
-        if not attempt.num_retries or not answers:
+        if retry.idempotency_key is not None:
+            completion = self._by_key.get(digest(fingerprint, retry.idempotency_key))
+            return completion if completion is not None and completion.is_reusable else None
+        completions = self._by_request.get(fingerprint)
+        if not retry.num_retries or not completions:
             return None
-        failed = next((answer for answer in answers if not answer.is_good), None)
+        failed = next((completion for completion in completions if not completion.is_reusable), None)
         if failed is None:
-            return answers[-1]
-        answers.remove(failed)
+            return completions[-1]
+        completions.remove(failed)
         return None
 
-    def add(self, fingerprint: str, attempt: RetryInfo, answer: SharedCompletion) -> None:
-        """Takes the answer to a request that is none."""
-        self._by_request.setdefault(fingerprint, []).append(answer)
-        if attempt.idempotency_key is not None:
-            self._by_key[digest(fingerprint, attempt.idempotency_key)] = answer
+    def add(self, fingerprint: str, retry: RetryInfo, completion: SharedCompletion) -> None:
+        """Store the new completion of a request."""
+        self._by_request.setdefault(fingerprint, []).append(completion)
+        if retry.idempotency_key is not None:
+            self._by_key[digest(fingerprint, retry.idempotency_key)] = completion
 
 
-def fingerprint_of(request: ChatCompletionRequest, forms: Sequence[MessageKey]) -> str:
-    """What tells one request from another, whichever way its answer is sent."""
+def fingerprint_of(request: ChatCompletionRequest, keys: Sequence[MessageKey]) -> str:
+    """Return a digest that is equal for equal requests, streamed or not."""
     rest = request.model_dump(exclude={"messages", "stream", "stream_options"}, exclude_none=True)
-    return digest([link.exact_key for link in forms], rest)
+    return digest([key.exact_key for key in keys], rest)

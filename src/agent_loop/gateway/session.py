@@ -1,4 +1,4 @@
-"""One program's conversations with the model, recorded to the token."""
+"""The conversations of one agent program with the model, recorded to the token."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ from agent_loop.types import Message, StopReason
 
 CLOSE_TIMEOUT_S = 15.0
 MAX_BRANCHES = 64
-ABORTED = "the completion was aborted: its session ended, or nobody waited for it any more"
+ABORTED = "the completion was aborted because its session ended or its client disconnected"
 
 
 class Session:
-    """The requests of one program, each put where it belongs in the conversations that the program leads.
+    """Answers the requests of one program, and records its conversations as a tree.
 
-    A request that goes on from what the model said is bridged: earlier tokens are neither rendered nor encoded again.
-    One that goes on from an earlier place branches there; any other conversation begins anew. Single use, with
-    `async with`, which ends what is under way.
+    A request that continues a completion is bridged: earlier tokens are neither rendered nor encoded again. A request
+    that continues an earlier turn starts a branch there. Any other request starts a new conversation. A session is
+    used once, with `async with`, which aborts in-flight requests on exit.
 
     Args:
-        context: The servers, the chat template, and the limits, which hold for each conversation; the deadline is the
-            program's.
-        sampling_params: Of requests that do not say.
-        max_branches: More conversations than this are refused.
+        context: Servers, chat template and limits. The limits apply to each conversation, the deadline to the program.
+        sampling_params: Defaults for parameters that a request does not set.
+        max_branches: Maximum number of conversations; further ones are refused.
     """
 
     def __init__(
@@ -56,18 +55,18 @@ class Session:
         self.session_id = secrets.token_urlsafe(16)
         self.api_key = secrets.token_urlsafe(24)
         self.fault: Exception | None = None
-        """What must not be answered to the program alone: the run has to know."""
+        """Error that must end the whole run, beyond the response to the program."""
         self.was_refused = False
-        """The last request was refused because of a limit."""
-        self._lanes = Branches(context, max_branches=max_branches)
+        """Whether the last request was refused because of a limit."""
+        self._branches = Branches(context, max_branches=max_branches)
         self._tree = ConversationTree()
-        self._speaker = TurnGenerator(
-            context, lanes=self._lanes, tree=self._tree, sampling_params=sampling_params or {}
+        self._generator = TurnGenerator(
+            context, branches=self._branches, tree=self._tree, sampling_params=sampling_params or {}
         )
-        self._answers = CompletionIndex()
+        self._completions = CompletionIndex()
         self._running: set[asyncio.Task[None]] = set()
         self.deadline = asyncio.timeout(context.limits.deadline_s)
-        """For the program to run in, with `async with`."""
+        """Time limit of the program; run the program inside `async with`."""
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:
@@ -84,58 +83,61 @@ class Session:
             await self._tasks.__aexit__(kind, error, traceback)
 
     async def close(self, reason: StopReason) -> None:
-        """Ends every conversation that is not over with this reason; what is under way is aborted, its tokens kept."""
+        """Abort in-flight completions and end all conversations. The tokens sampled so far are kept.
+
+        Args:
+            reason: Stop reason of conversations that are still running.
+        """
 
         async def end() -> None:
             for task in self._running:
                 task.cancel()
             if self._running:
                 await asyncio.wait(self._running)
-            await self._lanes.close(reason)
+            await self._branches.close(reason)
 
         await run_shielded(end, timeout_s=CLOSE_TIMEOUT_S)
 
-    def ask(self, request: ChatCompletionRequest, *, attempt: RetryInfo) -> SharedCompletion:
-        """Takes a request; the answer comes by listening to what is returned.
+    def submit(self, request: ChatCompletionRequest, *, retry: RetryInfo) -> SharedCompletion:
+        """Start the completion of a request and return it. A retry gets the completion of the original request.
 
         Raises:
-            RequestError: It asks for what is not offered.
-            LimitReached: The time is up, or the program leads too many conversations.
+            RequestError: The request uses a feature that is not supported.
+            LimitReached: The deadline has passed, or the program has too many conversations.
         """
         if self.deadline.expired():
             raise limit_error(StopReason.DEADLINE)
         if request.num_choices != 1:
             raise RequestError(
-                f"n is {request.n}; a conversation goes on with one answer: send the request as often as you want "
-                "answers",
+                f"n is {request.n}, and only 1 is supported; send the request n times instead",
                 param="n",
             )
         if request.continue_final_message:
             raise RequestError(
-                "continue_final_message: an answer that a program began cannot be continued in a session, where all "
-                "answers are the model's; end with a user's message or a tool's",
+                "continue_final_message is not supported, because all tokens of an assistant message must be sampled "
+                "by the model; end with a user or tool message",
                 param="continue_final_message",
             )
         messages = conversation_of(request.messages)
-        forms = message_keys(messages)
-        fingerprint = fingerprint_of(request, forms)
-        known = self._answers.find(fingerprint, attempt)
+        keys = message_keys(messages)
+        fingerprint = fingerprint_of(request, keys)
+        known = self._completions.find(fingerprint, retry)
         if known is not None:
             return known
-        place = self._tree.locate(messages, forms, tools=request.tools_in_use)
+        position = self._tree.locate(messages, keys, tools=request.tools_in_use)
         try:
-            turn = self._claimed(place, messages, request)
+            turn = self._claim_turn(position, messages, request)
         except LimitReached as error:
             self.was_refused = True
-            self._lanes.note_failure(error)
+            self._branches.note_failure(error)
             raise
-        answer = SharedCompletion()
-        self._answers.add(fingerprint, attempt, answer)
-        task = self._tasks.create_task(self._answered(request, messages, turn, answer))
+        shared = SharedCompletion()
+        self._completions.add(fingerprint, retry, shared)
+        task = self._tasks.create_task(self._generate(request, messages, turn, shared))
         self._running.add(task)
-        task.add_done_callback(partial(self._ended, answer))
-        answer.task = task
-        return answer
+        task.add_done_callback(partial(self._on_task_done, shared))
+        shared.task = task
+        return shared
 
     def outputs(
         self,
@@ -144,98 +146,101 @@ class Session:
         extra_fields: Mapping[str, Any] | None = None,
         failure: Failure | None = None,
     ) -> list[AgentLoopOutput]:
-        """One record for each way in which the conversations went on; none if nothing was asked.
+        """Return one output for each branch; an empty list if the program sent no request.
 
-        Branches hold the same segments for what they have in common, which is trained once.
+        Branches share the segments of their common beginning, which are trained on once.
 
         Args:
-            reward: What all of them are worth; None leaves it to the reward function.
-            extra_fields: Whatever else to hand on.
-            failure: What made the program fail. The first record carries it, so that it counts once; the others are
-                cancelled.
+            reward: Reward of all outputs; None leaves it to the reward function.
+            extra_fields: Extra fields of all outputs.
+            failure: Failure of the program. The first output carries the failure, so that it counts once; the other
+                outputs are cancelled.
         """
         outputs = [
-            lane.episode.output(reward_score=reward, extra_fields=extra_fields)
-            for lane in self._lanes.recorded
+            branch.episode.output(reward_score=reward, extra_fields=extra_fields)
+            for branch in self._branches.recorded
         ]
         if failure is None or not outputs:
             return outputs
         first, *others = outputs
         return [first.failed(failure), *(replace(o, stop_reason=StopReason.CANCELLED) for o in others)]
 
-    # -- where a request belongs -----------------------------------------------------------------------------------
+    # -- position of a request -------------------------------------------------------------------------------------
 
-    def _claimed(
-        self, place: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
+    def _claim_turn(
+        self, position: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
     ) -> TurnNode:
-        """A turn on a lane that stands where the request belongs and is its own. Nothing is awaited, so that of two
-        requests at once each finds what the other has taken."""
-        for turn in self._tree.turns_at(place):
-            if turn.lane.is_free_at(turn.before):  # (its completion failed before it gave a token)
-                turn.lane.is_busy = True
+        """Return a turn whose branch is at the request's position and reserved for the request.
+
+        This function does not await, so that concurrent requests cannot claim the same branch.
+        """
+        for turn in self._tree.turns_at(position):
+            if turn.branch.is_free_at(turn.before):  # the turn's completion failed before its first token
+                turn.branch.is_busy = True
                 return turn
-        turn = self._new_turn(place, messages, request)
+        turn = self._new_turn(position, messages, request)
         self._tree.add(turn)
         return turn
 
     def _new_turn(
-        self, place: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
+        self, position: TreePosition, messages: Sequence[Message], request: ChatCompletionRequest
     ) -> TurnNode:
-        parent = place.parent
-        if parent is not None and parent.lane.is_free_at(parent.after):
-            parent.lane.is_busy = True
-            return TurnNode(parent.lane, place)
-        for turn in self._tree.turns_at(place):
+        parent = position.parent
+        if parent is not None and parent.branch.is_free_at(parent.after):
+            parent.branch.is_busy = True
+            return TurnNode(parent.branch, position)
+        for turn in self._tree.turns_at(position):
             if turn.before is not None:
-                return TurnNode(self._lanes.branch(turn.lane, at=turn.before), place, before=turn.before)
+                branch = self._branches.fork(turn.branch, at=turn.before)
+                return TurnNode(branch, position, before=turn.before)
         if parent is not None and parent.after is not None:
-            return TurnNode(self._lanes.branch(parent.lane, at=parent.after), place)
-        return TurnNode(self._lanes.new(messages, tools=request.tools_in_use), place)
+            return TurnNode(self._branches.fork(parent.branch, at=parent.after), position)
+        return TurnNode(self._branches.start(messages, tools=request.tools_in_use), position)
 
-    # -- the answer ------------------------------------------------------------------------------------------------
+    # -- completion of a request -----------------------------------------------------------------------------------
 
-    async def _answered(
+    async def _generate(
         self,
         request: ChatCompletionRequest,
         messages: Sequence[Message],
         turn: TurnNode,
-        answer: SharedCompletion,
+        shared: SharedCompletion,
     ) -> None:
-        """The edge of a request: whatever happens is its answer."""
+        """Generate the completion of a request. Every exception becomes the error of the completion."""
         try:
-            await self._speaker.answer(request, messages, turn=turn, answer=answer)
+            await self._generator.generate(request, messages, turn=turn, shared=shared)
         except EpisodeStopped as stopped:
-            self._fail(turn, answer, limit_error(stopped.reason))
+            self._fail(turn, shared, limit_error(stopped.reason))
         except JournalError as error:
             self.fault = error
-            self._fail(turn, answer, error)
-        except ReplayMismatch as error:  # (which no second try would mend)
-            self._fail(turn, answer, RequestError(str(error), code="replay_mismatch"))
+            self._fail(turn, shared, error)
+        except ReplayMismatch as error:  # a retry would fail in the same way
+            self._fail(turn, shared, RequestError(str(error), code="replay_mismatch"))
         except AgentLoopError as error:
-            self._fail(turn, answer, error)
+            self._fail(turn, shared, error)
         except asyncio.CancelledError:
-            turn.lane.episode.stop(self._reason_of_cancellation)
-            answer.end(ServerError(ABORTED))
+            turn.branch.episode.stop(self._cancellation_reason)
+            shared.finish(ServerError(ABORTED))
             raise
-        except Exception as error:  # noqa: BLE001  (the run is told, with the traceback)
+        except Exception as error:  # noqa: BLE001  (the loop raises `fault` with its traceback)
             self.fault = error
-            self._fail(turn, answer, GatewayBug(f"{type(error).__name__}: {error}"))
+            self._fail(turn, shared, GatewayBug(f"{type(error).__name__}: {error}"))
         else:
             self.was_refused = False
-            answer.end()
+            shared.finish()
         finally:
-            turn.lane.is_busy = False
+            turn.branch.is_busy = False
 
-    def _fail(self, turn: TurnNode, answer: SharedCompletion, error: AgentLoopError) -> None:
+    def _fail(self, turn: TurnNode, shared: SharedCompletion, error: AgentLoopError) -> None:
         self.was_refused = isinstance(error, LimitReached)
-        self._lanes.note_failure(error, lane=turn.lane)
-        answer.end(error)
+        self._branches.note_failure(error, branch=turn.branch)
+        shared.finish(error)
 
-    def _ended(self, answer: SharedCompletion, task: asyncio.Task[None]) -> None:
-        """A task that was cancelled before it began answers too."""
+    def _on_task_done(self, shared: SharedCompletion, task: asyncio.Task[None]) -> None:
+        """Finish the completion. Needed if the task was cancelled before it started."""
         self._running.discard(task)
-        answer.end(ServerError(ABORTED))
+        shared.finish(ServerError(ABORTED))
 
     @property
-    def _reason_of_cancellation(self) -> StopReason:
+    def _cancellation_reason(self) -> StopReason:
         return StopReason.DEADLINE if self.deadline.expired() else StopReason.CANCELLED

@@ -1,4 +1,4 @@
-"""A completion on its way to those who asked for it."""
+"""A running completion that one or more requests follow."""
 
 from __future__ import annotations
 
@@ -10,61 +10,62 @@ from agent_loop.errors import AgentLoopError
 
 
 class SharedCompletion:
-    """What the model says to one request. A request that is sent again while it is under way listens too.
+    """Completion that one or more requests follow.
 
-    When the last listener goes before the end, the completion is aborted.
+    A retry that arrives while the completion is running follows the same completion. The completion is aborted when
+    its last follower leaves before the end.
     """
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        """Brings the completion about."""
-        self.writer: ResponseBuilder | None = None
-        """Set when the model begins to speak."""
+        """Task that samples the completion."""
+        self.builder: ResponseBuilder | None = None
+        """Set just before sampling starts."""
         self.error: AgentLoopError | None = None
-        self.is_over = False
-        self._steps: list[ParsedChunk] = []
-        self._num_listeners = 0
-        self._news = asyncio.Event()
+        self.is_finished = False
+        self._chunks: list[ParsedChunk] = []
+        self._num_followers = 0
+        self._updated = asyncio.Event()
 
     @property
-    def is_good(self) -> bool:
-        """It is under way, or ended in good order: who asks the same once more may have it."""
+    def is_reusable(self) -> bool:
+        """Whether a retry may follow this completion: it is running, or it finished without an error."""
         return self.error is None and not (self.task is not None and self.task.cancelling())
 
-    def add(self, step: ParsedChunk) -> None:
-        """Takes what a step of sampling adds."""
-        self._steps.append(step)
-        self._tell()
+    def add(self, chunk: ParsedChunk) -> None:
+        """Append a chunk and wake all followers."""
+        self._chunks.append(chunk)
+        self._wake_followers()
 
-    def end(self, error: AgentLoopError | None = None) -> None:
-        """Nothing more comes."""
-        if not self.is_over:
-            self.error, self.is_over = error, True
-            self._tell()
+    def finish(self, error: AgentLoopError | None = None) -> None:
+        """Mark the completion as finished. Do nothing if it is finished already."""
+        if not self.is_finished:
+            self.error, self.is_finished = error, True
+            self._wake_followers()
 
     async def follow(self) -> AsyncGenerator[ParsedChunk]:
-        """Every step, from the first.
+        """Yield all chunks, oldest first, and wait for new ones until the completion is finished.
 
         Raises:
             AgentLoopError: The completion failed.
         """
-        self._num_listeners += 1
+        self._num_followers += 1
         try:
-            place = 0
+            position = 0
             while True:
-                while place < len(self._steps):
-                    yield self._steps[place]
-                    place += 1
-                if self.is_over:
+                while position < len(self._chunks):
+                    yield self._chunks[position]
+                    position += 1
+                if self.is_finished:
                     break
-                await self._news.wait()
+                await self._updated.wait()
             if self.error is not None:
                 raise self.error
         finally:
-            self._num_listeners -= 1
-            if not self._num_listeners and not self.is_over and self.task is not None:
+            self._num_followers -= 1
+            if not self._num_followers and not self.is_finished and self.task is not None:
                 self.task.cancel()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _wake_followers(self) -> None:
+        self._updated.set()
+        self._updated = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Has the model speak in a turn."""
+"""Generates the model's turn for one request of a session."""
 
 from __future__ import annotations
 
@@ -24,97 +24,97 @@ SAMPLING_FIELDS = ("temperature", "top_p", "top_k")
 
 
 class TurnGenerator:
-    """Brings a turn's lane to where the model is to speak, and the model to speak.
+    """Adds a request's new messages to the episode of its branch, and samples the completion.
 
     Args:
-        context: The template, and the time limit of a completion.
-        lanes: Of the session.
-        tree: Takes what was said.
-        sampling_params: Of requests that do not say.
+        context: Provides the chat template and the time limit of a completion.
+        branches: Branches of the session.
+        tree: Conversation tree of the session; receives each finished turn.
+        sampling_params: Defaults for parameters that a request does not set.
     """
 
     def __init__(
         self,
         context: LoopContext,
         *,
-        lanes: Branches,
+        branches: Branches,
         tree: ConversationTree,
         sampling_params: Mapping[str, Any],
     ) -> None:
         self._template = context.template
         self._generate_timeout_s = context.limits.generate_timeout_s
-        self._lanes = lanes
+        self._branches = branches
         self._tree = tree
         self._sampling_params = dict(sampling_params)
 
-    async def answer(
+    async def generate(
         self,
         request: ChatCompletionRequest,
         messages: Sequence[Message],
         *,
         turn: TurnNode,
-        answer: SharedCompletion,
+        shared: SharedCompletion,
     ) -> None:
-        """Hands what the model says to the answer while it says it.
+        """Sample the completion of a turn and publish it to `shared`, chunk by chunk if the request streams.
 
         Raises:
-            EpisodeStopped: A limit allows no further turn, or the completion took too long.
-            AgentLoopError: The request cannot be rendered, or the server failed it.
+            EpisodeStopped: A limit allows no further turn, or the completion exceeded its time limit.
+            AgentLoopError: The request cannot be rendered, or the server failed.
         """
-        await self._reach(turn, messages, request)
-        said = await self._speak(turn, request, answer)
-        turn.after, turn.calls = turn.lane.episode.mark(), said.calls
-        [link] = message_keys([said.message])
-        self._tree.complete(turn, link)
+        await self._add_new_messages(turn, messages, request)
+        sent = await self._sample(turn, request, shared)
+        turn.after, turn.calls = turn.branch.episode.mark(), sent.calls
+        [key] = message_keys([sent.message])
+        self._tree.complete(turn, key)
 
-    async def _reach(
+    async def _add_new_messages(
         self, turn: TurnNode, messages: Sequence[Message], request: ChatCompletionRequest
     ) -> None:
-        await self._lanes.open(turn.lane)
-        if turn.before is None and turn.place.parent is not None:
+        await self._branches.open(turn.branch)
+        if turn.before is None and turn.position.parent is not None:
             try:
-                added = _for_episode(turn.place.added, turn.place.parent)
-                if not await turn.lane.episode.observe(added):
+                new_messages = _with_model_call_ids(turn.position.new_messages, turn.position.parent)
+                if not await turn.branch.episode.observe(new_messages):
                     raise EpisodeStopped(StopReason.RESPONSE_LENGTH)
             except ChatTemplateError:
-                # What was added cannot be written behind a turn, but perhaps in a conversation as a whole.
-                lane = self._lanes.new(messages, tools=request.tools_in_use)
-                turn.lane.is_busy, turn.lane = False, lane
-                await self._lanes.open(lane)
-        turn.before = turn.lane.episode.mark()
+                # The template cannot render the new messages after this turn, but it may render the conversation.
+                branch = self._branches.start(messages, tools=request.tools_in_use)
+                turn.branch.is_busy, turn.branch = False, branch
+                await self._branches.open(branch)
+        turn.before = turn.branch.episode.mark()
 
-    async def _speak(
-        self, turn: TurnNode, request: ChatCompletionRequest, answer: SharedCompletion
+    async def _sample(
+        self, turn: TurnNode, request: ChatCompletionRequest, shared: SharedCompletion
     ) -> SentMessage:
-        lane, episode = turn.lane, turn.lane.episode
-        num_before = len(episode.context)
-        voice = CompletionPublisher(
+        branch, episode = turn.branch, turn.branch.episode
+        num_tokens_before = len(episode.context)
+        publisher = CompletionPublisher(
             request,
-            answer,
+            shared,
             template=self._template,
             prompt_ids=episode.context,
-            turn_name=f"L{lane.number:02}T{episode.assistant_turns:03}",
+            turn_name=f"L{branch.number:02}T{episode.assistant_turns:03}",
         )
-        hear = voice.hear if request.stream or request.stops else None
+        on_chunk = publisher.on_chunk if request.stream or request.stops else None
         try:
-            completion = await self._completion(episode, self._params(request), hear=hear)
+            completion = await self._completion(episode, self._params(request), on_chunk=on_chunk)
         finally:
-            lane.has_sampled_tokens = lane.has_sampled_tokens or len(episode.context) > num_before
+            branch.has_sampled_tokens = branch.has_sampled_tokens or len(episode.context) > num_tokens_before
         if completion.sampled.stop_reason == "aborted":
-            raise ServerError("the completion was aborted on the server; send it again")
-        said = voice.finish(completion)
+            raise ServerError("the completion was aborted on the server; send the request again")
+        sent = publisher.finish(completion)
         for call in completion.parsed.malformed_calls if request.tools_in_use else ():
             episode.note(IncidentKind.MALFORMED_CALL, f"{call.error} in {call.text[:200]!r}")
-        return said
+        return sent
 
     async def _completion(
-        self, episode: Episode, params: SamplingParams, *, hear: Callable[[TokenChunk], bool] | None
+        self, episode: Episode, params: SamplingParams, *, on_chunk: Callable[[TokenChunk], bool] | None
     ) -> Completion:
-        """What the model says within the time limit; the episode is over if it takes longer."""
+        """Return the completion. Stop the episode if the completion exceeds its time limit."""
         limit = asyncio.timeout(self._generate_timeout_s)
         try:
             async with limit:
-                return await episode.generate(params, hear=hear)
+                return await episode.generate(params, hear=on_chunk)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -126,19 +126,19 @@ class TurnGenerator:
             raise EpisodeStopped(StopReason.DEADLINE) from None
 
     def _params(self, request: ChatCompletionRequest) -> SamplingParams:
-        """As the request says, and where it does not, as the run does."""
+        """Return the request's sampling parameters, with the run's values for those that it does not set."""
         params = request.sampling_params(max_tokens=request.max_new_tokens, choice=0)
         given = {name for name in SAMPLING_FIELDS if getattr(request, name) is not None}
-        ours = {name: value for name, value in self._sampling_params.items() if name not in given}
-        if params.max_tokens is not None and "max_tokens" in ours:
-            ours["max_tokens"] = min(params.max_tokens, ours["max_tokens"])
-        return structs.replace(params, **ours)
+        defaults = {name: value for name, value in self._sampling_params.items() if name not in given}
+        if params.max_tokens is not None and "max_tokens" in defaults:
+            defaults["max_tokens"] = min(params.max_tokens, defaults["max_tokens"])
+        return structs.replace(params, **defaults)
 
 
-def _for_episode(added: Sequence[Message], parent: TurnNode) -> list[Message]:
-    """Messages behind a turn; tool messages name the call as the model wrote it."""
+def _with_model_call_ids(new_messages: Sequence[Message], parent: TurnNode) -> list[Message]:
+    """Return the messages that follow `parent`, with the model's own call names and ids in tool messages."""
     written: list[Message] = []
-    for message in added:
+    for message in new_messages:
         call = parent.calls.get(str(message.get("tool_call_id")))
         if message["role"] == "tool" and call is not None:
             message = {"role": "tool", "content": message["content"], "name": call.name}

@@ -1,6 +1,6 @@
-"""Agent loops. Importing this package registers those that come with it."""
+"""Agent loops. Importing this package registers the loops that come with it."""
 
-from agent_loop.loops.environment import EnvironmentAgentLoop
+from agent_loop.loops.environment_agent import EnvironmentAgentLoop
 from agent_loop.loops.partial import AsyncPartialToolAgentLoop
 from agent_loop.loops.single_turn import SingleTurnAgentLoop
 from agent_loop.loops.tool_agent import ToolAgentLoop

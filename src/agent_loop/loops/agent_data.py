@@ -1,4 +1,4 @@
-"""The state of one trajectory of the tool loop, to be read while it runs."""
+"""State of one trajectory of the tool loop, for its handlers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from agent_loop.types import AgentState, Message, Origin, ToolCall
 
 
 class AgentData:
-    """What the handlers of `ToolAgentLoop` read: the conversation, its tokens, its counters and its rewards.
+    """State that the handlers of `ToolAgentLoop` read: the conversation, its tokens, its counters and its rewards.
 
-    The episode is the only writer; every list is a copy. Until the prompt is rendered, `messages` is the prompt itself
-    and may be changed. `extra_fields` belongs to the loop and becomes part of the output's `extra_fields`.
+    Only the episode changes this state; every list is a copy. Until the prompt is rendered, `messages` is the prompt
+    itself, and a handler may change it. `extra_fields` belongs to the loop and becomes part of the output's
+    `extra_fields`.
 
     Args:
         messages: The prompt.
         tools: The tools of this trajectory, by name.
-        tools_kwargs: Per tool name, as in the row.
-        interaction: The row's interaction, if it names one.
-        interaction_kwargs: What the interaction is started with, and its name.
+        tools_kwargs: The row's `tools_kwargs`: keyword arguments by tool name.
+        interaction: The row's interaction, if the row names one.
+        interaction_kwargs: The row's `interaction_kwargs`: the name of the interaction and its arguments.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class AgentData:
         """Open the trajectory's episode, which renders the prompt.
 
         Raises:
-            EpisodeError: There is an episode already.
+            EpisodeError: The episode is already open.
         """
         if self._episode is not None:
-            raise EpisodeError("the prompt is rendered already; PENDING comes once, so return another state")
+            raise EpisodeError("the prompt is already rendered; PENDING comes once, so return another state")
         self._episode = await episode.__aenter__()
 
     async def __aenter__(self) -> Self:
@@ -69,7 +70,7 @@ class AgentData:
 
     @property
     def episode(self) -> Episode:
-        """The episode, whose verbs change the trajectory.
+        """The episode, whose methods change the trajectory.
 
         Raises:
             EpisodeError: The prompt is not rendered yet.
@@ -80,12 +81,12 @@ class AgentData:
 
     @property
     def request_id(self) -> str:
-        """The session on the servers."""
+        """Id of the trajectory's session on the servers."""
         return self.episode.request_id
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far."""
+        """Messages of the conversation up to now."""
         return self._prompt if self._episode is None else list(self._episode.messages)
 
     @property
@@ -110,12 +111,12 @@ class AgentData:
 
     @property
     def response_mask(self) -> list[int]:
-        """For each token of `response_ids`: 1 = the model sampled it."""
+        """For each token of `response_ids`: 1 if the model sampled it, else 0."""
         return self._so_far().response_mask.tolist()
 
     @property
     def response_logprobs(self) -> list[float] | None:
-        """For each token of `response_ids`, 0 where the mask is 0; None if a server gave none."""
+        """Log-prob of each token of `response_ids`, 0 where the mask is 0. None if a server returned none."""
         logprobs = self._so_far().response_logprobs
         return None if logprobs is None else logprobs.tolist()
 
@@ -125,12 +126,12 @@ class AgentData:
 
     @property
     def user_turns(self) -> int:
-        """Replies that the model was given."""
+        """Number of turns of tools and of the interaction."""
         return 0 if self._episode is None else self._episode.user_turns
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The calls of the last assistant turn that could be read."""
+        """Well-formed calls of the last assistant turn."""
         return [] if self.completion is None else self.completion.parsed.tool_calls
 
     @property

@@ -1,4 +1,4 @@
-"""What an agent loop is: user code that decides what happens next and owns nothing."""
+"""Base class of agent loops, and the context that a worker gives to them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agent_loop.types import Message, StopReason
 
 
 class LoopContext(Struct, frozen=True):
-    """What a worker gives to each loop."""
+    """Servers, template, limits, tools and interactions that a loop works with."""
 
     server_manager: AsyncLLMServerManager
     template: ChatTemplate
@@ -38,13 +38,13 @@ class LoopContext(Struct, frozen=True):
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict[str, BaseInteraction])
     environments: Mapping[str, EnvironmentFactory] = field(default_factory=dict[str, EnvironmentFactory])
     settings: Config | None = None
-    """All settings of the run, for loops that read them by other names; None if they are not known."""
+    """All settings of the run, for loops that read them by other names. None if they are unknown."""
     new_log: Callable[[], TurnLog] | None = None
-    """Gives the record of the next episode; None where no journal is kept."""
+    """Returns the log of the next episode. None if no journal is kept."""
     completions: CompletionMemory | None = None
-    """Remembers what `loop.server_manager` returns, for loops on token ids; episodes keep their own record."""
+    """Remembers the completions that `loop.server_manager` returns, for loops that work on token ids."""
     cancellation: asyncio.Event | None = None
-    """Shared by trajectories that are cancelled together: once it is set, their episodes end with `cancelled`."""
+    """Shared by trajectories that are cancelled together. Once it is set, their episodes end with `cancelled`."""
 
     def of_trajectory(
         self,
@@ -58,10 +58,10 @@ class LoopContext(Struct, frozen=True):
 
 
 class AgentLoopBase(ABC):
-    """One agent loop; made anew for each row.
+    """Base class of agent loops. A new instance is created for every trajectory.
 
     Subclass it, write `run`, and give it a name with `@register("name")`. Further keys of its entry in
-    `agent_loop_config_path` arrive as keyword arguments of the constructor.
+    `agent_loop_config_path` are passed to the constructor as keyword arguments.
     """
 
     def __init__(self, context: LoopContext) -> None:
@@ -80,18 +80,19 @@ class AgentLoopBase(ABC):
     async def run(
         self, sampling_params: dict[str, Any], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Runs one conversation.
+        """Run one conversation.
 
         Args:
-            sampling_params: Temperature, top_p and top_k of the run; pass them on, changed or not.
-            row: The row's columns, `raw_prompt` (the messages) among them.
+            sampling_params: Temperature, top_p and top_k of the run, to be passed to `generate`, changed or unchanged.
+            row: The row's columns, including `raw_prompt` (the messages).
 
         Returns:
-            The trajectory: an episode's `output()`, or one built from token lists. Or several: branches, sub-agents,
-            the parts of a compacted conversation; each is scored and trained as a member of the row's group.
+            The trajectory: an episode's `output()`, or an output built from token lists. A list holds several, for
+            branches, sub-agents, or the parts of a compacted conversation. Each is scored and trained as a member of
+            the row's group.
 
         Raises:
-            Exception: Whatever is raised fails this trajectory and no other.
+            Exception: Any exception fails this trajectory and no other.
         """
 
     def episode(
@@ -102,17 +103,17 @@ class AgentLoopBase(ABC):
         tools_kwargs: Mapping[str, Any] | None = None,
         interaction_kwargs: Mapping[str, Any] | None = None,
     ) -> Episode:
-        """A new episode on this loop's servers, for `async with`.
+        """Return a new episode on this loop's servers, to be used with `async with`.
 
         Args:
             messages: The first prompt.
-            tools: The tools that the model may call, by name; their schemas are shown to it.
-            tools_kwargs: Per tool name: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`.
-            interaction_kwargs: `name` of an interaction, and what it is started with. Without a name they are ignored
-                if no interaction is configured.
+            tools: The tools that the model may call, by name. The prompt contains their schemas.
+            tools_kwargs: By tool name: `create_kwargs`, `execute_kwargs`, `calc_reward_kwargs`, `release_kwargs`.
+            interaction_kwargs: `name` of an interaction, and its arguments. Without a name they are ignored if no
+                interaction is configured.
 
         Raises:
-            DataError: There is no such tool or interaction.
+            DataError: The tool or interaction does not exist.
         """
         tools = tools or {}
         session = None
@@ -138,11 +139,11 @@ class AgentLoopBase(ABC):
     def left_behind(
         self, reason: StopReason, *, failure: Failure | None = None
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """What there is of a `run` that did not return: the record of its last episode, if it had one.
+        """Return the output of a `run` that did not return: the record of its last episode, if it had one.
 
         Args:
-            reason: Why it ended, where the episode does not say.
-            failure: What made it fail.
+            reason: Stop reason, used if the episode has none.
+            failure: The error that ended `run`, if an error ended it.
         """
         if self.last_episode is None:
             return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
@@ -152,7 +153,7 @@ class AgentLoopBase(ABC):
     async def apply_chat_template(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
-        """Token ids of a first prompt without images, for loops that work on token ids."""
+        """Return the token ids of a first prompt without images, for loops that work on token ids."""
         return self.template.open(messages, tools=tools).tolist()
 
     def _interaction_session(self, interaction_kwargs: Mapping[str, Any] | None) -> InteractionSession | None:

@@ -1,4 +1,4 @@
-"""Environments as TRL's `environment_factory` takes them: a class whose public methods are the model's tools.
+"""Environments in the form of TRL's `environment_factory`: a class whose public methods are the model's tools.
 
 ```python
 class Counter:
@@ -39,20 +39,20 @@ from agent_loop.types import Message
 
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 OWN_COLUMNS = frozenset({"raw_prompt", "agent_name", "environment", "tools_kwargs", "interaction_kwargs"})
-"""What rows say to the loop; `reset` gets every other column."""
+"""Columns that the loop reads. `reset` gets all other columns."""
 
 
 class EnvironmentFactory:
-    """Makes the environments of trajectories.
+    """Creates the environments of trajectories.
 
     Args:
-        make: A class without required arguments, or a function that returns an instance. One is made at once, to see
-            what it offers.
-        where: Names it in errors.
+        make: A class without required arguments, or a function that returns an instance. It is called at once, to
+            inspect the methods of an instance.
+        where: Name of the environment in errors.
 
     Raises:
-        ConfigError: Making one raised, it has no `reset`, or it has a public method that no model could be told how to
-            call.
+        ConfigError: Creating an instance raised, the instance has no `reset`, or the parameters of a public method
+            cannot be described to a model.
     """
 
     def __init__(self, make: Callable[[], Any], *, where: str) -> None:
@@ -61,7 +61,9 @@ class EnvironmentFactory:
         try:
             probe: Any = make()
         except Exception as error:
-            raise ConfigError(f"{where}: making one raised {describe_error(error)}") from error
+            raise ConfigError(
+                f"{where}: creating an instance raised {describe_error(error)}; fix it"
+            ) from error
         functions = dict(inspect.getmembers(cast(Any, type(probe)), predicate=inspect.isfunction))
         if "reset" not in functions:
             raise ConfigError(f"{where}: {type(probe).__name__} has no method reset; write one")
@@ -75,16 +77,18 @@ class EnvironmentFactory:
         self.on_replay = OnReplay(getattr(probe, "on_replay", OnReplay.RESTART))
 
     def new(self) -> Environment:
-        """The environment of one trajectory, which is made when it is reset."""
+        """Return the environment of one trajectory. `reset` creates its instance."""
         return Environment(self, self._make)
 
 
 class Environment:
-    """One trajectory's instance. Its calls run one after the other; what is not async in a thread of its own.
+    """Environment of one trajectory.
+
+    Its calls run one after the other. Methods that are not async run in a thread that the environment owns.
 
     Args:
-        factory: What is known of its class.
-        make: Makes the instance.
+        factory: Facts about the environment's class.
+        make: Creates the instance.
     """
 
     def __init__(self, factory: EnvironmentFactory, make: Callable[[], Any]) -> None:
@@ -97,18 +101,18 @@ class Environment:
 
     @property
     def tools(self) -> dict[str, BaseTool]:
-        """Its methods, by name."""
+        """The environment's methods as tools, by name."""
         return {
             name: EnvironmentTool(self, schema, on_replay=self._factory.on_replay)
             for name, schema in self._factory.schemas.items()
         }
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Makes the instance and returns its first observation.
+        """Create the instance and return its first observation.
 
         Raises:
-            EnvironmentBug: It is no text, no list of content parts, and not None.
-            Exception: Whatever the environment raises.
+            EnvironmentBug: The observation is not text, a list of content parts, or None.
+            Exception: Any exception of the environment.
         """
         self._instance = await self._thread.run(self._make)
         columns = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
@@ -120,7 +124,7 @@ class Environment:
         )
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """What a method returns."""
+        """Call a method and return its result."""
         bound = getattr(self._instance, method)
         async with self._turn:
             if inspect.iscoroutinefunction(bound):
@@ -128,11 +132,11 @@ class Environment:
             return await self._thread.run(bound, **arguments)
 
     async def reward(self) -> float | None:
-        """The environment's own reward; None if it has none.
+        """Return the environment's reward, or None if it has no reward.
 
         Raises:
-            EnvironmentBug: It is neither None nor a number that can be a reward.
-            Exception: Whatever the environment raises.
+            EnvironmentBug: The reward is neither None nor a finite number.
+            Exception: Any exception of the environment.
         """
         returned = await self.call("get_reward") if self._factory.has_reward else None
         reward = None if returned is None else as_reward(returned)
@@ -143,7 +147,7 @@ class Environment:
         return reward
 
     async def close(self) -> None:
-        """Ends the thread; calls the instance's own `close` before, if it has one."""
+        """Call the instance's `close`, if it has one, and end the thread."""
         try:
             if hasattr(self._instance, "close"):
                 await self.call("close")
@@ -152,7 +156,7 @@ class Environment:
 
 
 class EnvironmentTool(BaseTool):
-    """A method of one trajectory's environment. Whatever it raises is told to the model."""
+    """A method of one trajectory's environment. Its exceptions are reported to the model."""
 
     def __init__(
         self, environment: Environment, tool_schema: Mapping[str, Any], *, on_replay: OnReplay
@@ -163,7 +167,7 @@ class EnvironmentTool(BaseTool):
 
     @property
     def is_read_later(self) -> bool:
-        """The environment's own reward is read at the end."""
+        """True: the environment's reward is read at the end."""
         return True
 
     async def execute(
@@ -177,13 +181,13 @@ class EnvironmentTool(BaseTool):
 
 
 def load_environments(references: Mapping[str, str]) -> dict[str, EnvironmentFactory]:
-    """The environments by the names that rows choose them by.
+    """Load environments, by the names that rows use for them.
 
     Args:
-        references: `file.py:Class` or `module:Class`, or functions that return instances.
+        references: `file.py:Class` or `module:Class`, or functions that return instances, by name.
 
     Raises:
-        ConfigError: One does not exist, or cannot be used.
+        ConfigError: An environment does not exist or cannot be used.
     """
     environments: dict[str, EnvironmentFactory] = {}
     for name, reference in references.items():
@@ -196,7 +200,7 @@ def load_environments(references: Mapping[str, str]) -> dict[str, EnvironmentFac
 
 
 def with_observation(messages: Sequence[Message], observation: str | list[Message] | None) -> list[Message]:
-    """The prompt, its last message followed by the observation, without anything in between."""
+    """Return the prompt with the observation appended to its last message."""
     if observation is None or not messages:
         return list(messages)
     content: Any = messages[-1]["content"]
@@ -212,7 +216,7 @@ def _as_parts(content: Any) -> list[Message]:
 
 
 def _response(result: Any) -> ToolResponse:
-    """Content parts as they are, anything else as `str` gives it."""
+    """Convert the result of a method: content parts stay as they are, and anything else becomes a str."""
     if not isinstance(result, list):
         return ToolResponse(text=str(result))
     parts = cast(list[Any], result)

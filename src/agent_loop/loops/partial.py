@@ -1,4 +1,4 @@
-"""The tool loop, in parts: cancelled at any moment, and gone on with later."""
+"""The tool loop whose trajectories can be cancelled at any moment and resumed later."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.errors import EpisodeError
 from agent_loop.loops.registry import register
 from agent_loop.loops.tool_agent import ToolAgentLoop
-from agent_loop.recording.layered import LayeredLog
+from agent_loop.recording.combined_log import CombinedLog
 from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.sink import Memory
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind
 from agent_loop.types import Row, StopReason
 
-OF_EARLIER_PARTS = (IncidentKind.RESTARTED, IncidentKind.CLOSE_FAILED)
-"""Incidents that do not happen again when what was recorded is run again."""
+KEPT_INCIDENTS = (IncidentKind.RESTARTED, IncidentKind.CLOSE_FAILED)
+"""Incidents of the cancelled part that a replay does not repeat."""
 
 
 @register("partial_tool_agent")
 class AsyncPartialToolAgentLoop(ToolAgentLoop):
     """`ToolAgentLoop`, whose trajectories can be cancelled by a shared event and resumed from their output.
 
-    A cancelled output has `extra_fields["is_cancel"]`, the `state` in which it stood, and `agent_data`: the record of
-    its turns as packed bytes, which any process can go on from. The resumed trajectory is answered from it first: what
-    was sampled stays, token by token, and a call that ended is not executed again, unless its tool needs that to come
-    to where it was (`BaseTool.on_replay`).
+    A cancelled output has `extra_fields["is_cancel"]`, the last `state`, and `agent_data`: the record of its turns as
+    packed bytes, from which any process can resume. The resumed trajectory replays this record first: all sampled
+    tokens are kept, and a call that ended is not executed again, unless its tool needs that to restore its state
+    (`BaseTool.on_replay`).
     """
 
     async def run(
@@ -43,19 +43,21 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
         partial_output: AgentLoopOutput | None = None,
         **row: Any,
     ) -> AgentLoopOutput:
-        """As `AgentLoopBase.run`.
+        """Run one conversation, or resume it. See `AgentLoopBase.run`.
 
         Args:
-            sampling_params: The same as before.
-            cancellation_event: Once it is set, the trajectory ends with `cancelled`; None is the worker's. A call of a
-                tool or an interaction whose `on_replay` is `once` gets `FINISH_GRACE_S` to end; all others are cut.
-            partial_output: What came of this row before. If that was cancelled, it goes on from there, or where that
-                is impossible begins anew, with the incident `restarted`; else it is the result.
-            row: The same columns as before.
+            sampling_params: The same parameters as in the cancelled run.
+            cancellation_event: Once it is set, the trajectory ends with `cancelled`. None uses the worker's event. A
+                call of a tool or an interaction whose `on_replay` is `once` gets `FINISH_GRACE_S` to end; all other
+                calls are aborted.
+            partial_output: Output of an earlier run of this row. A cancelled output is resumed; if that is impossible,
+                the trajectory starts again, with the incident `restarted`. Any other output is returned unchanged.
+            row: The same columns as in the cancelled run.
 
         Raises:
             EpisodeError: `partial_output` was cancelled, and not in this loop.
-            ReplayMismatch: It can neither go on nor begin anew, since something was used that may be used only once.
+            ReplayMismatch: The trajectory can neither be resumed nor start again, since something was used that may be
+                used only once.
         """
         if partial_output is not None and partial_output.stop_reason is not StopReason.CANCELLED:
             return partial_output
@@ -78,16 +80,16 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
         try:
             return await self._run_part(sampling_params, row)
         except ReplayMismatch:
-            if log.mismatch is None:  # it is the journal's
+            if log.mismatch is None:  # the mismatch is with the journal
                 raise
             why = log.mismatch
         if log.only_once is not None:
             raise ReplayMismatch(
-                f"{why}; the trajectory cannot begin anew, since {log.only_once} was used and may be used only once"
+                f"{why}; the trajectory cannot start again, since {log.only_once} was used and may be used only once"
             )
         log.restart()
         output = await self._run_part(sampling_params, row)
-        return output.noted(Incident(IncidentKind.RESTARTED, f"begun anew after a cancellation: {why}"))
+        return output.noted(Incident(IncidentKind.RESTARTED, f"started again after a cancellation: {why}"))
 
     async def _run_part(self, sampling_params: dict[str, Any], row: Row) -> AgentLoopOutput:
         try:
@@ -102,7 +104,7 @@ def _recorded(output: AgentLoopOutput | None) -> Sequence[bytes]:
     if "agent_data" not in output.extra_fields:
         raise EpisodeError(
             'partial_output was cancelled, but has no extra_fields["agent_data"]: its loop cannot be resumed, or '
-            "something else than the event cancelled it; leave it out to begin anew"
+            "something other than the event cancelled it; omit it to start again"
         )
     return output.extra_fields["agent_data"]
 
@@ -112,24 +114,24 @@ def _read(payloads: Sequence[bytes]) -> RowRecord:
         return RowRecord.of(payloads)
     except (KeyError, TypeError, ValueError) as error:
         raise EpisodeError(
-            'extra_fields["agent_data"] is not what a cancelled trajectory holds; hand it on as it is'
+            'extra_fields["agent_data"] is not the record of a cancelled trajectory; pass the output on unchanged'
         ) from error
 
 
 def _lanes(log: RowLog, *, below: Callable[[], TurnLog] | None) -> Callable[[], TurnLog]:
-    """Gives the records of episodes, over those of a journal, if one is kept."""
+    """Return a function that makes the logs of episodes. Each log also writes to the journal's, if one is kept."""
 
-    def new_lane() -> TurnLog:
-        lane = log.new_lane()
-        return lane if below is None else LayeredLog(lane, below())
+    def new_episode() -> TurnLog:
+        lane = log.new_episode()
+        return lane if below is None else CombinedLog(lane, below())
 
-    return new_lane
+    return new_episode
 
 
 def _joined(before: AgentLoopOutput, output: AgentLoopOutput) -> AgentLoopOutput:
-    """The output with the time and the losses of the part before."""
+    """Return the output with the times and the incidents of the cancelled part."""
     for incident in before.incidents:
-        if incident.kind in OF_EARLIER_PARTS:
+        if incident.kind in KEPT_INCIDENTS:
             output = output.noted(incident)
     was, metrics = before.metrics, output.metrics
     return output.measured(

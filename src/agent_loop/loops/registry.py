@@ -1,4 +1,4 @@
-"""Agent loops by name."""
+"""Registry of agent loops by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LoopT = TypeVar("LoopT", bound="type[AgentLoopBase]")
 
 _registered: dict[str, type[AgentLoopBase]] = {}
 _REGISTERED_LATER = {"agent_program": "agent_loop.gateway.program:AgentProgramLoop"}
-"""Loops that need more packages than the others, loaded when they are asked for."""
+"""Loops that need additional packages. They are loaded when a name is looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopEntry:
-    """A loop class and what its constructor is given beside the context."""
+    """A loop class, and the keyword arguments of its constructor."""
 
     loop_class: type[AgentLoopBase]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -31,7 +31,7 @@ class LoopEntry:
 def register(agent_name: str) -> Callable[[LoopT], LoopT]:
     """Register a loop under a name, for `rollout.agent.default_agent_loop` and the rows' `agent_name`.
 
-    A name that is taken, by a shipped loop too, goes to the new class, with a warning.
+    A name that is already registered, also by a loop of this package, is replaced with a warning.
     """
 
     def decorate(loop_class: LoopT) -> LoopT:
@@ -45,7 +45,7 @@ def register(agent_name: str) -> Callable[[LoopT], LoopT]:
 
 
 class LoopRegistry:
-    """All loops of a run: the registered ones and those of a YAML file.
+    """All loops of a run: the registered loops, and the loops of a YAML file.
 
     Args:
         loop_files: Python files to import first, so that their `@register` takes effect.
@@ -53,7 +53,7 @@ class LoopRegistry:
             constructor.
 
     Raises:
-        ConfigError: A file is missing or wrong.
+        ConfigError: A file is missing or invalid.
     """
 
     def __init__(self, *, loop_files: list[str] | None = None, config_path: str | None = None) -> None:
@@ -63,11 +63,30 @@ class LoopRegistry:
         if config_path is not None:
             self._entries |= _read_config(Path(config_path))
 
-    def get(self, agent_name: str, *, where: str = "rollout.agent.default_agent_loop") -> LoopEntry:
-        """The loop of that name.
+    def load_default(self, reference: str) -> None:
+        """Load the loop that `rollout.agent.default_agent_loop` names: a known name, `file.py:Class` or `module:Class`.
+
+        Rows can name only loops that are known by name, or this one.
 
         Raises:
-            DataError: There is none; the message begins with `where` the name comes from.
+            ConfigError: The class cannot be loaded.
+            DataError: No loop has that name.
+        """
+        key = "rollout.agent.default_agent_loop"
+        if ":" in reference:
+            self._entries[reference] = LoopEntry(load_class(reference, base=AgentLoopBase, key=key))
+        else:
+            self.get(reference, where=key)
+
+    def get(self, agent_name: str, *, where: str = "rollout.agent.default_agent_loop") -> LoopEntry:
+        """Return the loop with this name.
+
+        Args:
+            agent_name: The name.
+            where: Where the name comes from, for the error.
+
+        Raises:
+            DataError: No loop has this name.
         """
         if agent_name in _REGISTERED_LATER and agent_name not in self._entries:
             loop_class = load_class(_REGISTERED_LATER[agent_name], base=AgentLoopBase, key=where)

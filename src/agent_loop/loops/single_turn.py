@@ -1,4 +1,4 @@
-"""One question, one answer."""
+"""The loop of one prompt and one completion."""
 
 from __future__ import annotations
 

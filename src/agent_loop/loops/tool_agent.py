@@ -1,4 +1,4 @@
-"""The model, its tools and an optional simulated user, in turns."""
+"""The tool loop: the model, its tools and an optional interaction, in turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from agent_loop.tools.truncation import truncate_tokens
 from agent_loop.trajectory import AgentLoopOutput, Failure, IncidentKind
 from agent_loop.types import AgentState, MalformedCall, Message, Row, StopReason, ToolCall
 
-MAX_MALFORMED_ANSWERS = 8
-"""So many of a turn's malformed calls are answered one by one; the rest, with their number."""
+MAX_MALFORMED_REPLIES = 8
+"""Malformed calls of a turn that get a reply of their own. One reply states the number of the rest."""
 
 
 @register("tool_agent")
@@ -28,15 +28,16 @@ class ToolAgentLoop(AgentLoopBase):
     """The model, its tools and an optional interaction, as a state machine.
 
     PENDING -> GENERATING -> PROCESSING_TOOLS or INTERACTING -> GENERATING ... -> TERMINATED. A completion with calls
-    goes to the tools; one without goes to the row's interaction, if it names one; otherwise it is the answer.
+    goes to the tools. A completion without calls goes to the row's interaction, if the row names one; otherwise it is
+    the answer.
 
-    Each state has a handler, which returns the next state. A subclass may override any of them by itself: read the
-    trajectory from `agent_data`, change it with the verbs of `agent_data.episode`, and call `super()` for the rest.
+    Each state has a handler, which returns the next state. A subclass may override any handler: read the trajectory
+    from `agent_data`, change it with the methods of `agent_data.episode`, and call `super()` for the rest.
     """
 
     agent_data_class: ClassVar[type[AgentData]] = AgentData
     agent_data: AgentData | None = None
-    """The state of the trajectory; None before `run`."""
+    """State of the trajectory. None before `run`."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         self._invalid_turns = 0
@@ -72,7 +73,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending_state(
         self, agent_data: AgentData, sampling_params: dict[str, Any]
     ) -> AgentState:
-        """PENDING: open the episode, which renders `agent_data.messages` as the prompt."""
+        """Handle PENDING: open the episode, which renders `agent_data.messages` as the prompt."""
         episode = self.episode(
             agent_data.messages,
             tools=agent_data.tools,
@@ -85,9 +86,9 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_generating_state(
         self, agent_data: AgentData, sampling_params: dict[str, Any]
     ) -> AgentState:
-        """GENERATING: sample one assistant turn and decide who answers it.
+        """Handle GENERATING: sample one assistant turn and select the next state.
 
-        On the last turn that the limits allow, the model is stopped as soon as it opens a call: nobody could run it.
+        On the last turn that the limits allow, sampling stops as soon as the model opens a call, which could not run.
 
         Raises:
             EpisodeStopped: A limit or a cancellation ended the episode.
@@ -101,9 +102,10 @@ class ToolAgentLoop(AgentLoopBase):
         return self._after(completion, episode)
 
     async def _handle_processing_tools_state(self, agent_data: AgentData) -> AgentState:
-        """PROCESSING_TOOLS: answer every call, in the order in which they were written.
+        """Handle PROCESSING_TOOLS: run the calls, and give the model a reply to each, in the order of the calls.
 
-        A call that cannot be run is answered with the reason; of those that cannot be read, the first ones are.
+        The reply to a call that cannot run states the reason. At most `MAX_MALFORMED_REPLIES` malformed calls get a
+        reply of their own.
         """
         episode, completion = agent_data.episode, agent_data.completion
         if completion is None:
@@ -112,7 +114,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._invalid_turns = 0 if calls else self._invalid_turns + 1
         if not calls:
             episode.note(
-                IncidentKind.INVALID_TURN, f"nothing but malformed calls, {self._invalid_turns} in a row"
+                IncidentKind.INVALID_TURN, f"only malformed calls, in {self._invalid_turns} turns in a row"
             )
         results = iter(
             await episode.call_tools(calls, max_parallel=self.context.multi_turn.max_parallel_calls)
@@ -123,14 +125,14 @@ class ToolAgentLoop(AgentLoopBase):
             if isinstance(call, MalformedCall):
                 num_malformed += 1
                 episode.note(IncidentKind.MALFORMED_CALL, f"{call.error} in {call.text[:200]!r}")
-                if num_malformed <= MAX_MALFORMED_ANSWERS:
+                if num_malformed <= MAX_MALFORMED_REPLIES:
                     replies.append(self._reply(f"Error: {call.error}", episode))
             else:
                 result = next(results)
-                replies.append(self._answer(result.response, episode, call=call))
+                replies.append(self._tool_message(result.response, episode, call=call))
                 is_finished = is_finished or result.response.ends_episode
-        if num_malformed > MAX_MALFORMED_ANSWERS:
-            more = num_malformed - MAX_MALFORMED_ANSWERS
+        if num_malformed > MAX_MALFORMED_REPLIES:
+            more = num_malformed - MAX_MALFORMED_REPLIES
             replies.append(self._reply(f"Error: {more} more calls cannot be read either", episode))
         if is_finished:
             return self._end(episode, StopReason.TOOL_FINISHED, replies)
@@ -139,7 +141,7 @@ class ToolAgentLoop(AgentLoopBase):
         return await self._observe(episode, replies)
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
-        """INTERACTING: give the model the interaction's reply, or end with it."""
+        """Handle INTERACTING: give the model the interaction's reply, or end the trajectory with it."""
         episode = agent_data.episode
         reply = await episode.interact()
         message: Message = {"role": "user", "content": reply.content}
@@ -162,7 +164,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _with_rewards(self, output: AgentLoopOutput) -> AgentLoopOutput:
-        """Add what the loop's handlers kept, and the rewards by verl's names."""
+        """Add the handlers' `extra_fields`, and the rewards under verl's names."""
         fields = {} if self.agent_data is None else self.agent_data.extra_fields
         rewards = {"turn_scores": list(output.turn_scores), "tool_rewards": list(output.tool_rewards)}
         return output.with_extra_fields({**fields, **rewards})
@@ -183,14 +185,14 @@ class ToolAgentLoop(AgentLoopBase):
         was_added = await episode.observe(messages)
         return AgentState.GENERATING if was_added and episode.stop_reason is None else AgentState.TERMINATED
 
-    def _end(self, episode: Episode, reason: StopReason, last_words: Sequence[Message]) -> AgentState:
-        for message in last_words:
+    def _end(self, episode: Episode, reason: StopReason, last_messages: Sequence[Message]) -> AgentState:
+        for message in last_messages:
             episode.record_message(message)
         episode.stop(reason)
         return AgentState.TERMINATED
 
-    def _answer(self, response: ToolResponse, episode: Episode, *, call: ToolCall) -> Message:
-        """A tool's answer; images and videos come before its text."""
+    def _tool_message(self, response: ToolResponse, episode: Episode, *, call: ToolCall) -> Message:
+        """Return a tool's response as a message, with images and videos before the text."""
         reply = self._reply(response.text or "", episode, call=call)
         if not (response.image or response.video):
             return reply
@@ -200,8 +202,8 @@ class ToolAgentLoop(AgentLoopBase):
             if kind not in self.template.media_kinds:
                 known = " and ".join(["text", *sorted(self.template.media_kinds)])
                 raise ToolBug(
-                    f"tool {call.name!r} answered with {'an image' if kind == 'image' else 'a video'}; "
-                    f"only {known} reaches this model"
+                    f"tool {call.name!r} returned {'an image' if kind == 'image' else 'a video'}, but this model "
+                    f"accepts only {known}; return text"
                 )
         parts: list[Message] = [{"type": kind, kind: source} for kind, source in media]
         text = [{"type": "text", "text": reply["content"]}] if reply["content"] else []

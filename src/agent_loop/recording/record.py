@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.ledger import TokenLedger
-from agent_loop.recording.forms import read_completion, read_trajectories
+from agent_loop.recording.serialization import deserialize_completion, deserialize_trajectories
 from agent_loop.recording.values import unpack
 from agent_loop.trajectory import Segment, Trajectory
 from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import Origin, Row, StopReason
 
 
-class Kind(StrEnum):
+class RecordKind(StrEnum):
     """What a record says."""
 
     STEP = "step"
@@ -48,7 +48,7 @@ class Kind(StrEnum):
     """The journal was damaged and repaired: records of rows that did not end may be missing."""
 
 
-class Place(NamedTuple):
+class RecordPosition(NamedTuple):
     """Where in a row something was asked."""
 
     lane: int
@@ -59,11 +59,11 @@ class Place(NamedTuple):
     """The call, in a turn with several."""
 
 
-class Entry(NamedTuple):
+class RecordEntry(NamedTuple):
     """One record of a row."""
 
-    kind: Kind
-    place: Place
+    kind: RecordKind
+    place: RecordPosition
     asked: str
     """A digest of the question."""
     got: Any
@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 class RowRecord:
     """The records of one rollout of one row. Written by the reader of a journal alone."""
 
-    entries: list[Entry] = field(default_factory=list[Entry])
+    entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
     end: Mapping[str, Any] | None = None
     """Its trajectories, if it ended."""
     num_records: int = 0
@@ -101,16 +101,18 @@ class RowRecord:
 
     def add(self, payload: Mapping[str, Any]) -> None:
         """Takes the row's next record, as it was unpacked."""
-        kind = Kind(payload["is"])
+        kind = RecordKind(payload["is"])
         self.num_records += 1
-        if kind is Kind.RESTART:
+        if kind is RecordKind.RESTART:
             self.entries, self.end = [], None
-        elif kind is Kind.END:
+        elif kind is RecordKind.END:
             self.end = payload["got"]
         else:
-            self.entries.append(Entry(kind, Place(*payload["at"]), payload["asked"], payload["got"]))
+            self.entries.append(
+                RecordEntry(kind, RecordPosition(*payload["at"]), payload["asked"], payload["got"])
+            )
 
-    def answers(self) -> dict[Place, Entry]:
+    def answers(self) -> dict[RecordPosition, RecordEntry]:
         """By place; where a call began and ended, the end."""
         return {entry.place: entry for entry in self.entries}
 
@@ -126,17 +128,17 @@ class RowRecord:
         if self.end is None:
             return []
         lanes = self._lanes() if not self.end["segments"] else {}
-        return read_trajectories(self.end, lanes=lanes, row=row, group=group, rollout=rollout)
+        return deserialize_trajectories(self.end, lanes=lanes, row=row, group=group, rollout=rollout)
 
     def _lanes(self) -> dict[int, Sequence[Segment]]:
         ledgers: dict[int, TokenLedger] = {}
         for kind, (lane, _, _), _, got in self.entries:
             if got is None:
                 continue
-            if kind is Kind.BRANCH:
+            if kind is RecordKind.BRANCH:
                 ledgers[lane] = ledgers[got["parent"]].fork(got["num_tokens"])
-            elif kind is Kind.COMPLETION:
-                ledgers[lane].append_completion(read_completion(got))
+            elif kind is RecordKind.COMPLETION:
+                ledgers[lane].append_completion(deserialize_completion(got))
             elif kind in _ORIGINS:
                 encoded = from_plain(got, Encoded)
                 ledger = ledgers.setdefault(lane, TokenLedger())
@@ -145,7 +147,7 @@ class RowRecord:
 
 
 _ORIGINS = {
-    Kind.PROMPT: Origin.PROMPT,
-    Kind.OBSERVATION: Origin.TOOL,
-    Kind.INTERACTION: Origin.INTERACTION,
+    RecordKind.PROMPT: Origin.PROMPT,
+    RecordKind.OBSERVATION: Origin.TOOL,
+    RecordKind.INTERACTION: Origin.INTERACTION,
 }

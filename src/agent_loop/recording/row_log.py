@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 from agent_loop.chat.multimodal import Encoded
 from agent_loop.episode.turn_log import ReplayMismatch, TurnLog
 from agent_loop.interactions.session import InteractionReply
-from agent_loop.recording import forms
-from agent_loop.recording.forms import completion_form, read_completion
-from agent_loop.recording.record import Entry, Kind, Place, RowRecord
+from agent_loop.recording import serialization
+from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition, RowRecord
+from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, digest, pack
-from agent_loop.runtime.concurrency import Cut
+from agent_loop.runtime.concurrency import CallAborted
 from agent_loop.runtime.describe import describe_error
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import ToolResponse
@@ -36,9 +36,9 @@ AFTER_ALL_TURNS = -1
 """The turn of what an episode is found worth when it is cut, of which the last record counts."""
 
 BEGINNINGS = {
-    Kind.COMPLETION_BEGAN: Kind.COMPLETION,
-    Kind.CALL_BEGAN: Kind.CALL_ENDED,
-    Kind.REPLY_BEGAN: Kind.REPLY,
+    RecordKind.COMPLETION_BEGAN: RecordKind.COMPLETION,
+    RecordKind.CALL_BEGAN: RecordKind.CALL_ENDED,
+    RecordKind.REPLY_BEGAN: RecordKind.REPLY,
 }
 """What each beginning is followed by, if it gets that far."""
 
@@ -50,7 +50,8 @@ class RowLog:
         trajectory_id: `group=.../rollout=...`.
         sink: Takes what happens.
         record: What happened before, up to a crash or a cancellation.
-        cancellation: Once it is set, no completion, call or reply begins that is not on record: it raises `Cut`.
+        cancellation: Once it is set, no completion, call or reply begins that is not on record: it raises
+            `CallAborted`.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class RowLog:
         self._cancellation = cancellation
         self.record = record or RowRecord()
         """What it answers from."""
-        self._answers: Mapping[Place, Entry] = self.record.answers()
+        self._answers: Mapping[RecordPosition, RecordEntry] = self.record.answers()
         for entry in self.record.entries:
-            if entry.kind in (Kind.CALL_BEGAN, Kind.REPLY_BEGAN) and entry.got is not None:
+            if entry.kind in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN) and entry.got is not None:
                 self.only_once = str(entry.got["what"])
         self._num_lanes = 0
         self._num_records = self.record.num_records
@@ -87,14 +88,14 @@ class RowLog:
         record.extend(payloads)
         return RowLog(self._row, sink=self._sink, record=record)
 
-    def new_lane(self) -> LaneLog:
+    def new_episode(self) -> EpisodeLog:
         """The log of the row's next episode."""
         self._num_lanes += 1
-        return LaneLog(self, self._num_lanes - 1)
+        return EpisodeLog(self, self._num_lanes - 1)
 
     def restart(self) -> None:
         """Forgets what is on record: the next attempt begins at the beginning."""
-        self._append({"is": Kind.RESTART, "why": self.mismatch})
+        self._append({"is": RecordKind.RESTART, "why": self.mismatch})
         self._answers = {}
         self._num_lanes = 0
         self._held.clear()
@@ -103,34 +104,34 @@ class RowLog:
     async def end(self, trajectories: Sequence[Trajectory]) -> None:
         """Keeps the row's result; when this returns, a process that is killed does not lose it."""
         try:
-            form = forms.trajectories_form(trajectories, lane_of=self._lane_of)
-            self._append({"is": Kind.END, "got": form})
+            form = serialization.serialize_trajectories(trajectories, find_episode=self._find_episode)
+            self._append({"is": RecordKind.END, "got": form})
         except Unstorable as error:
             logger.warning("%s cannot be kept as finished: its result holds %s", self._row, error)
         await self._sink.flushed()
 
     # -- for its lanes ---------------------------------------------------------------------------------------------
 
-    def recorded(self, kind: Kind, place: Place, asked: str) -> Entry | None:
+    def recorded(self, kind: RecordKind, place: RecordPosition, asked: str) -> RecordEntry | None:
         """What is on record at a place.
 
         Raises:
             ReplayMismatch: Something else was asked there.
-            Cut: Nothing is, and the row is cancelled.
+            CallAborted: Nothing is, and the row is cancelled.
         """
         if self.mismatch is not None:
             raise ReplayMismatch(self.mismatch)
         entry = self._answers.get(place)
         if entry is None:
             if self._is_cancelled and kind in BEGINNINGS.values():
-                raise Cut
+                raise CallAborted
             return None
         if BEGINNINGS.get(entry.kind, entry.kind) is not kind or entry.asked != asked:
             raise self.mismatched(
                 f"turn {place.turn} of episode {place.lane} asks for another {kind.replace('_', ' ')} than the first "
                 f"time ({entry.kind.replace('_', ' ')}); the loop is not deterministic, or was changed"
             )
-        if entry.got is None and entry.kind not in (Kind.CALL_BEGAN, Kind.REPLY_BEGAN):
+        if entry.got is None and entry.kind not in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN):
             raise self.mismatched(f"the answer at turn {place.turn} could not be kept")
         return entry
 
@@ -139,7 +140,7 @@ class RowLog:
         self.mismatch = self.mismatch or why
         return ReplayMismatch(self.mismatch)
 
-    def keep(self, kind: Kind, place: Place, *, asked: str, got: Any) -> None:
+    def keep(self, kind: RecordKind, place: RecordPosition, *, asked: str, got: Any) -> None:
         """Appends a record of this row."""
         record = {"is": kind, "at": place, "asked": asked, "got": got}
         try:
@@ -164,7 +165,7 @@ class RowLog:
     def _is_cancelled(self) -> bool:
         return self.is_cut or (self._cancellation is not None and self._cancellation.is_set())
 
-    def _lane_of(self, segments: Sequence[Segment]) -> int | None:
+    def _find_episode(self, segments: Sequence[Segment]) -> int | None:
         held = self._held.get(id(segments))
         return None if held is None else held[1]
 
@@ -174,7 +175,7 @@ class RowLog:
         self._num_records += 1
 
 
-class LaneLog:
+class EpisodeLog:
     """The log of one episode: a `TurnLog`."""
 
     def __init__(self, row: RowLog, number: int, *, num_tokens: int = 0) -> None:
@@ -189,11 +190,11 @@ class LaneLog:
         return self._num_tokens
 
     def branch(self, *, at: int) -> TurnLog:
-        lane = self._row.new_lane()
+        lane = self._row.new_episode()
         parent = {"parent": self._number, "num_tokens": at}
         place, asked = lane._place(lane.next_turn()), digest(parent)
-        if self._row.recorded(Kind.BRANCH, place, asked) is None:
-            self._row.keep(Kind.BRANCH, place, asked=asked, got=parent)
+        if self._row.recorded(RecordKind.BRANCH, place, asked) is None:
+            self._row.keep(RecordKind.BRANCH, place, asked=asked, got=parent)
         lane._num_tokens = at
         return lane
 
@@ -204,7 +205,7 @@ class LaneLog:
     async def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Encoded:
-        kind = Kind.PROMPT if not self._num_tokens else _kind_of(messages)
+        kind = RecordKind.PROMPT if not self._num_tokens else _kind_of(messages)
         place, asked = self._place(self.next_turn()), digest(messages)
         entry = self._row.recorded(kind, place, asked)
         if entry is None:
@@ -223,14 +224,14 @@ class LaneLog:
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
         place, asked = self._place(self.next_turn()), digest(f"{num_context} {params}")
-        entry = self._row.recorded(Kind.COMPLETION, place, asked)
-        output = None if entry is None else read_completion(_got(entry))
+        entry = self._row.recorded(RecordKind.COMPLETION, place, asked)
+        output = None if entry is None else deserialize_completion(_got(entry))
         if output is None or output.stop_reason == "aborted":
             rest = await sample(output)
             output = rest if output is None else output.then(rest)
             is_cut = output.stop_reason == "aborted"
-            kind = Kind.COMPLETION_BEGAN if is_cut else Kind.COMPLETION
-            self._row.keep(kind, place, asked=asked, got=completion_form(output))
+            kind = RecordKind.COMPLETION_BEGAN if is_cut else RecordKind.COMPLETION
+            self._row.keep(kind, place, asked=asked, got=serialize_completion(output))
             if is_cut:
                 return output
         self._num_tokens += len(output.token_ids)
@@ -248,9 +249,9 @@ class LaneLog:
         prepare: Callable[[], Awaitable[object]],
     ) -> ToolResult:
         place, asked = self._place(turn, number), digest([call.name, call.arguments])
-        entry = self._row.recorded(Kind.CALL_ENDED, place, asked)
+        entry = self._row.recorded(RecordKind.CALL_ENDED, place, asked)
         what = f"tool {call.name!r}"
-        if entry is not None and entry.kind is Kind.CALL_ENDED:
+        if entry is not None and entry.kind is RecordKind.CALL_ENDED:
             result = from_plain(_got(entry), ToolResult)
             if result.incident is None or result.incident.kind not in NOT_RUN:
                 is_read_later = is_read_later and call.name not in self.kept_verdicts()
@@ -260,14 +261,14 @@ class LaneLog:
             return result
         self._refuse_if_state_is_lost(what, on_replay)
         if entry is None:
-            await self._begin(what, Kind.CALL_BEGAN, place, asked, on_replay)
+            await self._begin(what, RecordKind.CALL_BEGAN, place, asked, on_replay)
             result = await execute()
         elif on_replay is OnReplay.ONCE:
             result = _interrupted(call)
         else:
             self._refuse_if_lost(what, on_replay)
             result = await execute()
-        self._row.keep(Kind.CALL_ENDED, place, asked=asked, got=to_plain(result))
+        self._row.keep(RecordKind.CALL_ENDED, place, asked=asked, got=to_plain(result))
         return result
 
     async def interaction_reply(
@@ -279,13 +280,13 @@ class LaneLog:
         prepare: Callable[[], Awaitable[object]],
     ) -> InteractionReply:
         place, asked = self._place(self.next_turn()), str(num_messages)
-        entry = self._row.recorded(Kind.REPLY, place, asked)
+        entry = self._row.recorded(RecordKind.REPLY, place, asked)
         what = "the interaction"
-        if entry is not None and entry.kind is Kind.REPLY:
+        if entry is not None and entry.kind is RecordKind.REPLY:
             await self._rebuild(what, on_replay, again=respond, prepare=prepare)
             return from_plain(_got(entry), InteractionReply)
         if entry is None:
-            await self._begin(what, Kind.REPLY_BEGAN, place, asked, on_replay)
+            await self._begin(what, RecordKind.REPLY_BEGAN, place, asked, on_replay)
         elif on_replay is OnReplay.ONCE:
             raise self._row.mismatched(
                 "the interaction was interrupted while it answered, and is asked only once"
@@ -293,18 +294,18 @@ class LaneLog:
         else:
             self._refuse_if_lost(what, on_replay)
         reply = await respond()
-        self._row.keep(Kind.REPLY, place, asked=asked, got=to_plain(reply))
+        self._row.keep(RecordKind.REPLY, place, asked=asked, got=to_plain(reply))
         return reply
 
     is_kept = True
 
     def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
         got = {**self.kept_verdicts(), **verdicts}
-        self._row.keep(Kind.VERDICTS, self._place(AFTER_ALL_TURNS), asked="", got=got)
+        self._row.keep(RecordKind.VERDICTS, self._place(AFTER_ALL_TURNS), asked="", got=got)
 
     def kept_verdicts(self) -> Mapping[str, float | None]:
         place = self._place(AFTER_ALL_TURNS)
-        entry = self._row.recorded(Kind.VERDICTS, place, "")
+        entry = self._row.recorded(RecordKind.VERDICTS, place, "")
         return {} if entry is None else _got(entry)
 
     def holds(self, segments: Sequence[Segment]) -> None:
@@ -312,10 +313,12 @@ class LaneLog:
         if sum(map(len, segments)) == self._num_tokens:
             self._row.hold(segments, lane=self._number)
 
-    def _place(self, turn: int, number: int = 0) -> Place:
-        return Place(self._number, turn, number)
+    def _place(self, turn: int, number: int = 0) -> RecordPosition:
+        return RecordPosition(self._number, turn, number)
 
-    async def _begin(self, what: str, kind: Kind, place: Place, asked: str, on_replay: OnReplay) -> None:
+    async def _begin(
+        self, what: str, kind: RecordKind, place: RecordPosition, asked: str, on_replay: OnReplay
+    ) -> None:
         """Has it on record, before it begins, that something was asked that may not be asked again."""
         if on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
             return
@@ -356,19 +359,19 @@ class LaneLog:
         self._refuse_if_lost(what, on_replay)
         try:
             await (again() if on_replay is OnReplay.RERUN else prepare())
-        except Cut:
+        except CallAborted:
             self._row.is_cut = True
         except Exception as error:
             raise self._row.mismatched(f"{what} could not be replayed: {describe_error(error)}") from error
 
 
-def _kind_of(messages: Sequence[Message]) -> Kind:
+def _kind_of(messages: Sequence[Message]) -> RecordKind:
     """As the episode tells the origin of an observation."""
     is_tool_reply = any(message["role"] == "tool" for message in messages)
-    return Kind.OBSERVATION if is_tool_reply else Kind.INTERACTION
+    return RecordKind.OBSERVATION if is_tool_reply else RecordKind.INTERACTION
 
 
-def _got(entry: Entry) -> Any:
+def _got(entry: RecordEntry) -> Any:
     assert entry.got is not None  # `recorded` refuses answers that could not be kept
     return entry.got
 

@@ -1,1 +1,1 @@
-"""Scoring trajectories."""
+"""Reward functions, which score trajectories."""

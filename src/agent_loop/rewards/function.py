@@ -1,4 +1,4 @@
-"""Calls the user's reward function and reads what it returns."""
+"""Call a user's reward function, and validate what it returns."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ ResultT = TypeVar("ResultT")
 
 FUNCTION_KEY = "reward.function"
 REWARD_NAMES = ("reward", "score")
-"""Under which a mapping may hold the reward; the first that is there counts."""
+"""Keys of a returned mapping that may hold the reward. The first one present is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a trajectory was found to be worth."""
+    """Reward of a trajectory."""
 
     reward: float
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What else the function returned; becomes columns of the batch."""
+    """Other values that the function returned. They become columns of the batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a batch reward function said of one trajectory: a score, or why there is none."""
+class ScoreResult:
+    """Result of a batch reward function for one trajectory: a score, or an error."""
 
     score: Score | None = None
     error: RewardError | None = None
     incidents: Sequence[Incident] = ()
-    """Values of its mapping that could not be kept."""
+    """Incidents about values of its mapping that cannot be stored."""
 
 
 class RewardFunction:
-    """A user's `(output, row) -> float | dict` within a time limit.
+    """A user's `(output, row) -> float | dict`, with a time limit.
 
-    An async function runs on the event loop, any other in a thread of its own. A mapping holds `reward` (or `score`),
-    and the rest of it is extra. Booleans count as 0 and 1.
+    An async function runs on the event loop, any other function in a thread. A returned mapping holds `reward` (or
+    `score`); its other values are extra. Booleans count as 0 and 1.
 
     Args:
         function: Called with the trajectory's output and its row, by position.
-        timeout_s: For one trajectory.
-        name: For errors.
+        timeout_s: Time limit for one trajectory.
+        name: Name of the function in errors.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class RewardFunction:
         self.name = name or _name_of(function)
 
     async def __call__(self, output: AgentLoopOutput, row: Row) -> Score:
-        """Scores one trajectory. The function gets copies of the messages, the fields and the row.
+        """Score one trajectory. The function gets copies of the messages, the fields and the row.
 
         Raises:
-            RewardError: The function raised, took too long, or returned no reward.
+            RewardError: The function raised, took too long, or did not return a reward.
         """
         source = f"reward function {self.name}"
 
@@ -80,14 +80,14 @@ class RewardFunction:
 
 
 class BatchRewardFunction:
-    """A user's `(outputs, rows) -> list of float | dict` within a time limit, called once for a group of trajectories.
+    """A user's `(outputs, rows) -> list of float | dict`, with a time limit, called once for a group of trajectories.
 
-    What each element of the list may be, and where the function runs, is as for `RewardFunction`.
+    The elements of the list are as in `RewardFunction`, and the function runs in the same place.
 
     Args:
         function: Called with the outputs of a group and their rows, two lists of the same length, by position.
-        timeout_s: For one group.
-        name: For errors.
+        timeout_s: Time limit for one group.
+        name: Name of the function in errors.
     """
 
     def __init__(
@@ -101,34 +101,34 @@ class BatchRewardFunction:
         self.timeout_s = timeout_s
         self.name = name or _name_of(function)
 
-    async def __call__(self, outputs: Sequence[AgentLoopOutput], rows: Sequence[Row]) -> list[Verdict]:
+    async def __call__(self, outputs: Sequence[AgentLoopOutput], rows: Sequence[Row]) -> list[ScoreResult]:
         """Score a group, in the order of its outputs. The function gets copies of the messages, the fields and rows.
 
         Raises:
-            RewardError: The function raised, took too long, or did not return one value for each output. A single value
-                that is no reward is an error of its verdict alone.
+            RewardError: The function raised, took too long, or did not return one value for each output. An invalid
+                value for one output is an error of its result alone.
         """
         source = f"reward function {self.name}"
 
-        async def score() -> list[Verdict]:
+        async def score() -> list[ScoreResult]:
             returned = await call_function(
                 self.function, [output.copied() for output in outputs], [copied(dict(row)) for row in rows]
             )
             values = _listed(returned, count=len(outputs), source=source)
-            return [_verdict(value, source=f"{source}, at place {n},") for n, value in enumerate(values)]
+            return [_result(value, source=f"{source}, at index {n},") for n, value in enumerate(values)]
 
         return await _run_function(score, source=source, timeout_s=self.timeout_s)
 
 
 def load_reward(reference: str, *, timeout_s: float) -> RewardFunction:
-    """The reward function that a reference names.
+    """Load a reward function that is called for each trajectory.
 
     Args:
         reference: `file.py:name` or `module:name`.
-        timeout_s: For one trajectory.
+        timeout_s: Time limit for one trajectory.
 
     Raises:
-        ConfigError: There is no such function, or it does not take `(output, row)`.
+        ConfigError: The function does not exist, or does not take `(output, row)`.
     """
     function = _load(reference, form=_SINGLE)
     return RewardFunction(function, timeout_s=timeout_s, name=reference)
@@ -139,23 +139,24 @@ def load_batch_reward(reference: str, *, timeout_s: float) -> BatchRewardFunctio
 
     Args:
         reference: `file.py:name` or `module:name`.
-        timeout_s: For one group.
+        timeout_s: Time limit for one group.
 
     Raises:
-        ConfigError: There is no such function, or it does not take `(outputs, rows)`.
+        ConfigError: The function does not exist, or does not take `(outputs, rows)`.
     """
     function = _load(reference, form=_BATCH)
     return BatchRewardFunction(function, timeout_s=timeout_s, name=reference)
 
 
 def read_score(returned: Any, *, source: str) -> Score:
-    """A number, or a mapping with `reward` and whatever else.
+    """Validate what a reward function returned for one trajectory: a number, or a mapping with `reward`.
 
     Args:
-        source: Who returned it, for the error.
+        returned: The returned value.
+        source: The function, for the error.
 
     Raises:
-        RewardError: It is something else.
+        RewardError: The value is not a reward.
     """
     if not isinstance(returned, Mapping):
         return Score(_read_reward(returned, what=f"{source} returned"))
@@ -182,7 +183,6 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 async def _run_function(score: Callable[[], Awaitable[ResultT]], *, source: str, timeout_s: float) -> ResultT:
-    """Raises: RewardError: The function raised, took too long, or returned no reward."""
     try:
         return await run_bounded(score, timeout_s=timeout_s, name=source)
     except DeadlineExpired as error:
@@ -194,7 +194,11 @@ async def _run_function(score: Callable[[], Awaitable[ResultT]], *, source: str,
 
 
 def _listed(returned: Any, *, count: int, source: str) -> list[Any]:
-    """Read what a batch reward function returned as a list. Raises: RewardError: It is not one value per output."""
+    """Return what a batch reward function returned as a list.
+
+    Raises:
+        RewardError: There is not one value for each output.
+    """
     is_list = isinstance(returned, Collection) and not isinstance(returned, str | bytes | Mapping | Set)
     if not is_list:
         raise RewardError(
@@ -209,23 +213,23 @@ def _listed(returned: Any, *, count: int, source: str) -> list[Any]:
     return values
 
 
-def _verdict(value: Any, *, source: str) -> Verdict:
+def _result(value: Any, *, source: str) -> ScoreResult:
     with IncidentCollector(source) as notes:
         try:
             score = read_score(value, source=source)
         except RewardError as error:
-            return Verdict(error=error)
-    return Verdict(score, incidents=tuple(notes.incidents))
+            return ScoreResult(error=error)
+    return ScoreResult(score, incidents=tuple(notes.incidents))
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How a reward function is called. The names of its parameters tell which form a function has."""
+    """How a reward function is called. The names of its parameters show which form a function has."""
 
     parameters: tuple[str, str]
     returns: str
     for_others: str
-    """What to do where a function has the other form."""
+    """Remedy for a function of the other form."""
 
     def __str__(self) -> str:
         return f"({', '.join(self.parameters)})"
@@ -242,7 +246,6 @@ _BATCH = _Form(
 
 
 def _load(reference: str, *, form: _Form) -> Callable[..., Any]:
-    """Raises: ConfigError: There is no such function, or it has another form."""
     function = load_object(reference, key=FUNCTION_KEY)
     if not callable(function) or isinstance(function, type):
         kind = "a class" if isinstance(function, type) else f"an object of type {type(function).__name__}"

@@ -10,45 +10,45 @@ from typing import Any
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import ARROW_MAGIC
 from agent_loop.files.plain_values import parse_json
-from agent_loop.rollout.located_rows import Located, numbered
+from agent_loop.rollout.located_rows import LocatedRow, number_rows
 
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _JSON_TYPE = "arrow.json"
 """The extension type of columns that `datasets.Json` writes: JSON as text."""
 
 
-def parquet_rows(path: Path) -> Iterator[Located]:
+def parquet_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of a Parquet file.
 
     Raises:
         DataError: The file is damaged.
     """
-    return numbered(str(path), _plain_rows(path, _parquet_batches(path), kind="Parquet"))
+    return number_rows(str(path), _plain_rows(path, _parquet_batches(path), kind="Parquet"))
 
 
-def arrow_rows(path: Path) -> Iterator[Located]:
+def arrow_rows(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of an Arrow file: a stream, as `datasets` saves them, or the format with random access.
 
     Raises:
         DataError: The file is damaged.
     """
-    return numbered(str(path), _plain_rows(path, _arrow_batches(path), kind="Arrow"))
+    return number_rows(str(path), _plain_rows(path, _arrow_batches(path), kind="Arrow"))
 
 
 def _parquet_batches(path: Path) -> Iterator[Any]:
-    parquet: Any = import_module("pyarrow.parquet")  # late, as it takes as long to import as all else
+    parquet: Any = import_module("pyarrow.parquet")  # late: the import takes as long as that of this package
     with parquet.ParquetFile(path) as file:
         yield from file.iter_batches()
 
 
 def _arrow_batches(path: Path) -> Iterator[Any]:
     ipc: Any = import_module("pyarrow.ipc")
-    # A map, because a damaged length asks for more memory than there is in any other file.
+    # Memory-mapped, since reading a file with a damaged length would allocate more memory than there is.
     with import_module("pyarrow").memory_map(str(path)) as file:
         has_index = file.read(len(ARROW_MAGIC)) == ARROW_MAGIC
         file.seek(max(0, file.size() - len(_END_OF_STREAM)))
         if not has_index and file.read() != _END_OF_STREAM:
-            raise ValueError("it has no end, so it was cut off")
+            raise ValueError("it has no end marker, so it was truncated")
         file.seek(0)
         opened = ipc.open_file(file) if has_index else ipc.open_stream(file)
         for batch in map(opened.get_batch, range(opened.num_record_batches)) if has_index else opened:
@@ -65,12 +65,12 @@ def _plain_rows(path: Path, batches: Iterator[Any], *, kind: str) -> Iterator[di
             yield from (_with_decoded(row, decoders) for row in rows) if decoders else rows
     except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(
-            f"{path} cannot be read as {kind}: {error}; copy it again, or write it anew"
+            f"{path} cannot be read as {kind}: {error}; copy it again, or write it again"
         ) from error
 
 
 def _json_decoders(fields: Any) -> dict[str, Callable[[Any], Any]]:
-    """Return what decodes the values of the fields that hold JSON, by name."""
+    """Return functions that decode the values of the fields that hold JSON, by name."""
     return {field.name: decode for field in fields if (decode := _json_decoder(field)) is not None}
 
 

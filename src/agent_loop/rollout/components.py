@@ -1,4 +1,4 @@
-"""What a configuration names, loaded: the same for the manager and for a worker in another process."""
+"""Load the components that a configuration names, in the manager's process and in the processes of workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agent_loop.tools.registry import load_tools
 
 
 def load_template(config: Config) -> ChatTemplate:
-    """The chat template of the model.
+    """Load the chat template of the model.
 
     Raises:
         ConfigError: There is no such tokenizer or template.
@@ -41,10 +41,10 @@ def load_template(config: Config) -> ChatTemplate:
 
 
 def load_reward_function(config: Config) -> RewardFunction | BatchRewardFunction | None:
-    """The reward function, if there is one.
+    """Load the reward function, if the configuration names one.
 
     Raises:
-        ConfigError: It does not exist, or is not called as `reward.batch` says.
+        ConfigError: The function does not exist, or its parameters do not fit `reward.batch`.
     """
     reward = config.reward
     if reward.function is None:
@@ -58,10 +58,10 @@ def load_reward_function(config: Config) -> RewardFunction | BatchRewardFunction
 
 
 def load_loops(config: RolloutConfig) -> LoopRegistry:
-    """The agent loops.
+    """Load the agent loops.
 
     Raises:
-        ConfigError: A file is missing or wrong, or there is no default loop of that name.
+        ConfigError: A file is missing or invalid, or the default loop does not exist.
     """
     loops = LoopRegistry(loop_files=config.agent.loop_files, config_path=config.agent.agent_loop_config_path)
     loops.load_default(config.agent.default_agent_loop)
@@ -75,13 +75,16 @@ def load_context(
     template: ChatTemplate,
     settings: Config | None = None,
 ) -> LoopContext:
-    """Return what each loop gets, with tools and interactions loaded.
+    """Return the context of every loop, with tools, interactions and environments loaded.
 
     Args:
-        settings: The settings of the run outside `config`, which loops may read; None if there are no others.
+        config: Limits, and the names of tools and interactions.
+        server_manager: Client of the servers.
+        template: The model's chat template.
+        settings: The settings of the run outside `config`, which loops may read. None if there are no others.
 
     Raises:
-        ConfigError: A tool or an interaction does not exist or cannot be made.
+        ConfigError: A tool or an interaction does not exist or cannot be created.
     """
     multi_turn = config.multi_turn
     return LoopContext(
@@ -102,7 +105,9 @@ def make_server_manager(
     """Make the client of these servers, balanced as the configuration says.
 
     Args:
-        vocab_size: Of the model; see `AsyncLLMServerManager`.
+        config: Settings of the balancer, and time limits.
+        servers: The servers.
+        vocab_size: Vocabulary size of the model. See `AsyncLLMServerManager`.
     """
     pool = ServerPool(
         servers,
@@ -123,8 +128,12 @@ def make_worker(
     """Make a worker.
 
     Args:
-        reward: A batch reward function is not called by workers: a group may be on several of them.
-        gate: Shared by several workers; None makes one of its own.
+        config: Settings of the rollout.
+        context: Context of every loop.
+        loops: The agent loops by name.
+        reward: Scores trajectories. Workers do not call a batch reward function, since a group may be on several
+            workers.
+        gate: Gate shared with other workers. None makes a new one.
     """
     pool = context.server_manager.pool
     gate = gate or make_gate(config.max_concurrent, pool=pool)
@@ -134,12 +143,12 @@ def make_worker(
         default_agent_loop=config.agent.default_agent_loop,
         reward=reward if isinstance(reward, RewardFunction) else None,
         gate=gate,
-        oversight=TrajectoryMonitor(gate=gate, pool=pool, silence_s=config.watchdog_s),
+        monitor=TrajectoryMonitor(gate=gate, pool=pool, silence_s=config.watchdog_s),
     )
 
 
 def make_gate(max_concurrent: int | Literal["auto"] | None, *, pool: ServerPool) -> AdmissionGate:
-    """Where trajectories wait before they begin, as `rollout.max_concurrent` has it."""
+    """Return the gate that admits trajectories as `rollout.max_concurrent` says."""
     if max_concurrent == "auto":
         return AdaptiveGate(pool)
     return AdmissionGate() if max_concurrent is None else AdmissionGate(bound=max_concurrent)

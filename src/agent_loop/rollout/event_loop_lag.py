@@ -1,4 +1,4 @@
-"""How late the event loop is, and what held it up."""
+"""Lag of the event loop, and warnings about the code that blocks it."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from agent_loop.runtime.activity import Board
+from agent_loop.runtime.activity import ActivityMonitor
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-"""How often the loop is looked at; what holds it up for less is seen in part."""
+"""Seconds between two measurements. Shorter blocks are measured in part."""
 LATE_S = 0.1
 WARN_S = 1.0
 REMEDY = (
-    "everything else waits meanwhile; blocking code in an async tool, reward or loop does this: await it, or make the "
-    "function a plain one, which runs in a thread"
+    "all other trajectories wait while it is blocked; blocking code in an async tool, reward or loop is the usual "
+    "cause: await it, or define the function with def, so that it runs in a thread"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class LoopLag:
-    """How late timers were, since the measuring began."""
+    """Delay of timers since the measurement began."""
 
     max_s: float = 0.0
     mean_s: float = 0.0
     late_share: float = 0.0
-    """Of the time, in which the loop was held up for more than `LATE_S` at once."""
+    """Share of the time in which the loop was blocked for more than `LATE_S` at once."""
 
 
 class LagMonitor:
-    """Measures while `measuring` is open, and warns of what holds the loop up for more than `WARN_S`.
+    """Measures the lag inside `measuring`, and warns about blocks that last longer than `WARN_S`.
 
-    Of a block it warns while it lasts, from a thread, with the line of code that it is at; of the first, and after
-    that of each that lasts twice as long as the one before. A machine that is too busy to let this process run holds
-    its loop up too; that is measured, but nothing that a user's code could mend, and not warned of.
+    A thread logs the warning while the block lasts, with the line of code that blocks. It warns about the first block,
+    and then about each block that is twice as long as the last one reported. The lag includes the time in which a busy
+    machine does not run this process; there is no warning about that, since no change of user code would help.
     """
 
-    def __init__(self, board: Board, *, warn_s: float = WARN_S) -> None:
-        self._board = board
+    def __init__(self, activity_monitor: ActivityMonitor, *, warn_s: float = WARN_S) -> None:
+        self._activity_monitor = activity_monitor
         self._warn_s = warn_s
         self._limit_s = warn_s
         self._num_open = 0
@@ -55,13 +55,13 @@ class LagMonitor:
         self._num_ticks = 0
         self._sum_s = self._max_s = self._late_s = 0.0
         self._beat_at = 0.0
-        """When the loop last was alive, by the machine's clock."""
+        """Time of the last tick on the machine's monotonic clock."""
         self._cpu_at = 0.0
-        """What this process had computed by then, in seconds."""
+        """CPU seconds of this process at the last tick."""
 
     @property
     def lag(self) -> LoopLag:
-        """So far."""
+        """Lag since the measurement began."""
         if not self._num_ticks or self._max_s == 0.0:
             return LoopLag()
         elapsed_s = asyncio.get_running_loop().time() - self._started
@@ -69,7 +69,7 @@ class LagMonitor:
 
     @contextmanager
     def measuring(self) -> Generator[None]:
-        """May be open more than once at a time."""
+        """Measure the lag in the body. Several such contexts may overlap."""
         self._num_open += 1
         if self._num_open == 1:
             self._begin()
@@ -103,12 +103,12 @@ class LagMonitor:
         self._late_s += lag_s if lag_s > LATE_S else 0.0
         was_starved = computed_s < passed_s / 2
         if lag_s > self._limit_s and not (was_starved and passed_s > lag_s / 2):
-            # The thread did not see it: it had no chance to run, or time is virtual.
-            self._warn(lag_s, f"the last event before was: {self._board.last_event}")
+            # The thread missed this block: the thread did not run, or time is virtual.
+            self._warn(lag_s, f"the last event before it was: {self._activity_monitor.last_event}")
         self._timer = loop.call_later(TICK_S, self._tick, loop, now + TICK_S)
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread_id: int, started: float) -> None:
-        """Runs in a thread of its own, as long as the measuring that it was started for."""
+        """Look for blocks until the measurement that began at `started` ends. Run in a thread."""
         while self._num_open and self._started == started:
             time.sleep(self._warn_s / 4)
             blocked_s = time.monotonic() - self._beat_at - TICK_S
@@ -118,10 +118,10 @@ class LagMonitor:
                     self._warn(blocked_s, self._culprit(loop, frame))
 
     def _culprit(self, loop: asyncio.AbstractEventLoop, frame: FrameType | None) -> str:
-        whose = self._board.activity_of(asyncio.current_task(loop))
+        whose = self._activity_monitor.activity_of(asyncio.current_task(loop))
         stack = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else "unknown\n"
         return f"{f'by {whose}, ' if whose else ''}at\n{stack.rstrip()}"
 
     def _warn(self, lag_s: float, culprit: str) -> None:
         self._limit_s = 2 * lag_s
-        logger.warning("the event loop was held up for %.1f s, %s\n%s", lag_s, culprit, REMEDY)
+        logger.warning("the event loop was blocked for %.1f s, %s\n%s", lag_s, culprit, REMEDY)

@@ -1,4 +1,4 @@
-"""When bad rollouts stop being data and become a broken run."""
+"""The limit of failed trajectories in a run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from agent_loop.runtime.describe import describe_error
 from agent_loop.trajectory import Failure, Trajectory
 
 MAX_TRACEBACK = 100_000
-"""Characters of a failure's traceback; the middle of a longer one is left out."""
+"""Characters of a failure's traceback. The middle of a longer traceback is omitted."""
 MAX_TRACEBACK_LINES = 25
-"""What fits on a screen."""
+"""Lines of a traceback in an error message: about a screen."""
 
 
 class FailureBudget:
-    """Counts the failed rollouts of one batch: one with several branches counts once.
+    """Counts the failed rollouts of one run. A rollout with several branches counts once.
 
     Args:
-        num_trajectories: Size of the batch.
-        max_share: The share of it that may fail.
+        num_trajectories: Trajectories of the run.
+        max_share: Share of the trajectories that may fail.
     """
 
     def __init__(self, *, num_trajectories: int, max_share: float) -> None:
@@ -30,10 +30,10 @@ class FailureBudget:
         self._with_branches: set[tuple[int, int]] = set()
 
     def count(self, trajectory: Trajectory) -> None:
-        """Count a trajectory, unless it is a further failed branch of a rollout.
+        """Count a trajectory if it failed, and if no other branch of its rollout failed before.
 
         Raises:
-            RolloutError: It is one failure too many; the message holds the commonest error in full.
+            RolloutError: Too many trajectories failed. The message holds the most common error in full.
         """
         if trajectory.output.failure is None:
             return
@@ -59,12 +59,12 @@ class FailureBudget:
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return an exception as data. An error of this package that names a user's exception has the traceback of the
-    latter."""
+    """Return an exception as data. An error of this package that was caused by an exception of user code gets the
+    traceback of that exception."""
     root = error.__cause__ if isinstance(error, AgentLoopError) and error.__cause__ else error
     try:
         lines = "".join(traceback.format_exception(root))
-    except BaseException:  # noqa: BLE001  (an exception's methods are foreign code)
+    except BaseException:  # noqa: BLE001  (an exception's methods are user code)
         lines = describe_error(root)
     if len(lines) > MAX_TRACEBACK:
         lines = f"{lines[: MAX_TRACEBACK // 2]}\n...\n{lines[-MAX_TRACEBACK // 2 :]}"

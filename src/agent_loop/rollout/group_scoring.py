@@ -1,4 +1,4 @@
-"""Scores whole groups: all trajectories of a row with one call of a batch reward function."""
+"""Score whole groups: all trajectories of a row with one call of a batch reward function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from msgspec import structs
 
 from agent_loop.errors import RewardError
-from agent_loop.rewards.function import BatchRewardFunction, Verdict
+from agent_loop.rewards.function import BatchRewardFunction, ScoreResult
 from agent_loop.rollout.failures import FailureBudget, failure_of
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.journal.step import StepJournal
@@ -30,7 +30,7 @@ async def scoring_groups(
     journal: StepJournal | None,
     on_trajectory: Callable[[Trajectory], None],
 ) -> AsyncGenerator[GroupScoring | Unscored]:
-    """Take trajectories with `add` in the body; score each group if there is a batch reward function.
+    """Yield an object whose `add` accepts trajectories. Score each group if there is a batch reward function.
 
     See `GroupScoring` for the arguments and the errors.
     """
@@ -58,16 +58,16 @@ class Unscored:
 class GroupScoring:
     """Scores the trajectories of one run, each group when its last rollout has ended.
 
-    Trajectories that failed, were cancelled, or have a reward of their own are not given to the function. A trajectory
-    that has a reward keeps it, as after a crash; it is given to the function where others of its group have none. A
-    group with a trajectory that can be resumed is left unscored until that has ended in a later run.
+    The function does not get trajectories that failed, were cancelled, or have a reward of their own. A trajectory
+    that was scored before a crash keeps its reward; the function gets it only if others of its group have no reward. A
+    group with a trajectory that can be resumed stays unscored until that trajectory has ended in a later run.
 
     Args:
-        reward: Is called once for each group.
-        jobs: All of the run: how many rollouts each group has.
-        budget: Counts trajectories that fail for their reward.
-        journal: Keeps the rewards; None keeps none.
-        on_trajectory: Told of each trajectory, once its group is scored.
+        reward: Called once for each group.
+        jobs: All jobs of the run. They determine the number of rollouts of each group.
+        budget: Counts trajectories whose reward fails.
+        journal: Records the rewards. None records nothing.
+        on_trajectory: Called with each trajectory once its group is scored.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GroupScoring:
         on_trajectory: Callable[[Trajectory], None],
     ) -> None:
         self.trajectories: list[Trajectory] = []
-        """Those of the groups that are scored."""
+        """Trajectories of the groups that are scored."""
         self._reward = reward
         self._sizes = Counter(job.group for job in jobs)
         self._budget = budget
@@ -92,11 +92,11 @@ class GroupScoring:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Take trajectories in the body; wait at its end until all groups are scored.
+        """Accept trajectories in the body, and wait at its end until all groups are scored.
 
         Raises:
             RolloutError: More trajectories failed than the budget allows; the body is cancelled.
-            JournalError: The rewards cannot be kept; the body is cancelled.
+            JournalError: The rewards cannot be recorded; the body is cancelled.
         """
         try:
             with containing_tasks():
@@ -106,14 +106,14 @@ class GroupScoring:
             raise failures.exceptions[0] from None
 
     def add(self, trajectory: Trajectory) -> None:
-        """Take a trajectory that has ended. The branches of a rollout come one right after the other."""
+        """Add a trajectory that has ended. The branches of a rollout are added directly after each other."""
         number = trajectory.group
         group = self._groups[number]
         group.append(trajectory)
         is_complete = len({t.rollout for t in group}) == self._sizes[number]
         if is_complete and number not in self._complete and not self._has_raised:
             self._complete.add(number)
-            self._tasks.create_task(self._finish(number))  # begins when all branches have come
+            self._tasks.create_task(self._finish(number))  # starts when all branches have been added
 
     async def _finish(self, number: int) -> None:
         """Score a group and report its trajectories."""
@@ -129,43 +129,47 @@ class GroupScoring:
             raise
 
     async def _score(self, group: list[Trajectory]) -> None:
-        """Replace the trajectories that lack a reward by scored or failed ones, and keep these in the journal."""
-        judged = [place for place, trajectory in enumerate(group) if _is_judged(trajectory)]
+        """Replace the trajectories that lack a reward by scored or failed ones, and record these in the journal."""
+        judged = [index for index, trajectory in enumerate(group) if _is_judged(trajectory)]
         clock = asyncio.get_running_loop().time
         started = clock()
-        with IncidentCollector(f"group={group[0].group}") as notes:
+        with IncidentCollector(f"group={group[0].group}") as collector:
             try:
-                verdicts = await self._reward(
-                    [group[place].output for place in judged], [group[place].row for place in judged]
+                results = await self._reward(
+                    [group[index].output for index in judged], [group[index].row for index in judged]
                 )
             except RewardError as error:
-                verdicts = [Verdict(error=error) for _ in judged]
+                results = [ScoreResult(error=error) for _ in judged]
         seconds = clock() - started
-        verdict_of = {p: v for p, v in zip(judged, verdicts, strict=True) if _lacks_reward(group[p])}
-        for place, verdict in verdict_of.items():
-            group[place] = _with_verdict(group[place], verdict, seconds=seconds)
-        first = next(iter(verdict_of))
-        for incident in notes.incidents:
+        result_of = {
+            index: result
+            for index, result in zip(judged, results, strict=True)
+            if _lacks_reward(group[index])
+        }
+        for index, result in result_of.items():
+            group[index] = _with_result(group[index], result, seconds=seconds)
+        first = next(iter(result_of))
+        for incident in collector.incidents:
             group[first] = group[first].noted(incident)
-        scored = [group[place] for place in verdict_of]
+        scored = [group[index] for index in result_of]
         if self._journal is not None:
             await self._journal.keep_rewards(scored)
         for trajectory in scored:
             self._budget.count(trajectory)
 
 
-def _with_verdict(trajectory: Trajectory, verdict: Verdict, *, seconds: float) -> Trajectory:
-    """Return the trajectory scored or failed. Its trace gets the seconds of the call, and not those for which it waited
-    for the others of its group."""
+def _with_result(trajectory: Trajectory, result: ScoreResult, *, seconds: float) -> Trajectory:
+    """Return the trajectory scored or failed. Its trace gets the seconds of the call, without the seconds for which it
+    waited for other trajectories of its group."""
     output, trace = trajectory.output, trajectory.trace
-    if verdict.error is not None:
-        output = output.failed(failure_of(verdict.error))
-    for incident in verdict.incidents:
+    if result.error is not None:
+        output = output.failed(failure_of(result.error))
+    for incident in result.incidents:
         output = output.noted(incident)
     if trace is not None:
         span = Span(WaitKind.REWARD, "", trace.seconds, trace.seconds + seconds)
         trace = structs.replace(trace, seconds=span.end, spans=(*trace.spans, span))
-    score = verdict.score
+    score = result.score
     return structs.replace(
         trajectory,
         output=output,
@@ -176,7 +180,7 @@ def _with_verdict(trajectory: Trajectory, verdict: Verdict, *, seconds: float) -
 
 
 def _is_judged(trajectory: Trajectory) -> bool:
-    """Whether the function is given this trajectory."""
+    """Return whether the function gets this trajectory."""
     output = trajectory.output
     return output.stop_reason not in (StopReason.FAILED, StopReason.CANCELLED) and output.reward_score is None
 

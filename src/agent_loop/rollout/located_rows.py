@@ -1,15 +1,15 @@
-"""Rows that know where they are, for errors."""
+"""Rows with their locations, for errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-Located = tuple[str, Any]
-"""A row, behind the words that say where it is."""
+LocatedRow = tuple[str, Any]
+"""Location of a row, such as `rows.jsonl line 3`, and the row."""
 
 
-def numbered(source: str, rows: Iterable[Any]) -> Iterator[Located]:
-    """Yield rows with their numbers, from 1, as the words that say where they are."""
+def number_rows(source: str, rows: Iterable[Any]) -> Iterator[LocatedRow]:
+    """Yield rows with their locations: the source, and the number of the row, from 1."""
     for number, row in enumerate(rows, start=1):
         yield f"{source} row {number}", row

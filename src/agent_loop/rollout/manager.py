@@ -31,7 +31,7 @@ from agent_loop.rollout.stages import RunStages
 from agent_loop.rollout.telemetry import Telemetry
 from agent_loop.rollout.worker import AgentLoopWorker
 from agent_loop.rollout.workers import LocalWorkers, Workers
-from agent_loop.runtime.concurrency import run_shielded, running_beside
+from agent_loop.runtime.concurrency import run_shielded, running_in_background
 from agent_loop.runtime.garbage_collection import infrequent_collections
 from agent_loop.servers.base import AsyncServerBase, refuse_sampling_params
 from agent_loop.servers.factory import create_servers
@@ -220,7 +220,7 @@ class AgentLoopManager:
             finally:
                 ended.put_nowait(None)
 
-        async with running_beside(run_all()):
+        async with running_in_background(run_all()):
             while (trajectory := await ended.get()) is not None:
                 yield trajectory
 

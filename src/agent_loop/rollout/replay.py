@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent_loop.config import Config
-from agent_loop.recording.rehearsal import Rehearsal
-from agent_loop.recording.spoken import Spoken
+from agent_loop.recording.recorded_responses import RecordedResponses
+from agent_loop.recording.replay_log import ReplayLog
 from agent_loop.rollout.components import (
     load_context,
     load_loops,
@@ -23,7 +23,7 @@ from agent_loop.trajectory import Trajectory
 
 
 async def replay_trajectory(
-    config: Config, trajectory: Trajectory, *, recorded: Spoken, continue_live: bool
+    config: Config, trajectory: Trajectory, *, recorded: RecordedResponses, continue_live: bool
 ) -> list[Trajectory]:
     """Run a trajectory's row again, with the recorded responses of the model, the tools and the interaction.
 
@@ -50,7 +50,7 @@ async def replay_trajectory(
         reward=load_reward_function(config) if continue_live else None,
     )
     params = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
-    log = Rehearsal(trajectory.trajectory_id, recorded, goes_on=continue_live)
+    log = ReplayLog(trajectory.trajectory_id, recorded, goes_on=continue_live)
     job = Job(trajectory.row, trajectory.group, trajectory.rollout, params, log=log)
     await manager.start()
     try:

@@ -1,4 +1,4 @@
-"""Rows from a function of the user's."""
+"""Call a user's function that returns rows."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def call_row_function(source: str) -> Iterator[Any]:
 
     Raises:
         ConfigError: There is no such function.
-        DataError: The function raises, when it is called or later, or returns something else.
+        DataError: The function raises, when it is called or while its result is iterated, or does not return rows.
     """
     function = load_object(source, key="data")
     if not callable(function):
         raise ConfigError(
-            f"data source {source!r} is a {type(function).__name__}; name a function that takes nothing "
+            f"data source {source!r} is a {type(function).__name__}; name a function that takes no arguments "
             "and returns rows"
         )
     return _rows_of(function, source=source)
 
 
 def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
-    """Yield what a user's function returns. Whatever it raises, also while it is iterated, becomes a DataError."""
+    """Yield the rows that a user's function returns. Convert its errors to DataError."""
     try:
         rows = function()
         if inspect.iscoroutine(rows):
@@ -43,11 +43,11 @@ def _rows_of(function: Callable[[], Any], *, source: str) -> Iterator[Any]:
         raise
     except (Exception, SystemExit) as error:
         raise DataError(
-            f"{source} raised {describe_error(error)}{_place_of(error)}; fix the function"
+            f"{source} raised {describe_error(error)}{_location_of(error)}; fix the function"
         ) from error
 
 
-def _place_of(error: BaseException) -> str:
+def _location_of(error: BaseException) -> str:
     """Return where an error was raised, as in ` (data.py line 7)`."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""

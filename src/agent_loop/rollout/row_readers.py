@@ -1,4 +1,4 @@
-"""Read files of rows, one row after the other, each with the words that say where it is."""
+"""Read files of rows, one row after the other, each with its location."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import GZIP_MAGIC
 from agent_loop.files.plain_values import parse_json
 from agent_loop.rollout.columnar_rows import arrow_rows, parquet_rows
-from agent_loop.rollout.located_rows import Located, numbered
+from agent_loop.rollout.located_rows import LocatedRow, number_rows
 from agent_loop.rollout.row_sources import Shard
 
 JSON_COLUMNS = frozenset({"tools_kwargs", "tool_selection", "interaction_kwargs", "extra_info"})
-"""Columns of CSV files whose cells are read as JSON where they begin as a mapping or a list does."""
+"""Columns of CSV files whose cells are read as JSON if they start like a mapping or a list."""
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 _MAX_CELL = 2**31 - 1
 
 
-def read_shard(shard: Shard, *, prompt_key: str) -> Iterator[Located]:
+def read_shard(shard: Shard, *, prompt_key: str) -> Iterator[LocatedRow]:
     """Yield the rows of a file.
 
     Args:
+        shard: The file.
         prompt_key: The column with the prompt, which in CSV files may be JSON messages.
 
     Raises:
-        DataError: The file cannot be read; the error names the line where the kind of file has lines.
+        DataError: The file cannot be read. The error names the line if the file has lines.
     """
     if shard.suffix == ".csv":
         return _read_csv(shard.path, prompts={prompt_key, "raw_prompt"})
     return _READERS[shard.suffix](shard.path)
 
 
-def _read_jsonl(path: Path) -> Iterator[Located]:
+def _read_jsonl(path: Path) -> Iterator[LocatedRow]:
     for number, line in enumerate(_lines(path), start=1):
         if line.strip():
             where = f"{path} line {number}"
@@ -47,18 +48,18 @@ def _read_jsonl(path: Path) -> Iterator[Located]:
                 raise DataError(f"{where} is not JSON ({error}): {line.rstrip()[:80]!r}") from error
 
 
-def _read_json(path: Path) -> Iterator[Located]:
+def _read_json(path: Path) -> Iterator[LocatedRow]:
     try:
         rows = parse_json("".join(_lines(path)))
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise DataError(f"{path} holds a {type(rows).__name__}; a .json data file holds a list of rows")
-    return numbered(str(path), cast(list[Any], rows))
+    return number_rows(str(path), cast(list[Any], rows))
 
 
-def _read_csv(path: Path, *, prompts: Collection[str]) -> Iterator[Located]:
-    old_limit = csv.field_size_limit(_MAX_CELL)  # (of the process; long prompts are beyond the default)
+def _read_csv(path: Path, *, prompts: Collection[str]) -> Iterator[LocatedRow]:
+    old_limit = csv.field_size_limit(_MAX_CELL)  # (of the process; long prompts exceed the default)
     reader = csv.reader(_lines(path), strict=True)
     filled: Iterator[list[str]] = filter(None, reader)
     start = 1
@@ -110,7 +111,7 @@ def _refuse_bad_header(header: list[str], *, path: Path, prompts: Collection[str
 
 
 def _cell(text: str, *, column: str, where: str, prompts: Collection[str]) -> Any:
-    """Return the value of a cell: text, also where it is a number; None if empty; messages and mappings from JSON."""
+    """Return the value of a cell: parsed JSON for messages and mappings, None if empty, and text otherwise."""
     if not text:
         return None
     is_json = _LIKE_MESSAGES.match(text) if column in prompts else text.lstrip()[:1] in ("{", "[")
@@ -124,7 +125,7 @@ def _cell(text: str, *, column: str, where: str, prompts: Collection[str]) -> An
         ) from error
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[Located]]] = {
+_READERS: Mapping[str, Callable[[Path], Iterator[LocatedRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": parquet_rows,
@@ -133,7 +134,7 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Located]]] = {
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a text file, compressed or not, with their ends."""
+    """Yield the lines of a text file, compressed or not, with their line breaks."""
     number = 0
     try:
         with _opened(path) as file:

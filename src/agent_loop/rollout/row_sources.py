@@ -1,4 +1,4 @@
-"""Which files a source of rows names: a file, a glob, a folder of shards, or a folder saved by `datasets`."""
+"""Find the files of a source of rows: a file, a glob, a folder of shards, or a folder saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agent_loop.files.plain_values import parse_json
 
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 COMPRESSIBLE = (".jsonl", ".json", ".csv")
-"""Kinds that may be compressed, as in `rows.jsonl.gz`."""
+"""Suffixes of files that may be compressed, as in `rows.jsonl.gz`."""
 WANTED = ".jsonl, .json or .csv (also .gz), .parquet or .arrow"
 _SPLIT_NAME = re.compile(r"(train|test|valid|validation|val|dev|eval)(?![a-zA-Z])")
 _MAX_NAMED = 5
-"""Files that an error names."""
+"""Number of files that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,21 @@ class Shard:
 
     path: Path
     suffix: str
-    """The kind of the file: one of `ROW_SUFFIXES`."""
+    """Kind of the file: one of `ROW_SUFFIXES`."""
     may_be_empty: bool = False
-    """Whether the file may hold no rows although others of its source do."""
+    """Whether the file may hold no rows even if other files of its source do."""
 
 
 def find_shards(source: str) -> list[Shard] | None:
-    """Return the files that a source names, sorted by name; None if the source is no path.
+    """Return the files that a source names, sorted by name. Return None if the source is not a path.
 
     Args:
         source: A file, a folder of shards, a glob (`**` matches any number of folders), or a folder saved by
-            `datasets`, with `:` and a split behind it if it has several.
+            `datasets`, followed by `:` and a split if the folder has several.
 
     Raises:
         DataError: There is no such file, or the files are of several kinds or splits.
-        ConfigError: The kind of the source is not known.
+        ConfigError: The kind of the source is unknown.
     """
     path = Path(source)
     folder, colon, split = source.rpartition(":")
@@ -51,7 +51,7 @@ def find_shards(source: str) -> list[Shard] | None:
     if path.is_file():
         return [_shard(path)]
     if "://" in source:
-        raise ConfigError(f"data source {source!r} is an address; download it, and give its files or folder")
+        raise ConfigError(f"data source {source!r} is a URL; download it, and give its files or folder")
     if colon and Path(folder).exists() and not _has_functions(Path(folder)):
         if kind_of(Path(folder)) is not SAVED_DATASET:
             raise DataError(
@@ -68,8 +68,8 @@ def find_shards(source: str) -> list[Shard] | None:
     if colon:
         return None
     raise ConfigError(
-        f"data source {source!r} is of no known kind, and no folder is there{_nearest(path)}; give a file ({WANTED}), "
-        "a folder or a glob of such files, a folder saved by `datasets`, or file.py:function"
+        f"data source {source!r} is neither a folder nor a file of a known kind{_nearest(path)}; give a file "
+        f"({WANTED}), a folder or a glob of such files, a folder saved by `datasets`, or file.py:function"
     )
 
 
@@ -81,12 +81,14 @@ def _has_functions(path: Path) -> bool:
 def _shard(path: Path) -> Shard:
     suffix = _suffix(path)
     if suffix is None:
-        raise ConfigError(f"data file {str(path)!r} is of no known kind; give {WANTED}, or file.py:function")
+        raise ConfigError(
+            f"the kind of data file {str(path)!r} is unknown; give {WANTED}, or file.py:function"
+        )
     return Shard(path, suffix)
 
 
 def _suffix(path: Path) -> str | None:
-    """Return the kind of a file by its name, such as `.jsonl` for `rows.jsonl.gz`; None if it holds no rows."""
+    """Return the kind of a file, such as `.jsonl` for `rows.jsonl.gz`. Return None if its name is not one of rows."""
     if path.suffix == ".gz":
         inner = Path(path.stem).suffix
         return inner if inner in COMPRESSIBLE else None
@@ -118,7 +120,7 @@ def _shards_in(folder: Path) -> list[Shard]:
 
 
 def _of_one_kind(source: str, shards: Sequence[Shard]) -> list[Shard]:
-    """Refuse shards that do not belong together."""
+    """Check that shards are of one kind and one split."""
     by_suffix = {shard.suffix: shard.path.name for shard in shards}
     if len(by_suffix) > 1:
         names = " and ".join(f"{suffix} ({name})" for suffix, name in sorted(by_suffix.items()))
@@ -202,7 +204,7 @@ def _damaged(path: Path, why: str) -> DataError:
 
 
 def _nearest(path: Path) -> str:
-    """Return what is there on the way to a path that is missing."""
+    """Describe the nearest existing folder above a missing path."""
     folder = next(
         parent for parent in (*path.parents, Path()) if not has_magic(str(parent)) and parent.is_dir()
     )

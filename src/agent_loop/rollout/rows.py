@@ -1,4 +1,4 @@
-"""The rows of a data set: loading them, and which of them a step takes."""
+"""Load the rows of a data set, and select the rows of each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from agent_loop.errors import DataError
 from agent_loop.files.plain_values import depth_fault
-from agent_loop.rollout.located_rows import numbered
+from agent_loop.rollout.located_rows import number_rows
 from agent_loop.rollout.row_functions import call_row_function
 from agent_loop.rollout.row_readers import read_shard
 from agent_loop.rollout.row_sources import find_shards
@@ -20,20 +20,20 @@ from agent_loop.runtime.describe import describe_value
 from agent_loop.types import Message, Row
 
 RESERVED_COLUMNS = frozenset({"self", "sampling_params"})
-"""Arguments of `AgentLoopBase.run`, which takes the columns of a row by their names."""
+"""Arguments of `AgentLoopBase.run` that no column may have the name of."""
 _OTHERS = 1
-"""Keeps the random order of replacements apart from that of an epoch."""
+"""Part of the seed that separates the random order of replacements from the order of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFile:
-    """A file of rows or a function, and the rows that it gave."""
+    """A file of rows or a function, and its rows."""
 
     name: str
     num_bytes: int | None
-    """The size of the file; None for a function."""
+    """Size of the file. None for a function."""
     rows: Sequence[dict[str, Any]]
-    """Each with `raw_prompt`, a list of messages."""
+    """The rows, each with `raw_prompt`, a list of messages."""
 
 
 def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]]:
@@ -46,9 +46,9 @@ def load_rows(sources: Sequence[str], *, prompt_key: str) -> list[dict[str, Any]
             `raw_prompt` already needs no such column.
 
     Raises:
-        ConfigError: A source is of no known kind, or the function does not exist.
-        DataError: A file is missing or unreadable, files of one source do not fit together, a row has no prompt or one
-            that is not messages, or there are no rows.
+        ConfigError: The kind of a source is unknown, or the function does not exist.
+        DataError: A file is missing or unreadable, files of one source do not fit together, a row has no prompt or an
+            invalid prompt, or there are no rows.
     """
     return [row for file in load_row_files(sources, prompt_key=prompt_key) for row in file.rows]
 
@@ -63,13 +63,14 @@ def load_row_files(sources: Sequence[str], *, prompt_key: str) -> list[RowFile]:
 
 
 def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]]:
-    """Rows that are in memory already. Each gets `raw_prompt`, as those that `load_rows` reads.
+    """Prepare rows that are in memory. Each row gets `raw_prompt`, as in `load_rows`.
 
     Raises:
-        DataError: A row has no prompt or one that is not messages, or there are no rows.
+        DataError: A row has no prompt or an invalid prompt, or there are no rows.
     """
     prepared = [
-        _with_prompt(row, where=where, prompt_key=prompt_key) for where, row in numbered("the data set", rows)
+        _with_prompt(row, where=where, prompt_key=prompt_key)
+        for where, row in number_rows("the data set", rows)
     ]
     if not prepared:
         raise DataError("there are no rows; give at least one")
@@ -78,10 +79,9 @@ def prepare_rows(rows: Iterable[Any], *, prompt_key: str) -> list[dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RowSampler:
-    """Which rows a step takes: a pure function of the step, so that a resumed run needs nothing else.
+    """Selects the rows of each step. The selection depends on the step alone, so that a run can be resumed.
 
-    The rows of one epoch follow those of the one before without a gap, so no row is left out; the batch at the
-    border takes from both.
+    Epochs follow each other without a gap, so that no row is skipped: a batch may hold rows of two epochs.
     """
 
     rows: Sequence[Row]
@@ -97,22 +97,28 @@ class RowSampler:
             )
 
     def batch(self, step: int) -> list[Row]:
-        """The rows of a step; the first step is 1."""
-        return [self.rows[place] for place in self._places(step)]
+        """Return the rows of a step. The first step is 1."""
+        return [self.rows[index] for index in self._indices(step)]
 
     def others(self, step: int, *, skip: int, count: int) -> list[Row]:
-        """Rows that are not in the batch of a step, in an order of that step's own: at most `count`, after so many."""
-        taken = set(self._places(step))
+        """Return rows that are not in the batch of a step, in a random order that depends on the step.
+
+        Args:
+            step: The step.
+            skip: Number of rows to skip.
+            count: Number of rows to return, if there are as many.
+        """
+        taken = set(self._indices(step))
         order: list[int] = (
             np.random.default_rng([self.seed, step, _OTHERS]).permutation(len(self.rows)).tolist()
         )
-        return [self.rows[place] for place in order if place not in taken][skip : skip + count]
+        return [self.rows[index] for index in order if index not in taken][skip : skip + count]
 
-    def _places(self, step: int) -> list[int]:
+    def _indices(self, step: int) -> list[int]:
         start = (step - 1) * self.batch_size
-        places = [divmod(place, len(self.rows)) for place in range(start, start + self.batch_size)]
-        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
-        return [orders[epoch][place] for epoch, place in places]
+        positions = [divmod(n, len(self.rows)) for n in range(start, start + self.batch_size)]
+        orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in positions}}
+        return [orders[epoch][position] for epoch, position in positions]
 
     def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
@@ -123,7 +129,7 @@ class RowSampler:
 def _load(source: str, *, prompt_key: str) -> Iterator[RowFile]:
     shards = find_shards(source)
     if shards is None:
-        rows = numbered(source, call_row_function(source))
+        rows = number_rows(source, call_row_function(source))
         prepared = [_with_prompt(row, where=where, prompt_key=prompt_key) for where, row in rows]
         yield RowFile(source, None, prepared)
         return
@@ -170,11 +176,11 @@ def _with_prompt(row: Any, *, where: str, prompt_key: str) -> dict[str, Any]:
 
 
 def refuse_bad_columns(row: Row, *, where: str) -> None:
-    """Refuse columns that agent loops read and that have another form than these read.
+    """Validate the form of the columns that agent loops read.
 
     Args:
-        row: A row with `raw_prompt` or without.
-        where: Where the row is, for errors.
+        row: A row with or without `raw_prompt`.
+        where: Location of the row, for errors.
 
     Raises:
         DataError: The form of a column is wrong.
@@ -200,7 +206,7 @@ def refuse_bad_columns(row: Row, *, where: str) -> None:
 
 
 def _nested_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """What verl's data sets hold in `extra_info`, where the row has no such column of its own."""
+    """Return the columns that verl's data sets nest in `extra_info`, except those that the row has itself."""
     extra = columns.get("extra_info")
     if not isinstance(extra, Mapping):
         return {}
@@ -222,7 +228,7 @@ def _messages(prompt: Any, *, where: str) -> list[Message]:
 
 
 def _message(message: Any, *, where: str) -> Message:
-    """Columnar files give every message and content part every key: those that say nothing are left out."""
+    """Validate a message, and remove the keys without a value, which columnar files add to every message and part."""
     if not isinstance(message, Mapping):
         raise DataError(f"{where} holds a {type(message).__name__}; {_PROMPT_SHAPE}")
     given = cast(Mapping[str, Any], message)

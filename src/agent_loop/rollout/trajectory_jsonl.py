@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines, complete to the token."""
+"""Write trajectories as JSON lines, with all tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from agent_loop.trajectory import Segment, Trajectory
 
 
 def to_record(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain JSON values: who, what happened, what it was worth, and every token.
+    """Return a trajectory as plain JSON values.
 
-    `segments` holds, in order, `origin`, `token_ids`, for the model's `logprobs`, `weight_version` and, if the server
-    gave some, `extras` (nested lists by name, one entry per token), and for those with images `attachments`: of each
-    `kind`, `start`, `num_tokens` and the shapes of its features, not the pixels.
+    `segments` holds the segments in order, each with `origin` and `token_ids`. Segments of the model also have
+    `logprobs`, `weight_version` and, if the server returned any, `extras` (nested lists by name, one entry per token).
+    Segments with images have `attachments`: the `kind`, `start`, `num_tokens` and the shapes of the features of each,
+    without the pixels.
     """
     output = trajectory.output
     return {
@@ -50,11 +51,10 @@ def to_record(trajectory: Trajectory) -> dict[str, Any]:
 def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
     """Write one line per trajectory, all of them or none.
 
-    Values that JSON does not know are written as text, numbers that are not finite as null, and half a surrogate as
-    U+FFFD.
+    Values without a JSON form are written as text, numbers that are not finite as null, and lone surrogates as U+FFFD.
 
     Raises:
-        OSError: The file cannot be written; what was there before is untouched.
+        OSError: The file cannot be written. An existing file is unchanged.
     """
     with whole_file(path) as temporary, writing_records(temporary) as write:
         for trajectory in trajectories:
@@ -63,7 +63,7 @@ def write_records(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 @contextmanager
 def writing_records(path: Path) -> Generator[Callable[[Trajectory], None]]:
-    """Begins a file anew, and yields what adds a trajectory's line to it, which others can read from then on."""
+    """Create or empty a file, and yield a function that appends the line of a trajectory. Each line is flushed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("w", encoding="utf-8", buffering=1)
 
@@ -73,7 +73,7 @@ def writing_records(path: Path) -> Generator[Callable[[Trajectory], None]]:
     try:
         yield write
     except BaseException:
-        with suppress(OSError):  # of what could not be written before; that error says more
+        with suppress(OSError):  # closing fails too if a write failed, and the error of the write says more
             file.close()
         raise
     file.close()

@@ -1,4 +1,4 @@
-"""Runs many agent loops at once, each to a record, whatever happens to it."""
+"""The worker: runs agent loops concurrently, and returns a trajectory for each, however the loop ends."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from agent_loop.trajectory.copying import copied
 from agent_loop.types import StopReason
 
 BEGIN_AT_ONCE = 64
-"""So many trajectories are set up and send their first request before the next ones are: else all requests of a large
-rollout would wait until the last trajectory is set up."""
+"""Trajectories that are set up, and send their first request, before the next ones are set up. Without this limit, all
+requests of a large rollout would wait until the last trajectory is set up."""
 DEADLINE_GRACE_S = 15.0
-"""A loop without an episode is cut this long after its deadline; an episode keeps the deadline itself."""
+"""Time after the deadline at which a loop is cancelled. An episode ends at the deadline itself."""
 
 
 class AgentLoopWorker:
     """Runs agent loops concurrently on one event loop.
 
-    A trajectory that raises, hangs or is cancelled ends with a reason and its tokens; the others do not notice.
+    A trajectory that raises, hangs or is cancelled ends with a stop reason and its tokens, and does not disturb others.
 
     Args:
-        context: What each loop gets; its server manager is scoped to each trajectory.
+        context: Context of every loop. Its server manager is scoped to each trajectory.
         loops: The agent loops by name.
         default_agent_loop: The loop of rows without `agent_name`.
-        reward: Scores trajectories that have no reward of their own; None leaves those unscored.
-        gate: Where trajectories wait before they begin; None lets all begin at once.
-        oversight: Looks after them while they run; None is nobody.
+        reward: Scores trajectories that have no reward of their own. None leaves those unscored.
+        gate: Admits trajectories. None admits all at once.
+        monitor: Observes trajectories while they run. None disables monitoring.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class AgentLoopWorker:
         default_agent_loop: str = "single_turn_agent",
         reward: RewardFunction | None = None,
         gate: AdmissionGate | None = None,
-        oversight: TrajectoryMonitor | None = None,
+        monitor: TrajectoryMonitor | None = None,
     ) -> None:
         self._context = context
         self._loops = loops
         self._default_agent_loop = default_agent_loop
         self._reward = reward
         self.gate = gate or AdmissionGate()
-        self._oversight = oversight
+        self._monitor = monitor
         self._running: dict[str, asyncio.Task[Any]] = {}
         self._cancelled: set[str] = set()
         self._renew_cancellation()
 
     @property
     def running(self) -> Sequence[str]:
-        """The trajectories in flight."""
+        """Ids of the trajectories in flight."""
         return tuple(self._running)
 
     async def run(
@@ -87,24 +87,27 @@ class AgentLoopWorker:
         budget: FailureBudget | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """Runs all jobs and returns their trajectories in the same order; a loop that returns a list has as many.
+        """Run all jobs and return their trajectories, in the same order.
+
+        A loop that returns a list has one trajectory for each element.
 
         Args:
-            budget: How many may fail; None is no limit.
-            on_trajectory: Told of each trajectory as it ends.
+            jobs: The trajectories to run.
+            budget: Limit of failed trajectories. None means no limit.
+            on_trajectory: Called with each trajectory as it ends.
 
         Raises:
-            RolloutError: More failed than the budget allows; what was running is cancelled.
-            JournalError: The turns cannot be kept.
+            RolloutError: More trajectories failed than the budget allows; the others were cancelled.
+            JournalError: The turns cannot be recorded.
         """
 
         async def run_one(job: Job) -> list[Trajectory]:
             async with self.gate:
-                with self._shown(job, asked_at=asked_at) as activity:
+                with self._monitored(job, requested_at=requested_at) as activity:
                     trajectories = await self._run_job(job, context)
-            if activity is not None and self._oversight is not None:
+            if activity is not None and self._monitor is not None:
                 trace = activity.trace()
-                trajectories = [self._oversight.timed(trajectory, trace) for trajectory in trajectories]
+                trajectories = [self._monitor.timed(trajectory, trace) for trajectory in trajectories]
             for trajectory in trajectories:
                 if on_trajectory is not None:
                     on_trajectory(trajectory)
@@ -113,17 +116,17 @@ class AgentLoopWorker:
             return trajectories
 
         if not self._running:
-            # An event belongs to the event loop in which it is first waited for.
+            # An event belongs to the event loop that first waits for it.
             self._renew_cancellation()
-        context, asked_at = self._context, asyncio.get_running_loop().time()
-        watching = nullcontext() if self._oversight is None else self._oversight.watching()
+        context, requested_at = self._context, asyncio.get_running_loop().time()
+        watching = nullcontext() if self._monitor is None else self._monitor.watching()
         with infrequent_collections(), containing_tasks():
             async with self.gate.adapting(), watching:
-                parts = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
-        return [trajectory for part in parts for trajectory in part]
+                by_job = await run_together((run_one(job) for job in jobs), begin_at_once=BEGIN_AT_ONCE)
+        return [trajectory for trajectories in by_job for trajectory in trajectories]
 
     def cancel(self, trajectory_id: str) -> bool:
-        """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
+        """End one trajectory with `cancelled`, its tokens kept. Return whether it was in flight."""
         task = self._running.get(trajectory_id)
         if task is None:
             return False
@@ -131,24 +134,24 @@ class AgentLoopWorker:
         return task.cancel()
 
     def cancel_all(self) -> None:
-        """Ends every trajectory of the present runs with `cancelled`, its tokens kept, also those that have not begun.
+        """End every trajectory of the present runs with `cancelled`, its tokens kept, also those that wait to start.
 
-        Loops that work with episodes end as soon as what is in flight is cut, and `AsyncPartialToolAgentLoop` leaves
-        what it takes to go on; loops on token ids do not notice.
+        Episodes end as soon as their requests and calls in flight are aborted. The outputs of
+        `AsyncPartialToolAgentLoop` can be resumed. Loops that work on token ids are not cancelled.
         """
         self._cancellation.set()
         self._renew_cancellation()
 
     def _renew_cancellation(self) -> None:
-        """Has what begins from here on listen to another event."""
+        """Give trajectories that start from now on a new cancellation event."""
         self._cancellation = asyncio.Event()
         self._context = structs.replace(self._context, cancellation=self._cancellation)
 
-    def _shown(self, job: Job, *, asked_at: float) -> AbstractContextManager[Activity | None]:
-        """Shows a trajectory on the board meanwhile, if somebody looks after it."""
-        if self._oversight is None:
+    def _monitored(self, job: Job, *, requested_at: float) -> AbstractContextManager[Activity | None]:
+        """Register a trajectory with the monitor in the body, if there is a monitor."""
+        if self._monitor is None:
             return nullcontext()
-        return self._oversight.board.trajectory(job.trajectory_id, asked_at=asked_at)
+        return self._monitor.activity_monitor.trajectory(job.trajectory_id, requested_at=requested_at)
 
     async def _run_job(self, job: Job, context: LoopContext) -> list[Trajectory]:
         task = asyncio.current_task()
@@ -159,7 +162,7 @@ class AgentLoopWorker:
             try:
                 outputs = await self._run_loop(job, context)
                 if job.log is not None and job.log.mismatch is not None:
-                    outputs = await self._begin_anew(job, job.log, outputs, context=context)
+                    outputs = await self._restart(job, job.log, outputs, context=context)
             finally:
                 del self._running[trajectory_id]
                 self._cancelled.discard(trajectory_id)
@@ -176,7 +179,7 @@ class AgentLoopWorker:
                 await job.log.end(trajectories)
         return trajectories
 
-    async def _begin_anew(
+    async def _restart(
         self,
         job: Job,
         log: RowLog,
@@ -184,8 +187,10 @@ class AgentLoopWorker:
         *,
         context: LoopContext,
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Run the row from its prompt, since what was recorded before a crash cannot be followed. Fail the row if a
-        tool in it may be used only once."""
+        """Run the row from its prompt again, since the record from before a crash does not match the replay.
+
+        Fail the row if it used something that may be used only once.
+        """
         why = log.mismatch or ""
         if log.only_once is not None:
             return _failed_replay(log, outputs)
@@ -193,13 +198,13 @@ class AgentLoopWorker:
         outputs = await self._run_loop(job, context)
         if log.mismatch is not None:
             return _failed_replay(log, outputs)
-        incident = Incident(IncidentKind.RESTARTED, f"begun anew after a crash: {why}")
+        incident = Incident(IncidentKind.RESTARTED, f"started again after a crash: {why}")
         if isinstance(outputs, AgentLoopOutput):
             return outputs.noted(incident)
         return [output.noted(incident) for output in outputs]
 
     async def _run_loop(self, job: Job, context: LoopContext) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """The episode's edge: beyond it a trajectory is data. Only a cancellation of the whole batch passes."""
+        """Run the loop and return its outputs. Its errors become data; a cancellation of the batch is raised."""
         loop: AgentLoopBase | None = None
 
         async def run() -> AgentLoopOutput | list[AgentLoopOutput]:
@@ -209,7 +214,7 @@ class AgentLoopWorker:
             return self._accepted(returned, loop, job, completions=completions)
 
         deadline_s = context.limits.deadline_s
-        new_log = None if job.log is None else job.log.new_lane
+        new_log = None if job.log is None else job.log.new_episode
         completions = CompletionMemory()
         try:
             with context.server_manager.scope(seed=job.seed) as server_manager:
@@ -225,13 +230,13 @@ class AgentLoopWorker:
         except asyncio.CancelledError:
             if not self._was_cancelled_alone(job):
                 raise
-            await _close_behind(loop, StopReason.CANCELLED)
+            await _close_abandoned(loop, StopReason.CANCELLED)
             return _record(loop, StopReason.CANCELLED)
         except JournalError:
             raise
         except DeadlineExpired as error:
             if isinstance(error, Abandoned):
-                await _close_behind(loop, StopReason.DEADLINE)
+                await _close_abandoned(loop, StopReason.DEADLINE)
             return _record(loop, StopReason.DEADLINE)
         except Exception as error:  # noqa: BLE001  (a broken trajectory is data, with its traceback)
             return _record(loop, StopReason.FAILED, failure=failure_of(error))
@@ -239,18 +244,18 @@ class AgentLoopWorker:
     def _accepted(
         self, returned: Any, loop: AgentLoopBase, job: Job, *, completions: CompletionMemory
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Check and complete what a loop returned. A bad output of several fails alone.
+        """Validate and complete what a loop returned. An invalid output in a list fails alone.
 
         Raises:
-            EpisodeError: It is no output, or the only one is bad.
+            EpisodeError: The loop did not return outputs, or its only output is invalid.
         """
-        door = LoopOutputs(self._context, job.row, completions)
+        checks = LoopOutputs(self._context, job.row, completions)
         if isinstance(returned, AgentLoopOutput):
-            return door.accept(returned)
+            return checks.accept(returned)
         accepted: list[AgentLoopOutput] = []
         for output in listed_outputs(returned, loop_name=type(loop).__name__):
             try:
-                accepted.append(door.accept(output))
+                accepted.append(checks.accept(output))
             except Exception as error:  # noqa: BLE001  (as in `_run_loop`)
                 failed = AgentLoopOutput(
                     segments=(), stop_reason=StopReason.FAILED, failure=failure_of(error)
@@ -259,11 +264,11 @@ class AgentLoopWorker:
         return accepted
 
     def _was_cancelled_alone(self, job: Job) -> bool:
-        """Whether the cancellation came from `cancel`, and from nowhere else."""
+        """Return whether only `cancel` cancelled the trajectory."""
         return job.trajectory_id in self._cancelled and self._running[job.trajectory_id].uncancel() == 0
 
     async def _scored(self, output: AgentLoopOutput, job: Job, *, branch: int | None = None) -> Trajectory:
-        """The reward's edge: a reward function that raises fails its trajectory."""
+        """Score an output. A reward function that raises fails the trajectory."""
         score: Score | None = None
         try:
             score = await self._score(output, job)
@@ -296,18 +301,19 @@ class AgentLoopWorker:
             return entry.loop_class(context, **entry.kwargs)
         except TypeError as error:
             raise ConfigError(
-                f"agent loop {name!r} cannot be made with {sorted(entry.kwargs)}: {error}"
+                f"agent loop {name!r} does not take the arguments {sorted(entry.kwargs)}: {error}; correct its entry "
+                "in rollout.agent.agent_loop_config_path"
             ) from error
 
 
 def loop_grace_s(context: LoopContext) -> float:
-    """Return how long a cancelled loop may take: to abort its request, to end its calls, and to close its tools and its
-    interaction, each of which may use up its own grace."""
+    """Return how long a cancelled loop may take to abort its request, end its calls, and close its tools and
+    interaction. Each of these steps has a grace period of its own."""
     close_s = context.multi_turn.close_timeout_s + 2 * ABANDON_GRACE_S
     return FINISH_GRACE_S + 3 * ABANDON_GRACE_S + 2 * close_s
 
 
-async def _close_behind(loop: AgentLoopBase | None, reason: StopReason) -> None:
+async def _close_abandoned(loop: AgentLoopBase | None, reason: StopReason) -> None:
     """Close the tools and the interaction of a loop that was abandoned."""
     if loop is not None and loop.last_episode is not None:
         await loop.last_episode.abandon(reason)
@@ -323,8 +329,8 @@ def _record(
 
 def _failed_replay(log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]) -> AgentLoopOutput:
     error = (
-        f"{log.mismatch}; the row cannot begin anew, since {log.only_once} was used, or may have been, and may be used "
-        "only once"
+        f"{log.mismatch}; the row cannot start again, since {log.only_once} was used, or may have been, and may be "
+        "used only once"
     )
     output = outputs if isinstance(outputs, AgentLoopOutput) else outputs[0]
     return output.failed(Failure(error=f"ReplayMismatch: {error}", traceback=error))

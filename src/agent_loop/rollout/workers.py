@@ -1,4 +1,4 @@
-"""Who runs a batch's jobs: the seam between the manager and workers in this process or elsewhere."""
+"""The interface between the manager and its workers, and its implementation for workers in this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from agent_loop.trajectory import Trajectory
 
 
 class Workers(Protocol):
-    """All workers of a run. Every method is called on one event loop."""
+    """All workers of a manager. Every method is called on one event loop."""
 
     async def start(self) -> None:
-        """Gets them ready; called once, when the servers are up."""
+        """Start the workers. Called once, when the servers are up."""
         ...
 
     async def run(
@@ -28,23 +28,23 @@ class Workers(Protocol):
         budget: FailureBudget | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """Runs each job exactly once, as `AgentLoopWorker.run` does; when it returns or raises, nothing runs."""
+        """Run each job exactly once, as `AgentLoopWorker.run` does. Nothing is in flight after it returns or raises."""
         ...
 
     def cancel(self, trajectory_id: str) -> bool:
-        """Ends one running trajectory with `cancelled`, its tokens kept; tells whether it was running."""
+        """End one trajectory with `cancelled`, its tokens kept. Return whether it was in flight."""
         ...
 
     def cancel_all(self) -> None:
-        """Ends every trajectory of the present runs, as `AgentLoopWorker.cancel_all` does."""
+        """End every trajectory of the present runs, as `AgentLoopWorker.cancel_all` does."""
         ...
 
     async def set_weight_version(self, weight_version: int) -> None:
-        """Tells which weights the servers have from here on."""
+        """Set the weight version that the servers have from now on."""
         ...
 
     async def close(self) -> None:
-        """Ends them."""
+        """Close the workers."""
         ...
 
 
@@ -56,7 +56,7 @@ class LocalWorkers:
 
     @property
     def gates(self) -> set[AdmissionGate]:
-        """Where their trajectories wait before they begin; workers may share one."""
+        """Gates that admit the workers' trajectories. Workers may share a gate."""
         return {worker.gate for worker in self._workers}
 
     async def start(self) -> None:
@@ -90,6 +90,6 @@ class LocalWorkers:
 
 
 def split(jobs: Sequence[Job], num_chunks: int) -> list[Sequence[Job]]:
-    """Contiguous chunks whose sizes differ by at most one."""
+    """Split jobs into contiguous chunks whose sizes differ by at most one."""
     cuts = [len(jobs) * chunk // num_chunks for chunk in range(num_chunks + 1)]
     return [jobs[start:end] for start, end in pairwise(cuts)]

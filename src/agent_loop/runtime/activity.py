@@ -1,6 +1,7 @@
-"""What each trajectory waits for, known at any time, and what it has waited for: why nothing moves, where time went.
+"""What each trajectory is waiting for, and what it has waited for.
 
-Whoever awaits something for a trajectory says so with `waiting_for`. Outside of a watched rollout that costs nothing.
+Code that awaits something for a trajectory does so within `waiting_for`. The watchdog reads the current waits, and the
+trace of a trajectory holds the past ones. Outside of a monitored rollout `waiting_for` costs nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class WaitKind(StrEnum):
     """What a trajectory may wait for."""
 
     ADMISSION = "admission"
-    """To begin, where `rollout.max_concurrent` holds it back."""
+    """Permission to start, limited by `rollout.max_concurrent`."""
     QUEUE = "queue"
-    """A place at a server, where all are full."""
+    """A free slot on a server."""
     GENERATE = "generate"
-    """A completion, once it has a place."""
+    """A completion of a request in flight."""
     TOOL = "tool"
     INTERACTION = "interaction"
     REWARD = "reward"
@@ -36,109 +37,111 @@ class WaitKind(StrEnum):
     CLOSE = "close"
     JOURNAL = "journal"
     USER = "user"
-    """What a loop's own code says that it does."""
+    """A wait that a custom loop has named."""
 
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """What one trajectory is about."""
+    """What a trajectory is currently waiting for, and its past waits."""
 
     trajectory_id: str
-    board: Board = field(repr=False)
+    monitor: ActivityMonitor = field(repr=False)
     since: float
-    """When it last began or ended a wait."""
+    """When a wait last started or ended, in the event loop's time."""
     task: asyncio.Task[Any] | None = field(repr=False)
     loop: asyncio.AbstractEventLoop = field(repr=False)
-    """In which it runs; what it waits for may be in other threads."""
+    """Event loop that runs the trajectory. A wait may take place in another thread."""
     clock: Callable[[], float] = field(repr=False)
-    """Of that loop."""
+    """Clock of the event loop."""
     thread: int = field(repr=False)
-    """Of that loop."""
+    """Id of the event loop's thread."""
     waits: list[waiting_for] = field(default_factory=list["waiting_for"])
-    """Several where calls, branches or agents run at once; the oldest first."""
-    asked_at: float = 0.0
-    """When the trajectory was asked for, in the event loop's time."""
+    """Current waits, oldest first. There are several if calls, branches or agents run concurrently."""
+    requested_at: float = 0.0
+    """When the trajectory was requested, in the event loop's time."""
     num_numbered: int = 0
-    """Of its spans, those that others may lie within."""
+    """Number of the spans that can enclose others."""
     spans: list[Span] = field(default_factory=list[Span])
-    """What it has waited for."""
+    """Past waits."""
     _token: Token[Activity | None] | None = field(default=None, repr=False)
 
     def __enter__(self) -> Self:
-        self._token = CURRENT.set(self)
-        self.board.show(self)
+        self._token = CURRENT_ACTIVITY.set(self)
+        self.monitor.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:
-            CURRENT.reset(self._token)
-        self.board.remove(self)
+            CURRENT_ACTIVITY.reset(self._token)
+        self.monitor.remove(self)
 
     def add(self, wait: waiting_for, *, until: float) -> None:
-        """A wait is over."""
-        start, end = wait.since - self.asked_at, until - self.asked_at
-        last = len(self.spans) - 1  # code in another thread may add one meanwhile
+        """Record a wait that has ended."""
+        start, end = wait.since - self.requested_at, until - self.requested_at
+        last = len(self.spans) - 1  # code in another thread may append a span after this line
         if last >= 0 and self.spans[last].details is wait.details:
             self.spans[last] = structs.replace(self.spans[last], end=end)
         else:
             self.spans.append(Span(wait.kind, wait.what, start, end, wait.details))
 
     def trace(self) -> Trace:
-        """Up to now."""
-        seconds = self.clock() - self.asked_at
+        """Return the spans up to the current time."""
+        seconds = self.clock() - self.requested_at
         return Trace(time.time() - seconds, seconds, tuple(self.spans))
 
 
-class Board:
-    """The trajectories in flight. One per worker; its trajectories write to it."""
+class ActivityMonitor:
+    """The activities of all running trajectories of one worker."""
 
     def __init__(self) -> None:
         self.progressed_at = 0.0
-        """When something last began or ended, in the event loop's time."""
+        """When any wait last started or ended, in the event loop's time."""
         self.last: tuple[str, waiting_for | str] = ("", "")
-        """What moved last: who, and the wait that is over, or what they did."""
+        """The last event: a trajectory id, and the wait that ended or a description."""
         self._activities: dict[str, Activity] = {}
 
     @property
     def activities(self) -> Sequence[Activity]:
         return tuple(self._activities.values())
 
-    def trajectory(self, trajectory_id: str, *, asked_at: float | None = None) -> Activity:
-        """A trajectory that begins, for `with`: shown meanwhile, and what its tasks wait for goes to it.
+    def trajectory(self, trajectory_id: str, *, requested_at: float | None = None) -> Activity:
+        """Return the activity of a trajectory that starts, for use in a `with` statement.
+
+        Waits of tasks that start in the body are recorded on this activity.
 
         Args:
-            asked_at: Since when it has waited to begin, in the event loop's time; None is not at all.
+            requested_at: When the trajectory was requested, in the event loop's time. None means now.
         """
         loop = asyncio.get_running_loop()
         clock, task = clock_of(loop), asyncio.current_task(loop)
         now = clock()
         activity = Activity(trajectory_id, self, now, task, loop, clock, threading.get_ident())
-        activity.asked_at = now if asked_at is None else asked_at
-        if activity.asked_at < now:
-            activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.asked_at))
+        activity.requested_at = now if requested_at is None else requested_at
+        if activity.requested_at < now:
+            activity.spans.append(Span(WaitKind.ADMISSION, "", 0.0, now - activity.requested_at))
         return activity
 
-    def show(self, activity: Activity) -> None:
-        """Of the activity itself: it has begun."""
+    def add(self, activity: Activity) -> None:
+        """Add the activity of a trajectory that has started."""
         self._activities[activity.trajectory_id] = activity
 
     def remove(self, activity: Activity) -> None:
-        """Of the activity itself: it is over."""
+        """Remove the activity of a trajectory that has ended."""
         del self._activities[activity.trajectory_id]
         self.note(activity.trajectory_id, "ended", at=activity.clock())
 
     def note(self, who: str, what: str, *, at: float) -> None:
-        """Somebody did something, at this time of the event loop."""
+        """Record an event at a time of the event loop."""
         self.progressed_at, self.last = at, (who, what)
 
     @property
     def last_event(self) -> str:
-        """The last of it, in words."""
+        """Description of the last event."""
         who, what = self.last
         return f"{who} {what}" if isinstance(what, str) else f"{who} had waited for {what}"
 
     def activity_of(self, task: asyncio.Task[Any] | None) -> str:
-        """Whose a task is, as far as it can be told; empty if not."""
+        """Return the trajectory, and the wait, that a task belongs to; an empty string if unknown."""
         if task is None:
             return ""
         for activity in self.activities:
@@ -150,25 +153,27 @@ class Board:
         return ""
 
 
-CURRENT: ContextVar[Activity | None] = ContextVar("agent_loop_activity", default=None)
-"""The trajectory that the running code belongs to."""
-WITHIN: ContextVar[int | None] = ContextVar("agent_loop_within", default=None)
-"""The number of the span in which the running code lies."""
-HOLDS_USER_CODE = frozenset({WaitKind.TOOL, WaitKind.INTERACTION, WaitKind.REWARD, WaitKind.USER})
-"""Spans that have a number, since others may lie within them."""
+CURRENT_ACTIVITY: ContextVar[Activity | None] = ContextVar("agent_loop_activity", default=None)
+"""Activity of the trajectory that the running code belongs to."""
+ENCLOSING_SPAN: ContextVar[int | None] = ContextVar("agent_loop_within", default=None)
+"""Number of the span that encloses the running code."""
+RUNS_USER_CODE = frozenset({WaitKind.TOOL, WaitKind.INTERACTION, WaitKind.REWARD, WaitKind.USER})
+"""Kinds of spans that are numbered because they can enclose others."""
 
 
 class waiting_for:
-    """Shows that the running trajectory waits for this, as a context, in any thread that has the trajectory's; what it
-    yields are the details of the span, to be added to. They get `span`, its number, where user code runs in it, and
-    `within`, the number of the span in which it lies. Meanwhile `since` tells when it began, in the event loop's time,
-    and `task`, where user code runs on the event loop, who waits.
+    """Context manager that records what the running trajectory waits for. Yields the details of the span.
+
+    Code in the body may add to the details. Two entries are added here: `span`, the number of a span that runs user
+    code, and `within`, the number of the enclosing span. It may be entered in any thread that has the trajectory's
+    context variables. Within the body, `since` is the start in the event loop's time, and `task` is the task that runs
+    user code on the event loop.
 
     Args:
-        kind: What it waits for.
-        what: Its name, where there are several of the kind.
-        details: Of the span, where they are known before; waits that share them are one span, if nothing else ended in
-            between.
+        kind: What the trajectory waits for.
+        what: Its name, if there are several of this kind.
+        details: Details of the span that are known beforehand. Consecutive waits with the same details object are
+            recorded as one span.
     """
 
     __slots__ = ("_activity", "_token", "details", "kind", "since", "task", "what")
@@ -177,20 +182,20 @@ class waiting_for:
         self.kind = kind
         self.what = what
         self.details: dict[str, Any] = {} if details is None else details
-        self._activity = CURRENT.get()
+        self._activity = CURRENT_ACTIVITY.get()
         self._token: Token[int | None] | None = None
         self.task: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> dict[str, Any]:
         activity = self._activity
         if activity is not None:
-            within = WITHIN.get()
+            within = ENCLOSING_SPAN.get()
             if within is not None:
                 self.details["within"] = within
-            if self.kind in HOLDS_USER_CODE:
+            if self.kind in RUNS_USER_CODE:
                 activity.num_numbered += 1
                 self.details["span"] = activity.num_numbered
-                self._token = WITHIN.set(activity.num_numbered)
+                self._token = ENCLOSING_SPAN.set(activity.num_numbered)
                 if threading.get_ident() == activity.thread:
                     self.task = asyncio.current_task(activity.loop)
             self.since = activity.since = activity.clock()
@@ -201,9 +206,9 @@ class waiting_for:
         activity = self._activity
         if activity is not None:
             if self._token is not None:
-                WITHIN.reset(self._token)
-            now = activity.since = activity.board.progressed_at = activity.clock()
-            activity.board.last = (activity.trajectory_id, self)
+                ENCLOSING_SPAN.reset(self._token)
+            now = activity.since = activity.monitor.progressed_at = activity.clock()
+            activity.monitor.last = (activity.trajectory_id, self)
             activity.waits.remove(self)
             activity.add(self, until=now)
 
@@ -212,7 +217,7 @@ class waiting_for:
 
 
 def note_progress() -> None:
-    """Says that what the running trajectory waits for goes on, as when a part of a completion came."""
-    activity = CURRENT.get()
+    """Record progress of the running trajectory, such as an arrived chunk of a completion."""
+    activity = CURRENT_ACTIVITY.get()
     if activity is not None:
-        activity.board.progressed_at = activity.clock()
+        activity.monitor.progressed_at = activity.clock()

@@ -1,7 +1,7 @@
-"""What asyncio lacks: shielded cleanup, calls that are asked to stop before they are cut, and concurrent calls whose
-errors come out as they are.
+"""Helpers around asyncio tasks: concurrent calls, shielded cleanup, and calls that can be aborted.
 
-Each task is over when the function that started it returns, unless it was abandoned (`agent_loop.runtime.isolated_task`).
+Each task is over when the function that started it returns, unless it was abandoned
+(`agent_loop.runtime.isolated_task`).
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from agent_loop.runtime.time_scope import TimeScope
 ResultT = TypeVar("ResultT")
 
 SHIELD_GRACE_S = 2 * ABANDON_GRACE_S
-"""Seconds that shielded cleanup has to end after its time limit, the graces of the foreign code in it included."""
+"""Seconds that shielded cleanup has to end after its time limit, including the grace of user code in it."""
 
 
 async def run_together(
     calls: Iterable[Coroutine[Any, Any, ResultT]], *, begin_at_once: int | None = None
 ) -> list[ResultT]:
-    """Runs calls at once and returns their results in order.
+    """Run calls concurrently and return their results in order.
 
-    If one raises, the others are cancelled and its exception is raised as it is, not in a group.
+    If a call raises, the others are cancelled, and its exception is raised by itself instead of in a group.
 
     Args:
-        calls: Are asked for one by one, as they begin.
-        begin_at_once: After so many have begun, whatever else is ready goes on before the next ones do; None begins all
-            before that.
+        calls: The iterable is advanced as the calls start.
+        begin_at_once: Number of calls to start before the event loop runs other tasks. None starts all calls first.
     """
     tasks: list[asyncio.Task[ResultT]] = []
     try:
@@ -46,13 +45,12 @@ async def run_together(
 
 
 async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s: float) -> ResultT:
-    """Run cleanup to its end even if the caller is cancelled meanwhile, but no longer than `timeout_s`.
+    """Run cleanup for at most `timeout_s`, even if the caller is cancelled. The cancellation is raised afterwards.
 
-    The cancellation is delivered afterwards. Cleanup that goes on for `SHIELD_GRACE_S` after its time limit is
-    abandoned.
+    Cleanup that still runs `SHIELD_GRACE_S` after its time limit is abandoned.
 
     Raises:
-        TimeoutError: It took longer.
+        TimeoutError: The cleanup took longer.
     """
 
     async def bounded() -> ResultT:
@@ -73,9 +71,9 @@ async def run_shielded(function: Callable[[], Awaitable[ResultT]], *, timeout_s:
 
 
 async def merged(streams: Iterable[AsyncGenerator[ResultT]]) -> AsyncGenerator[ResultT]:
-    """Yields what several generators yield, as it comes.
+    """Yield the items of several generators as they arrive.
 
-    If one raises, its exception is raised. At the end, however it comes, all of them are closed.
+    If a generator raises, its exception is raised. All generators are closed at the end, also after an exception.
     """
     streams = list(streams)
     if len(streams) == 1:
@@ -83,26 +81,26 @@ async def merged(streams: Iterable[AsyncGenerator[ResultT]]) -> AsyncGenerator[R
             async for item in stream:
                 yield item
         return
-    coming = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+    pending = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
-        while coming:
-            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                stream = coming.pop(task)
+                stream = pending.pop(task)
                 try:
                     item = task.result()
                 except StopAsyncIteration:
                     continue
-                coming[asyncio.ensure_future(anext(stream))] = stream
+                pending[asyncio.ensure_future(anext(stream))] = stream
                 yield item
     finally:
-        for task in coming:
+        for task in pending:
             task.cancel()
-        if coming:
-            await asyncio.wait(coming)
-        for task in coming:
+        if pending:
+            await asyncio.wait(pending)
+        for task in pending:
             if not task.cancelled():
-                task.exception()  # looked at, so that asyncio does not report it as lost
+                task.exception()  # retrieved, so that asyncio does not log it
         for stream in streams:
             await stream.aclose()
 
@@ -110,8 +108,7 @@ async def merged(streams: Iterable[AsyncGenerator[ResultT]]) -> AsyncGenerator[R
 async def run_while(
     call: Coroutine[Any, Any, ResultT], *, condition: Coroutine[Any, Any, None]
 ) -> ResultT | None:
-    """Awaits a call as long as a condition lasts; when the condition returns first, the call is cancelled and the
-    result is None."""
+    """Await a call while a condition runs. If the condition returns first, cancel the call and return None."""
     task, ended = asyncio.ensure_future(call), asyncio.ensure_future(condition)
     try:
         await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -124,8 +121,8 @@ async def run_while(
     return None if task.cancelled() else task.result()
 
 
-class Cut(Exception):
-    """A call was to stop before it began, or while it ran; nothing came of it."""
+class CallAborted(Exception):
+    """A call was aborted before it started, or while it ran, and has no result."""
 
 
 async def run_abortable(
@@ -136,45 +133,45 @@ async def run_abortable(
     grace_s: float,
     signal: Signal | None = None,
 ) -> ResultT:
-    """Awaits a call that is first asked to end by itself, where the caller is cancelled or the signal comes.
+    """Await a call that is aborted, not cancelled, when the caller is cancelled or the signal is set.
 
-    To ask it, `abort` is awaited; the call then gets `grace_s` to return what it has. One that does not return in time
-    is cancelled. If it was the caller that was cancelled, the result goes to `keep_partial` and the cancellation is
-    delivered; if it was the signal, the result is returned.
+    To abort it, `abort` is awaited. The call then has `grace_s` to return a partial result, and is cancelled
+    afterwards. If the caller was cancelled, the partial result is passed to `keep_partial` and the cancellation is
+    raised. If the signal was set, the partial result is returned.
 
     Raises:
-        Cut: The signal had come before, or the call did not return in time.
+        CallAborted: The signal was set before, or the call did not return in time.
     """
     if signal is not None and signal.is_set():
-        raise Cut
+        raise CallAborted
     task = IsolatedTask(function, name="a completion")
     wake = partial(_resolve, task.ended)
-    listener = None if signal is None else signal.listen(wake)
+    callback = None if signal is None else signal.add_callback(wake)
     try:
         try:
             await task.ended
         finally:
             if signal is not None:
-                signal.leave(listener)
+                signal.remove_callback(callback)
         if not task.has_ended:
-            await _ask_to_end(task, abort, grace_s=grace_s)
+            await _abort(task, abort, grace_s=grace_s)
     except BaseException:
         try:
-            await _ask_to_end(task, abort, grace_s=grace_s)
+            await _abort(task, abort, grace_s=grace_s)
         finally:
             if task.has_result:
                 keep_partial(task.result())
         raise
     if task.was_cancelled or not task.has_ended:
-        raise Cut
+        raise CallAborted
     return task.result()
 
 
 @contextlib.asynccontextmanager
-async def running_beside(call: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Runs a call, such as an endless watch, as long as the body lasts.
+async def running_in_background(call: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run a call, such as an endless health check, while the body runs, and cancel it at the end.
 
-    If it raises, the body goes on, and its exception is raised at the end.
+    If the call raises, the body continues, and the exception is raised at the end.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -187,10 +184,10 @@ async def running_beside(call: Coroutine[Any, Any, None]) -> AsyncGenerator[None
 
 
 class HeldOpen(Generic[ResultT]):
-    """An async context manager that is entered and left in one task of its own, as those need whose cancel scopes
-    belong to a task, while any other task opens, uses and closes what it gives.
+    """Runs an async context manager in a task of its own, so that any task can open, use and close it.
 
-    Single use: `open`, then `close`, also after an `open` that raised.
+    Context managers with cancel scopes need this, because they have to be entered and exited in the same task. Single
+    use: call `open` once, then `close`, even if `open` raised.
     """
 
     def __init__(self, context: contextlib.AbstractAsyncContextManager[ResultT]) -> None:
@@ -200,7 +197,7 @@ class HeldOpen(Generic[ResultT]):
         self._closing = asyncio.Event()
 
     async def open(self) -> ResultT:
-        """Enters the context and returns what it gives, or raises what it raises."""
+        """Enter the context and return its value. Exceptions of the context are raised."""
         self._opened = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(self._opened))
         await asyncio.wait({self._task, self._opened}, return_when=asyncio.FIRST_COMPLETED)
@@ -209,24 +206,24 @@ class HeldOpen(Generic[ResultT]):
         return self._opened.result()
 
     @property
-    def is_over(self) -> bool:
-        """It was left, by `close` or because something in it broke."""
+    def is_closed(self) -> bool:
+        """Whether the context was exited, by `close` or because of an error."""
         return self._task is None or self._task.done()
 
-    async def over(self) -> None:
-        """Waits until it is left; raises nothing of what broke it."""
+    async def closed(self) -> None:
+        """Wait until the context is exited. Errors of the context are not raised."""
         if self._task is not None:
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """Leaves the context, and waits for that; a cancellation cancels what is left of it.
+        """Exit the context and wait until it is exited. A cancellation cancels the exit.
 
         Raises:
-            Exception: What leaving raised. What broke it before is not raised again.
+            Exception: The exit raised it. An earlier error of the context is not raised again.
         """
         if self._task is None:
             return
-        was_over = self._task.done()
+        was_closed = self._task.done()
         self._closing.set()
         try:
             if self._opened is None or not self._opened.done():
@@ -238,17 +235,17 @@ class HeldOpen(Generic[ResultT]):
             raise
         finally:
             error = self._task.exception() if self._task.done() and not self._task.cancelled() else None
-        if error is not None and not was_over:
+        if error is not None and not was_closed:
             raise error
 
     async def _hold(self, opened: asyncio.Future[ResultT]) -> None:
-        async with self._context as given:
-            opened.set_result(given)
+        async with self._context as value:
+            opened.set_result(value)
             await self._closing.wait()
 
 
 async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> None:
-    """Runs a call until it ends or the event is set; then it is cancelled, and has ended when this returns."""
+    """Run a call until it ends or the event is set. Cancel the call in the latter case, and wait until it has ended."""
     task, waiting = asyncio.ensure_future(call), asyncio.ensure_future(event.wait())
     try:
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -261,10 +258,7 @@ async def run_until(call: Coroutine[Any, Any, Any], event: asyncio.Event) -> Non
 
 
 class Signal:
-    """Callbacks for an `asyncio.Event`.
-
-    A task waits for the event while there is a callback.
-    """
+    """Callbacks for an `asyncio.Event`. A task waits for the event while there is a callback."""
 
     def __init__(self, event: asyncio.Event) -> None:
         self.is_set = event.is_set
@@ -272,17 +266,17 @@ class Signal:
         self._callbacks: dict[object, Callable[[], object]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    def listen(self, callback: Callable[[], object]) -> object:
-        """Add a callback for an event that is not set yet; return the argument of `leave`."""
-        listener = object()
-        self._callbacks[listener] = callback
+    def add_callback(self, callback: Callable[[], object]) -> object:
+        """Add a callback for an event that is not set yet. Return the argument of `remove_callback`."""
+        key = object()
+        self._callbacks[key] = callback
         if self._task is None:
             self._task = asyncio.create_task(self._call_back())
-        return listener
+        return key
 
-    def leave(self, listener: object) -> None:
-        """Remove a callback."""
-        self._callbacks.pop(listener, None)
+    def remove_callback(self, key: object) -> None:
+        """Remove the callback that `add_callback` returned the key of."""
+        self._callbacks.pop(key, None)
         if not self._callbacks and self._task is not None:
             self._task.cancel()
             self._task = None
@@ -298,10 +292,8 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _ask_to_end(
-    task: IsolatedTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float
-) -> None:
-    """Have a task end by itself, or by cancellation; abandon it if it does neither."""
+async def _abort(task: IsolatedTask[Any], abort: Callable[[], Awaitable[None]], *, grace_s: float) -> None:
+    """Abort a task, cancel it if it does not end, and abandon it if it still runs."""
 
     async def abort_and_wait() -> None:
         await abort()
@@ -309,7 +301,7 @@ async def _ask_to_end(
 
     try:
         if not task.has_ended:
-            with contextlib.suppress(Exception):  # a server that cannot abort is no reason to wait
+            with contextlib.suppress(Exception):  # a task that cannot be aborted is cancelled below
                 await run_shielded(abort_and_wait, timeout_s=grace_s)
     finally:
         if not task.has_ended:

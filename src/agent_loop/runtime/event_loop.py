@@ -1,4 +1,4 @@
-"""Runs the event loop of a command to its end, whatever foreign code does to it."""
+"""Event loop of a command, which ends in bounded time even if user code tries to stop or block it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 EXIT_GRACE_S = 5.0
-"""Seconds that tasks and threads have to end once the command is done. Those that do not are left behind."""
+"""Seconds that tasks and threads have to end once the command is done. The process ends without the others."""
 
 
 def run_to_end(main: Coroutine[Any, Any, ResultT], *, grace_s: float = EXIT_GRACE_S) -> ResultT:
-    """Run a coroutine as `asyncio.run` does, and end although foreign code does not.
+    """Run a coroutine as `asyncio.run` does, and return even if tasks or threads of user code do not end.
 
-    SystemExit and KeyboardInterrupt of callbacks, and `loop.stop()`, do not end the loop; Ctrl-C does. At the end,
-    tasks that swallow their cancellation and threads of the default executor that hang are left behind after `grace_s`.
+    Ctrl-C ends the event loop. SystemExit and KeyboardInterrupt of callbacks, and `loop.stop()`, do not. At the end,
+    tasks that swallow their cancellation and hanging threads of the default executor are abandoned after `grace_s`.
     """
     with asyncio.Runner(loop_factory=lambda: _EventLoop(grace_s)) as runner:
         loop = runner.get_loop()
@@ -37,16 +37,16 @@ def run_to_end(main: Coroutine[Any, Any, ResultT], *, grace_s: float = EXIT_GRAC
             finally:
                 for task in asyncio.all_tasks(loop):
                     code = getattr(task.get_coro(), "__qualname__", task.get_name())
-                    abandon(task, f"a task ({code}) went on for {grace_s:g} s after the end")
+                    abandon(task, f"a task ({code}) still ran {grace_s:g} s after the end")
 
 
-def leave(code: Any) -> NoReturn:
-    """End the process with this exit code, although threads that `run_to_end` left behind still hang."""
+def exit_process(code: Any) -> NoReturn:
+    """End the process with this exit code, even if threads that `run_to_end` abandoned still run."""
     names = ", ".join(sorted(thread.name for thread in _HUNG if thread.is_alive()))
     if not names:
         sys.exit(code)
-    logger.warning("threads that foreign code started still run (%s); the process ends without them", names)
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (the interpreter's own end waits for threads first)
+    logger.warning("threads of user code still run (%s); the process ends without them", names)
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]  (the interpreter would wait for the threads first)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -72,7 +72,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
             except RuntimeError:
                 if future.done() or self.is_closed():
                     raise
-                logger.warning("the event loop was stopped by the code that it runs, and goes on")
+                logger.warning("user code stopped the event loop; it was restarted")
 
     async def shutdown_default_executor(self, *args: Any) -> None:
         executor: Any = getattr(self, "_default_executor", None)
@@ -104,7 +104,7 @@ def _has_result(future: asyncio.Future[Any]) -> bool:
 
 
 def _is_ctrl_c(error: BaseException) -> bool:
-    """Return whether a handler of SIGINT raised this, and not code that the loop runs."""
+    """Return whether a handler of SIGINT raised the exception, as opposed to code that the event loop runs."""
     if not isinstance(error, KeyboardInterrupt):
         return False
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""Names that nothing else has."""
+"""Unique identifiers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ os.register_at_fork(after_in_child=_random.seed)
 
 
 def new_id() -> str:
-    """32 hexadecimal digits; no secret. Unlike `uuid4` it asks the system for nothing, which takes microseconds and
-    lets other threads cut in."""
+    """Return 32 random hexadecimal digits, which are not suitable as a secret.
+
+    Unlike `uuid4`, this makes no system call.
+    """
     return f"{_random.getrandbits(128):032x}"

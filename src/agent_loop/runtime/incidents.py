@@ -1,4 +1,4 @@
-"""Lets code note an incident on the running trajectory without knowing the trajectory."""
+"""Incidents of the running trajectory, recorded by code that has no reference to the trajectory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from agent_loop.trajectory.incidents import Incident, IncidentKind
 
 
 class IncidentCollector:
-    """Incidents of one trajectory that are noted while the body of a `with` block runs, tasks and threads included.
+    """Collects the incidents that occur in the body of a `with` statement, in its tasks and threads too.
 
     Args:
-        owner: The trajectory's id, for the log.
+        owner: Id of the trajectory, for the log.
     """
 
     def __init__(self, owner: str) -> None:
@@ -22,7 +22,7 @@ class IncidentCollector:
 
     @staticmethod
     def current() -> IncidentCollector | None:
-        """Return those of the trajectory that the running code belongs to."""
+        """Return the collector of the trajectory that the running code belongs to."""
         return _CURRENT.get()
 
     def __enter__(self) -> Self:
@@ -35,10 +35,10 @@ class IncidentCollector:
 
 
 def record_incident(kind: IncidentKind, detail: str) -> None:
-    """Note an incident on the trajectory that the running code belongs to, if it belongs to one."""
-    notes = _CURRENT.get()
-    if notes is not None:
-        notes.incidents.append(Incident(kind, detail))
+    """Record an incident on the trajectory that the running code belongs to, if there is one."""
+    collector = _CURRENT.get()
+    if collector is not None:
+        collector.incidents.append(Incident(kind, detail))
 
 
-_CURRENT: ContextVar[IncidentCollector | None] = ContextVar("agent_loop_row_notes", default=None)
+_CURRENT: ContextVar[IncidentCollector | None] = ContextVar("agent_loop_incidents", default=None)

@@ -34,8 +34,8 @@ class OnReplay(StrEnum):
     """Run no call twice. Return the recorded reply. A tool call without a recorded reply returns an error. A trajectory
     that would have to restart from its first turn fails instead."""
     RESTART = "restart"
-    """Return the recorded reply and consider the instance's state lost. The trajectory restarts from its first turn when
-    another call would read that state, and at once if a call has no recorded reply."""
+    """Return the recorded reply and consider the instance's state lost. The trajectory restarts from its first turn
+    when another call would read that state, and at once if a call has no recorded reply."""
 
     @classmethod
     def _missing_(cls, value: object) -> OnReplay:

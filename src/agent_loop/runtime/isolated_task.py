@@ -1,4 +1,4 @@
-"""Runs foreign code in a task of its own, and abandons a task that does not end when it is cancelled."""
+"""User code in a task of its own. A task that does not end when it is cancelled is abandoned."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 ABANDON_GRACE_S = 5.0
-"""Seconds that code has to end after it was cancelled. Its task is abandoned afterwards."""
+"""Seconds that code has to end after its cancellation. Its task is abandoned afterwards."""
 
 
 class DeadlineExpired(Exception):
-    """The time limit of a call passed. The message continues a sentence whose subject is the call."""
+    """The time limit of a call has passed. The message is a predicate; the call is its subject."""
 
 
 class Abandoned(DeadlineExpired):
-    """The time limit of a call passed, and the call went on although it was cancelled. Its task was abandoned."""
+    """The time limit of a call has passed, and the call continued after its cancellation. Its task was abandoned."""
 
 
 class IsolatedTask(Generic[ResultT]):
-    """A call to foreign code in a task of its own.
+    """A call to user code in a task of its own.
 
-    Whatever the code raises becomes the outcome of the call and nothing else: `SystemExit` and `KeyboardInterrupt`
-    do not reach the event loop. The code sees the caller's context variables, and what it sets is seen by the caller
-    once the call has ended.
+    Every exception of the code becomes the result of the call: `SystemExit` and `KeyboardInterrupt` do not reach the
+    event loop. The code sees the caller's context variables. The caller sees the variables that the code has set, once
+    the call has ended.
 
     Args:
-        function: Is called and awaited in the task.
-        name: What the log says if the task is abandoned.
+        function: Called and awaited in the task.
+        name: Name of the code in the log, used if the task is abandoned.
     """
 
     __slots__ = ("_context", "_error", "_result", "_task", "ended", "name")
@@ -45,7 +45,7 @@ class IsolatedTask(Generic[ResultT]):
         loop = asyncio.get_running_loop()
         self.name = name
         self.ended: asyncio.Future[None] = loop.create_future()
-        """Is done once the call has ended. Cancelling a caller that awaits it does not cancel the call."""
+        """Done once the call has ended. Cancelling a caller that awaits this future does not cancel the call."""
         self._error: BaseException | None = None
         self._result: Any = None
         self._context = copy_context()
@@ -70,28 +70,28 @@ class IsolatedTask(Generic[ResultT]):
         await asyncio.wait({self._task})
 
     async def stop(self, *, grace_s: float = ABANDON_GRACE_S) -> bool:
-        """Cancel the call and wait until it has ended; abandon it if it has not ended after `grace_s`.
+        """Cancel the call and wait until it has ended. Abandon the call if it still runs after `grace_s`.
 
         Returns:
-            Whether it has ended.
+            Whether the call has ended.
 
         Raises:
-            asyncio.CancelledError: The caller was cancelled meanwhile. It waited to the end all the same.
+            asyncio.CancelledError: The caller was cancelled. It is raised after the wait.
         """
         self._task.cancel()
         return await self.wait_shielded(timeout_s=grace_s, after="it was cancelled")
 
     async def wait_shielded(self, *, timeout_s: float, after: str) -> bool:
-        """Wait until the call has ended, even if the caller is cancelled meanwhile; abandon it after `timeout_s`.
+        """Wait until the call has ended, even if the caller is cancelled. Abandon the call after `timeout_s`.
 
         Args:
-            after: What the time counts from, for the log.
+            after: Event that the time counts from, for the log.
 
         Returns:
-            Whether it has ended.
+            Whether the call has ended.
 
         Raises:
-            asyncio.CancelledError: The caller was cancelled meanwhile. It waited to the end all the same.
+            asyncio.CancelledError: The caller was cancelled. It is raised after the wait.
         """
         ends_at = asyncio.get_running_loop().time() + timeout_s
         cancelled: asyncio.CancelledError | None = None
@@ -108,16 +108,17 @@ class IsolatedTask(Generic[ResultT]):
                     break
         has_ended = self._task.done()
         if not has_ended:
-            abandon(self._task, f"{self.name} went on for {timeout_s:g} s after {after}")
+            abandon(self._task, f"{self.name} still ran {timeout_s:g} s after {after}")
         if cancelled is not None:
             raise cancelled
         return has_ended
 
     def result(self) -> ResultT:
-        """Return what the call returned, or raise what it raised.
+        """Return the result of the call, or raise its exception.
 
         Raises:
-            RuntimeError: It raised CancelledError although nobody cancelled it, or what is not an `Exception`.
+            RuntimeError: The call raised CancelledError although nobody cancelled it, or an object that is not an
+                `Exception`.
         """
         error = self._error
         try:
@@ -136,7 +137,7 @@ class IsolatedTask(Generic[ResultT]):
     async def _run(self, function: Callable[[], Awaitable[ResultT]]) -> None:
         try:
             self._result = await function()
-        except BaseException as error:  # noqa: BLE001  (the outcome of the call, for whoever waits for it)
+        except BaseException as error:  # noqa: BLE001  (raised by `result`)
             self._error = error
         finally:
             if not self.ended.done():
@@ -144,21 +145,21 @@ class IsolatedTask(Generic[ResultT]):
 
 
 def num_abandoned() -> int:
-    """Return how many abandoned tasks still run in this process."""
+    """Return the number of abandoned tasks that still run in this process."""
     for task in [task for task in _ABANDONED if task.get_loop().is_closed()]:
         _ABANDONED.discard(task)
     return len(_ABANDONED)
 
 
 def abandon(task: asyncio.Task[Any], what: str) -> None:
-    """Leave a task to itself. `asyncio.run` does not wait for it.
+    """Stop waiting for a task. `asyncio.run` does not wait for it either.
 
     Args:
-        what: What the task did, for the log and the trajectory, such as "tool 'search' went on for 5 s".
+        what: Behaviour of the task, for the log and the trajectory, such as "tool 'search' still ran 5 s after it was cancelled".
     """
     notes = IncidentCollector.current()
     logger.warning(
-        "%s%s and was abandoned: its task runs on until it ends by itself; let CancelledError pass",
+        "%s%s and was abandoned: its task continues until it ends by itself; do not catch CancelledError",
         "" if notes is None else f"{notes.owner}: ",
         what,
     )
@@ -167,20 +168,20 @@ def abandon(task: asyncio.Task[Any], what: str) -> None:
     _ABANDONED.add(task)
     task.add_done_callback(_ABANDONED.discard)
     task.cancel()
-    # `asyncio.run` cancels and awaits all tasks that are registered, for ever if one swallows its cancellation.
+    # `asyncio.run` cancels and awaits all registered tasks, without limit if one swallows its cancellation.
     asyncio._unregister_task(task)  # pyright: ignore  (documented under "Extending")
     task._log_destroy_pending = False  # pyright: ignore  (as asyncio itself sets it for tasks it leaves)
 
 
 def _adopt(context: Context) -> None:
-    """Set the variables that code in another context has set."""
+    """Set the context variables that code in another context has set."""
     for variable, value in context.items():
         if variable.get(_UNSET) is not value:
             variable.set(value)
 
 
 def refusal_of(error: BaseException) -> str:
-    """Return the sentence about an exception that is not for foreign code to raise."""
+    """Return a sentence about an exception that user code must not raise."""
     kind = type(error).__name__
     if isinstance(error, SystemExit):
         return f"it raised {kind} to end the process"
@@ -191,4 +192,4 @@ def refusal_of(error: BaseException) -> str:
 
 _UNSET = object()
 _ABANDONED: set[asyncio.Task[Any]] = set()
-"""Tasks that run on unheard. asyncio itself holds tasks weakly."""
+"""Abandoned tasks that still run. asyncio itself holds only weak references to tasks."""

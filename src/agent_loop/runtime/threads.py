@@ -1,4 +1,4 @@
-"""Blocking functions in threads, beside the event loop."""
+"""Blocking functions in threads, called from the event loop."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, TypeAlias, TypeVar
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-Work: TypeAlias = Callable[[], None]
+Task: TypeAlias = Callable[[], None]
 
 IDLE_S = 10.0
 """How long a thread waits for the next function before it ends."""
 
 
 async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-    """Runs a blocking function in a thread that no other one waits for.
+    """Run a blocking function in a thread and return its result.
 
-    A pool of so many threads would be used up by functions that hang; here one that hangs hangs alone, and does not
-    keep the process alive. Cancelling stops the waiting, not the function.
+    The number of threads is not limited, so functions that hang block no others. They do not keep the process alive.
+    Cancelling the caller stops waiting, but does not stop the function.
     """
     context = contextvars.copy_context()
     loop = asyncio.get_running_loop()
@@ -35,9 +35,9 @@ async def run_in_thread(function: Callable[..., ResultT], *args: Any, **kwargs: 
 def run_in_threads(
     function: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, num_threads: int
 ) -> Iterator[ResultT]:
-    """What a blocking function gives for each item, in their order; so many calls run at once.
+    """Yield the result of a blocking function for each item, in order, with at most `num_threads` concurrent calls.
 
-    If one raises, or the caller stops asking, those that run end first.
+    If a call raises or the caller stops iterating, the running calls are awaited first.
     """
     running: deque[Future[ResultT]] = deque()
     try:
@@ -52,16 +52,16 @@ def run_in_threads(
 
 
 def num_idle_threads() -> int:
-    """Threads of `run_in_thread` that wait for a function to run."""
+    """Return the number of threads that wait for a function to run."""
     return _THREADS.num_idle
 
 
-class _AsManyAsNeeded(Executor):
-    """A thread for each function that runs; those that are done wait a while for another one."""
+class _UnboundedExecutor(Executor):
+    """Executor with one thread per running function. Idle threads are reused, and end after `IDLE_S`."""
 
     def __init__(self) -> None:
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
 
     @property
     def num_idle(self) -> int:
@@ -69,29 +69,29 @@ class _AsManyAsNeeded(Executor):
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         future: Future[ResultT] = Future()
-        work = functools.partial(_fulfil, future, fn, *args, **kwargs)
+        task = functools.partial(_run_into, future, fn, *args, **kwargs)
         with self._lock:
             mailbox = self._idle.pop() if self._idle else None
         if mailbox is None:
-            # A thread's arguments live as long as the thread, so the work is not among them.
-            mailbox = queue.SimpleQueue[Work]()
+            # A thread's arguments live as long as the thread, so the task is not among them.
+            mailbox = queue.SimpleQueue[Task]()
             threading.Thread(target=self._run, args=(mailbox,), daemon=True, name="agent-loop-thread").start()
-        mailbox.put(work)
+        mailbox.put(task)
         return future
 
-    def _begin(self) -> None:
-        """Without threads, as in a process that was forked."""
+    def _reset(self) -> None:
+        """Set the state of an executor without threads, also in a forked process."""
         self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[Work]] = []
+        self._idle: list[queue.SimpleQueue[Task]] = []
 
-    def _run(self, mailbox: queue.SimpleQueue[Work]) -> None:
+    def _run(self, mailbox: queue.SimpleQueue[Task]) -> None:
         due = [mailbox.get()]
         while due:
-            due.pop()()  # nothing of it is held while the thread waits for more
+            due.pop()()  # no reference to the task remains while the thread is idle
             due = self._next(mailbox)
 
-    def _next(self, mailbox: queue.SimpleQueue[Work]) -> list[Work]:
-        """One, or none if the thread is to end."""
+    def _next(self, mailbox: queue.SimpleQueue[Task]) -> list[Task]:
+        """Return one task, or none if the thread has to end."""
         with self._lock:
             self._idle.append(mailbox)
         try:
@@ -101,52 +101,52 @@ class _AsManyAsNeeded(Executor):
                 if mailbox in self._idle:
                     self._idle.remove(mailbox)
                     return []
-            return [mailbox.get()]  # it is on its way
+            return [mailbox.get()]  # `submit` has already taken the mailbox
 
 
 class OneThread(Executor):
-    """Runs blocking functions one after the other in a thread of its own, for objects that must stay in one thread.
+    """Executor with a single thread, for objects that must be used from one thread.
 
-    One that hangs keeps those behind it waiting, and nothing else: the thread does not keep the process alive.
+    A function that hangs blocks the functions after it. It does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"agent-loop-{name}")
         self._thread.start()
 
     async def run(self, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
-        """The function's result. Cancelling stops the waiting, and a function that has not begun."""
+        """Return the function's result. Cancelling the caller also cancels a function that has not started."""
         context, loop = contextvars.copy_context(), asyncio.get_running_loop()
         return await loop.run_in_executor(self, lambda: context.run(function, *args, **kwargs))
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         future: Future[ResultT] = Future()
-        self._work.put(lambda: _fulfil(future, fn, *args, **kwargs))
+        self._tasks.put(lambda: _run_into(future, fn, *args, **kwargs))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Ends the thread after what it was given so far."""
-        self._work.put(None)
+        """End the thread after the functions that were submitted before."""
+        self._tasks.put(None)
         if wait:
             self._thread.join()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+        while (task := self._tasks.get()) is not None:
+            task()
 
 
-def _fulfil(future: Future[ResultT], fn: Callable[..., ResultT], *args: Any, **kwargs: Any) -> None:
+def _run_into(future: Future[ResultT], fn: Callable[..., ResultT], *args: Any, **kwargs: Any) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = fn(*args, **kwargs)
     except StopIteration as error:
-        future.set_exception(RuntimeError(f"{fn} raised {error!r}, which no coroutine can pass on"))
-    except BaseException as error:  # noqa: BLE001  (handed to whoever awaits the future)
+        future.set_exception(RuntimeError(f"{fn} raised {error!r}, which a coroutine cannot raise"))
+    except BaseException as error:  # noqa: BLE001  (raised to the caller who awaits the future)
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
-_THREADS = _AsManyAsNeeded()
+_THREADS = _UnboundedExecutor()

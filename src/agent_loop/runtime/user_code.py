@@ -29,8 +29,8 @@ async def run_bounded(
     call therefore returns within `timeout_s + grace_s`, or within `grace_s` of the caller's cancellation, unless the
     code blocks the event loop.
 
-    An exception of the code is raised here as an `Exception`. CancelledError is raised only if the caller was cancelled,
-    even if the code has returned a result in the meantime.
+    An exception of the code is raised here as an `Exception`. CancelledError is raised only if the caller was
+    cancelled, even if the code has returned a result in the meantime.
 
     Args:
         function: User code. It sees the caller's context variables, and the caller sees those that it sets.
@@ -56,7 +56,7 @@ async def run_bounded(
         limit = f"took longer than {timeout_s or 0:g} s"
         if not await task.stop(grace_s=grace_s):
             raise Abandoned(
-                f"{limit}, went on for {grace_s:g} s after it was cancelled, and was abandoned"
+                f"{limit}, still ran {grace_s:g} s after it was cancelled, and was abandoned"
             ) from error
         if task.was_cancelled:
             raise DeadlineExpired(limit) from error

@@ -1,4 +1,4 @@
-"""Contains what tasks raise that foreign code starts itself: a SystemExit in a task ends the event loop otherwise."""
+"""Tasks that user code starts: a SystemExit that one of them raises does not end the event loop."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agent_loop.runtime.isolated_task import refusal_of
 
 @contextmanager
 def containing_tasks() -> Generator[None]:
-    """While this is entered, tasks that a trajectory's code starts on the running event loop raise RuntimeError instead
-    of SystemExit and KeyboardInterrupt. May be entered several times at once.
+    """Convert SystemExit and KeyboardInterrupt of tasks that a trajectory's code starts to RuntimeError.
 
-    asyncio raises these two out of the loop that runs the task, which would end every trajectory. Callbacks that
-    foreign code gives to `call_soon` and its like are not contained.
+    It applies to tasks that start in the body, on the running event loop. Contexts may overlap. asyncio raises these
+    two exceptions out of the event loop, which would end every trajectory. Callbacks of `call_soon` and similar
+    functions are not covered.
     """
     loop = asyncio.get_running_loop()
     factory = _FACTORIES.get(loop)
@@ -51,7 +51,7 @@ class _TaskFactory:
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises RuntimeError where the one inside raises what would end the event loop."""
+    """Coroutine that raises RuntimeError if the wrapped coroutine raises an exception that would end the event loop."""
 
     def __init__(self, coroutine: Any) -> None:
         self._coroutine = coroutine

@@ -1,4 +1,4 @@
-"""Values that foreign code hands over, as plain ones: what every file and every process can hold."""
+"""Conversion of values from user code to plain values, which every file format and every process can hold."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from agent_loop.runtime.incidents import record_incident
 from agent_loop.trajectory.incidents import IncidentKind
 
 MAX_DEPTH = 32
-"""Containers within each other. JSON readers and pickle follow them by recursion."""
+"""Depth of nested containers. JSON readers and pickle recurse into them."""
 MAX_VALUES = 100_000
-"""Values that one mapping may hold, those within others included."""
+"""Number of values in one mapping, including nested values."""
 MAX_TEXT = 1_000_000
-"""Characters of one text."""
+"""Number of characters of one string."""
 MAX_INTEGER = 2**64
-"""Larger integers become text: columns and most readers of JSON hold 64 bits."""
+"""Larger integers become strings, since columns and most readers of JSON hold 64 bits."""
 MAX_DIGITS_BITS = 4096
-"""Integers with more bits are described by their size."""
+"""Integers with more bits are replaced by a description of their size."""
 MAX_NOTES = 5
-"""Incidents per mapping; the last one counts the rest."""
+"""Number of incidents per mapping. One more incident counts the rest."""
 
 _KEPT = (type(None), bool, float, bytes)
 _WRITTEN_AS_TEXT = (
@@ -47,31 +47,31 @@ _WRITTEN_AS_TEXT = (
 
 
 def plain_mapping(value: Mapping[Any, Any], *, where: str) -> dict[str, Any]:
-    """Return a mapping that foreign code gave as a dict of plain values, which nothing else refers to.
+    """Return a copy of a user's mapping as a dict of plain values.
 
-    Texts, numbers, booleans, None, bytes, arrays, tensors and images stay as they are; lists, tuples and mappings are
-    copied, and keys become text. Data classes, pydantic models, structs and named tuples become dicts; enums become
-    their values; dates, paths and the like become text. What has no such form is replaced by a text in angle brackets
-    that says what was there, and noted on the trajectory (`IncidentKind.UNSTORABLE_VALUE`).
+    Strings, numbers, booleans, None, bytes, arrays, tensors and images are kept. Lists, tuples and mappings are copied,
+    and keys become strings. Data classes, pydantic models, structs and named tuples become dicts, enums become their
+    values, and dates, paths and similar objects become strings. Any other object is replaced by its description in
+    angle brackets, and recorded on the trajectory (`IncidentKind.UNSTORABLE_VALUE`).
 
     Args:
-        where: Whose mapping it is, for the incident, such as "extra of tool 'search'".
+        where: Origin of the mapping, for the incident, such as "extra of tool 'search'".
     """
     if type(value) is dict and not value:
         return {}
-    reader = _Reader()
+    reader = _Converter()
     read = reader.read(value, path="", depth=0)
     reader.note(where)
     return cast("dict[str, Any]", read) if isinstance(read, dict) else {"value": read}
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as `plain_mapping` has it, without an incident."""
-    return _Reader().read(value, path="", depth=0)
+    """Return a value converted as in `plain_mapping`, without recording incidents."""
+    return _Converter().read(value, path="", depth=0)
 
 
 def finite(value: Any) -> Any:
-    """Return a plain value with None for each number that is not finite, as JSON has it."""
+    """Return a plain value with None in place of each number that is not finite, as JSON requires."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
@@ -79,17 +79,17 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Reader:
-    """Reads one value and collects what it could not keep."""
+class _Converter:
+    """Converts one value and collects descriptions of the parts that were lost."""
 
     def __init__(self) -> None:
         self.lost: list[str] = []
         self._num_values = 0
         self._open: set[int] = set()
-        """Containers that are being read."""
+        """Ids of the containers that enclose the current value."""
 
     def note(self, where: str) -> None:
-        """Note on the running trajectory what was not kept."""
+        """Record the lost parts on the running trajectory."""
         for detail in self.lost[:MAX_NOTES]:
             record_incident(IncidentKind.UNSTORABLE_VALUE, f"{where}: {detail}")
         if len(self.lost) > MAX_NOTES:
@@ -114,7 +114,7 @@ class _Reader:
         self._open.add(id(value))
         try:
             return self._read_other(value, kind, path=path, depth=depth)
-        except BaseException:  # noqa: BLE001  (its methods are foreign code; KeyboardInterrupt is not how Ctrl-C arrives)
+        except BaseException:  # noqa: BLE001  (its methods are user code; Ctrl-C arrives otherwise)
             return self._lose(f"{type_name(kind)} object that cannot be read", path=path)
         finally:
             self._open.discard(id(value))
@@ -128,7 +128,7 @@ class _Reader:
             return self.read(np.generic.item(value), path=path, depth=depth)
         if issubclass(kind, enum.Enum):
             return self.read(value.value, path=path, depth=depth)
-        # (the methods of the base classes: those of a subclass are foreign code)
+        # The methods of the base classes are called, since those of a subclass are user code.
         if issubclass(kind, str):
             return self.read(str.__str__(value), path=path, depth=depth)
         if issubclass(kind, int):
@@ -202,7 +202,7 @@ class _Reader:
 
 
 def _field_names(kind: Any) -> list[str] | None:
-    """Return the fields of a data class, a struct of msgspec or a model of pydantic; None of any other class."""
+    """Return the field names of a data class, a msgspec struct or a pydantic model; None for any other class."""
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
     for attribute in ("__struct_fields__", "model_fields"):
@@ -213,7 +213,7 @@ def _field_names(kind: Any) -> list[str] | None:
 
 
 def _is_trusted(kind: Any) -> bool:
-    """Whether this is the class of tensors, or one of images, where their library is loaded."""
+    """Return whether this is the class of tensors or of Pillow images."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and kind is getattr(torch, "Tensor", None):
         return True

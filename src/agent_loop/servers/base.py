@@ -30,6 +30,8 @@ class Ability(StrEnum):
 
     LOG_PROBS = "logprobs"
     """Gives log-probs as `TokenOutput.logprobs` defines them."""
+    TOP_LOGPROBS = "top_logprobs"
+    """Returns the likeliest tokens and their log-probs, as `SamplingParams.top_logprobs` defines them."""
     SEED = "seed"
     """A seed makes a completion reproducible."""
     FREE_SEEDS = "free_seeds"
@@ -84,7 +86,7 @@ def refuse_unknown_options(given: Iterable[str], *, known: Iterable[str]) -> Non
             raise ConfigError(f"unknown key {f'rollout.engine_kwargs.{key}'!r}{did_you_mean(key, known)}")
 
 
-ABILITY_FOR: Mapping[str, Ability] = {"seed": Ability.SEED}
+ABILITY_FOR: Mapping[str, Ability] = {"seed": Ability.SEED, "top_logprobs": Ability.TOP_LOGPROBS}
 """Sampling parameters that need an ability if they differ from their default."""
 
 

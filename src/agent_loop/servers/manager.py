@@ -11,11 +11,11 @@ from msgspec import structs
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.completions.chat import chat_completion, stream_chat_completion
-from agent_loop.completions.replies import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.requests import ChatCompletionRequest
+from agent_loop.completions.response_models import ChatCompletion, ChatCompletionChunk
 from agent_loop.completions.sampling import Sampler
 from agent_loop.errors import ServerDied, ServerError
-from agent_loop.runtime.concurrency import running_beside
+from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.seeds import CompletionSeeds
 from agent_loop.servers.balancer import LoadBalancer
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
@@ -113,7 +113,7 @@ class AsyncLLMServerManager:
             finally:
                 chunks.put_nowait(None)
 
-        async with running_beside(complete()):
+        async with running_in_background(complete()):
             while (chunk := await chunks.get()) is not None:
                 yield chunk
 
@@ -164,7 +164,7 @@ class AsyncLLMServerManager:
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[None]:
         """Looks after the servers meanwhile: one that hangs or died is left out, one that is well again comes back."""
-        async with running_beside(self._pool.watch()):
+        async with running_in_background(self._pool.watch()):
             yield
 
     async def abort(self, request_id: str) -> None:

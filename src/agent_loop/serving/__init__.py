@@ -1,1 +1,1 @@
-"""A pool of servers behind the OpenAI API, over HTTP. Needs the extra `serve`."""
+"""The OpenAI API over HTTP in front of a pool of servers. Needs the extra `serve`."""

@@ -1,4 +1,4 @@
-"""The application: its routes, its errors, its key."""
+"""The HTTP application of `agent-loop serve`: routes, errors and API key."""
 
 from __future__ import annotations
 
@@ -48,32 +48,32 @@ SessionHeader = Annotated[str | None, Header(alias="x-session-id", min_length=1,
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What an application serves."""
+    """A model and how an application serves it."""
 
     pool: AsyncLLMServerManager
-    """Started, and closed, by the caller."""
+    """Servers of the model. The caller starts and closes the pool."""
     template: ChatTemplate
     model: str
-    """The name that clients ask for."""
+    """Name of the model in requests."""
     max_model_len: int | None = None
-    """Tokens of the longest context; None leaves it to the servers to refuse longer ones."""
+    """Maximum context length in tokens; None leaves the check to the servers."""
     api_key: str | None = None
-    """What clients must show; None lets everybody in."""
+    """API key that clients must send; None allows requests without a key."""
     hosts: frozenset[str] | None = None
-    """The host names that it answers to; None is any. See `answered_hosts`."""
+    """Host names that requests may use; None allows any. See `answered_hosts`."""
     why_no_tools: str = ""
-    """Why requests with tools are refused; empty if they are not."""
+    """Reason why requests with tools are refused; empty if tools are supported."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def create_app(served: ServedModel) -> FastAPI:
-    """An ASGI application that answers OpenAI requests from a pool of servers."""
+    """Return an ASGI application that serves the OpenAI API from a pool of servers."""
     app = FastAPI(title="agent-loop", version=__version__, docs_url=None, redoc_url=None)
     app.state.stopping = asyncio.Event()
-    """Ends the requests in flight once it is set."""
+    """Aborts in-flight requests once it is set."""
     routes = _ServingRoutes(served, stopping=app.state.stopping)
-    app.include_router(routes.of_the_api())
-    app.include_router(routes.for_watchers())
+    app.include_router(routes.api_router())
+    app.include_router(routes.monitoring_router())
     add_error_handlers(app)
     app.add_exception_handler(UnknownModel, _on_unknown_model)
     app.add_middleware(BodyLimiter)
@@ -104,10 +104,10 @@ class _ServingRoutes:
         )
         self._sessions = SessionTable(self._sampler)
 
-    def of_the_api(self) -> APIRouter:
-        """What needs the key."""
+    def api_router(self) -> APIRouter:
+        """Return the routes that require the API key."""
         admit = None if self._served.api_key is None else self._check_key
-        # The security scheme is for the description alone: it would be checked after the body is read.
+        # The security scheme is only for the OpenAPI description. `admit` checks the key before the body is read.
         described = [] if admit is None else [Depends(HTTPBearer(auto_error=False))]
         router = APIRouter(
             prefix="/v1",
@@ -128,8 +128,8 @@ class _ServingRoutes:
         router.get("/models/{name:path}", name="describe_model", response_model=ModelCard)(self._model)
         return router
 
-    def for_watchers(self) -> APIRouter:
-        """What needs none."""
+    def monitoring_router(self) -> APIRouter:
+        """Return the routes that require no API key."""
         router = APIRouter(responses=ERRORS)
         unwell: dict[int | str, dict[str, Any]] = {503: {"model": HealthResponse}}
         router.get("/health", name="health", response_model=HealthResponse, responses=unwell)(self._health)
@@ -140,69 +140,70 @@ class _ServingRoutes:
     async def _chat(
         self, body: ChatCompletionRequest, request: Request, session: SessionHeader = None
     ) -> Response:
-        """Answer a conversation."""
+        """Complete a conversation."""
         if body.tools_in_use and self._served.why_no_tools:
             raise RequestError(f"tools: {self._served.why_no_tools}", param="tools")
-        return await self._answered(
-            body, request, session, answer=chat_completion, stream=stream_chat_completion
+        return await self._respond(
+            body, request, session, complete=chat_completion, stream=stream_chat_completion
         )
 
     async def _complete(
         self, body: CompletionRequest, request: Request, session: SessionHeader = None
     ) -> Response:
-        """Go on from a text or from token ids."""
-        return await self._answered(body, request, session, answer=completion, stream=stream_completion)
+        """Complete a text or token ids."""
+        return await self._respond(body, request, session, complete=completion, stream=stream_completion)
 
-    async def _answered(
+    async def _respond(
         self,
         body: RequestT,
         request: Request,
         session: str | None,
         *,
-        answer: _CompleteFunction[RequestT],
+        complete: _CompleteFunction[RequestT],
         stream: _StreamFunction[RequestT],
     ) -> Response:
         self._check_model(body.model)
         name = session or body.session_id
         connection = ClientConnection(request.receive, self._stopping)
         if body.stream:
-            source = self._streamed(body, name, stream)
+            chunks = self._stream(body, name, stream)
             try:
-                first = await connection.hold(_first_of(source))
+                first = await connection.run(_next_or_none(chunks))
             except BaseException:
-                await source.aclose()
+                await chunks.aclose()
                 raise
-            return EventStream(first, source, connection=connection)
+            return EventStream(first, chunks, connection=connection)
         with self._sessions.use(name) as own_session:
-            call = answer(body, template=self._served.template, sampler=self._sampler, session=own_session)
-            reply = await connection.hold(call)
-        return Response(reply.model_dump_json(), media_type="application/json")
+            result = await connection.run(
+                complete(body, template=self._served.template, sampler=self._sampler, session=own_session)
+            )
+        return _json(result)
 
-    async def _streamed(
+    async def _stream(
         self, body: RequestT, name: str | None, stream: _StreamFunction[RequestT]
     ) -> AsyncGenerator[ResponseModel]:
         with self._sessions.use(name) as session:
-            replies = stream(body, template=self._served.template, sampler=self._sampler, session=session)
-            async with aclosing(replies):
-                async for reply in replies:
-                    yield reply
+            chunks = stream(body, template=self._served.template, sampler=self._sampler, session=session)
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    yield chunk
 
     async def _models(self) -> Response:
-        """List what is served."""
+        """List the model."""
         return _json(ModelList(data=[self._card]))
 
     async def _model(self, name: str) -> Response:
-        """Describe what is served."""
+        """Describe the model."""
         self._check_model(name)
         return _json(self._card)
 
     async def _health(self) -> Response:
-        """Tell whether every server works, and how full they are."""
+        """Report the health and load of each server."""
         health = await health_of(self._served.pool)
         return _json(health, status=200 if health.status == "ok" else 503)
 
     async def _metrics_text(self) -> Response:
-        """Counters, for Prometheus."""
+        """Return metrics for Prometheus."""
         health = await health_of(self._served.pool)
         return Response(self.metrics.render(health.servers), media_type=CONTENT_TYPE)
 
@@ -218,34 +219,36 @@ class _ServingRoutes:
 
     def _check_model(self, name: str) -> None:
         if name != self._served.model:
-            raise UnknownModel(f"there is no model {name!r}; this is {self._served.model!r}", param="model")
+            raise UnknownModel(
+                f"there is no model {name!r}; this server has {self._served.model!r}", param="model"
+            )
 
     def _check_key(self, request: Request) -> None:
         key = self._served.api_key or ""
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secrets.compare_digest(shown.strip().encode(), key.encode()):
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secrets.compare_digest(token.strip().encode(), key.encode()):
             raise HTTPException(
                 401, "the API key is missing or wrong; send the header Authorization: Bearer KEY"
             )
 
 
 class UnknownModel(RequestError):
-    """A model that is not served."""
+    """The request names a model that is not served."""
 
 
 def _refuse_host(_: Request, message: str) -> Response:
-    reply = make_error(f"{message}; allow it with --allowed-host", status=MISDIRECTED)
-    return error_json_response(reply, status=MISDIRECTED)
+    error = make_error(f"{message}; allow it with --allowed-host", status=MISDIRECTED)
+    return error_json_response(error, status=MISDIRECTED)
 
 
-def _json(reply: ResponseModel, *, status: int = 200) -> Response:
-    return Response(reply.model_dump_json(), status_code=status, media_type="application/json")
+def _json(response: ResponseModel, *, status: int = 200) -> Response:
+    return Response(response.model_dump_json(), status_code=status, media_type="application/json")
 
 
-async def _first_of(source: AsyncGenerator[ResponseModel]) -> ResponseModel | None:
-    return await anext(source, None)
+async def _next_or_none(chunks: AsyncGenerator[ResponseModel]) -> ResponseModel | None:
+    return await anext(chunks, None)
 
 
 async def _on_unknown_model(_: Request, error: Exception) -> Response:
-    reply = make_error(str(error), status=404, param="model", code="model_not_found")
-    return error_json_response(reply, status=404)
+    response = make_error(str(error), status=404, param="model", code="model_not_found")
+    return error_json_response(response, status=404)

@@ -1,4 +1,4 @@
-"""One OpenAI chat request, answered without an application around it."""
+"""Responses to single OpenAI chat requests, for use inside another web application."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from agent_loop.serving.streams import ClientConnection, ClientDisconnected, Eve
 
 
 async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler: Sampler) -> Response:
-    """Answer a chat request with JSON, or with server-sent events if it asks for a stream.
+    """Respond to a chat request with JSON, or with server-sent events if the request asks for a stream.
 
-    Each request has a session of its own, which ends with it. An error becomes a response in the OpenAI form with the
-    matching status. The completion is aborted if the client hangs up.
+    Each request has its own session, which ends with the request. Errors become OpenAI error responses with the
+    matching status. The completion is aborted if the client disconnects.
 
     Args:
-        raw_request: The request.
-        template: Of the model.
+        raw_request: The HTTP request.
+        template: Chat template of the model.
         sampler: A server, or the `sampler` of an `AsyncLLMServerManager`.
     """
     try:
@@ -42,12 +42,12 @@ async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler
         if request.stream:
             chunks = stream_chat_completion(request, template=template, sampler=sampler)
             try:
-                first = await connection.hold(_first_of(chunks))
+                first = await connection.run(_next_or_none(chunks))
             except BaseException:
                 await chunks.aclose()
                 raise
             return EventStream(first, chunks, connection=connection)
-        reply = await connection.hold(chat_completion(request, template=template, sampler=sampler))
+        completion = await connection.run(chat_completion(request, template=template, sampler=sampler))
     except AgentLoopError as error:
         return error_json_response(error_response_of(error), status=status_of(error))
     except HTTPException as error:
@@ -55,7 +55,7 @@ async def chat_response(raw_request: Request, *, template: ChatTemplate, sampler
         return error_json_response(make_error(str(error.detail), status=status), status=status)
     except ClientDisconnected:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(from_json(reply.model_dump_json()))
+    return JSONResponse(from_json(completion.model_dump_json()))
 
 
 async def _body_of(raw_request: Request) -> Any:
@@ -65,5 +65,5 @@ async def _body_of(raw_request: Request) -> Any:
         raise HTTPException(400, f"the body is not valid JSON: {error}") from error
 
 
-async def _first_of(chunks: Any) -> Any:
+async def _next_or_none(chunks: Any) -> Any:
     return await anext(chunks, None)

@@ -1,4 +1,4 @@
-"""A pool from a configuration, served until it is told to stop."""
+"""The command `agent-loop serve`."""
 
 from __future__ import annotations
 
@@ -30,21 +30,28 @@ async def serve(
     console: Console,
     allowed_hosts: Sequence[str] = (),
 ) -> int | None:
-    """Starts the servers of a configuration and answers requests until a signal comes, which is returned.
+    """Start the servers of a configuration and serve requests until SIGINT or SIGTERM.
 
     Args:
-        name: Of the model, to clients.
-        allowed_hosts: Host names to answer to, beside `host` and those of this machine.
+        config: The configuration.
+        name: Name of the model in requests.
+        host: Address to listen on.
+        port: Port to listen on; 0 takes a free one.
+        api_key: API key that clients must send; None allows requests without a key.
+        console: Prints the base URL and status messages.
+        allowed_hosts: Host names that requests may use, in addition to `host` and the names of this machine.
+
+    Returns:
+        The signal that ended the command.
 
     Raises:
-        ConfigError: The port is taken, or the configuration does not fit.
-        ServerError: An engine did not come up.
+        ConfigError: The port is taken, or the configuration is not valid.
+        ServerError: An engine did not start.
     """
     rollout = config.rollout
-    with listening_socket(
-        host, port
-    ) as listener:  # first, so that a taken port is not told after minutes of loading
-        template, why_no_tools = _template_of(config)
+    # The port comes first, so that a taken port is reported before the model is loaded.
+    with listening_socket(host, port) as listener:
+        template, why_no_tools = _load_template(config)
         servers = create_servers(config.model, rollout=rollout)
         pool = AsyncLLMServerManager(
             servers, request_timeout_s=rollout.request_timeout_s, vocab_size=template.vocab_size
@@ -66,15 +73,15 @@ async def serve(
                 _greeting(served, url=url, num_servers=len(servers)), highlight=False, soft_wrap=True
             )
             async with pool.watching():
-                stopped_by = await run_app(create_app(served), listener=listener, tell=console.print)
+                stopped_by = await run_app(create_app(served), listener=listener, report=console.print)
         finally:
             await run_shielded(pool.close, timeout_s=CLOSE_TIMEOUT_S)
     console.print("stopped")
     return stopped_by
 
 
-def _template_of(config: Config) -> tuple[ChatTemplate, str]:
-    """The model's chat template, and why it is of no use with tools; empty if it is."""
+def _load_template(config: Config) -> tuple[ChatTemplate, str]:
+    """Return the model's chat template, and the reason why it does not support tools; empty if it does."""
     tool_format = config.rollout.multi_turn.format
     template = load_chat_template(
         config.model.tokenizer_path or config.model.path,
@@ -95,7 +102,7 @@ def _template_of(config: Config) -> tuple[ChatTemplate, str]:
             vocab_size=template.vocab_size,
         ), ""
     except ConfigError as error:
-        return template, f"this server knows no format of tool calls ({error})"
+        return template, f"the model's format of tool calls is not known ({error})"
 
 
 def _greeting(served: ServedModel, *, url: str, num_servers: int) -> str:

@@ -1,4 +1,4 @@
-"""HTTP connections that are closed if a client keeps them open without sending a request."""
+"""HTTP connections that are closed if the client does not send a request in time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import cast
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 REQUEST_HEAD_TIMEOUT_S = 20.0
-"""A client has this long to send the head of a request once it has connected, or begun to send."""
+"""Time that a client has to send the head of a request, from its connection or from its first byte."""
 
 
 class BoundedConnection(H11Protocol):
-    """Uvicorn's connection, closed when the head of a request takes too long to arrive."""
+    """Uvicorn connection that is closed if the head of a request takes too long to arrive."""
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -29,7 +29,7 @@ class BoundedConnection(H11Protocol):
         self._cancel_timer()
 
     def _limit_wait(self) -> None:
-        """Start the timer if a request is awaited. Further bytes of the same head do not start it anew."""
+        """Start the timer if a request is awaited. Further bytes of the same head do not restart it."""
         if not self._awaits_request:
             self._cancel_timer()
         elif self._timer is None:

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI clients are told of it."""
+"""Error responses in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from agent_loop.errors import (
 from agent_loop.servers.http import HttpStatusError
 
 CLIENT_CLOSED_REQUEST = 499
-"""The client hung up; it is counted under this status and answered nothing."""
+"""Status under which requests are counted whose client disconnected before the response."""
 
 
 def status_of(error: AgentLoopError) -> int:
-    """The HTTP status that tells the client whose fault an error is."""
+    """Return the HTTP status of an error."""
     if isinstance(error, RequestError | SamplingParamsError | ChatTemplateError | DataError | BadPrompt):
         return HTTPStatus.BAD_REQUEST
     if isinstance(error, HttpStatusError) and error.status in (400, 413, 422):
@@ -40,18 +40,18 @@ def status_of(error: AgentLoopError) -> int:
 def make_error(
     message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> ErrorResponse:
-    """The error in the OpenAI shape."""
+    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return ErrorResponse(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
 def error_response_of(error: AgentLoopError) -> ErrorResponse:
-    """What to tell the client of an error."""
+    """Return the response body for an error."""
     param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
     return make_error(str(error), status=status_of(error), param=param, code=code)
 
 
 def error_json_response(
-    reply: ErrorResponse, *, status: int, headers: Mapping[str, str] | None = None
+    response: ErrorResponse, *, status: int, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    return JSONResponse(reply.model_dump(), status_code=status, headers=headers)
+    return JSONResponse(response.model_dump(), status_code=status, headers=headers)

@@ -1,4 +1,4 @@
-"""Exceptions to answers, for every application that is served."""
+"""Exception handlers of the HTTP applications."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from agent_loop.serving.errors import (
 from agent_loop.serving.streams import ClientDisconnected
 
 WriteError: TypeAlias = Callable[[Request, ErrorResponse, int, Mapping[str, str] | None], Response]
-"""Writes an error for whoever asked: the request, what is wrong, the status, more headers."""
+"""Builds the response of an error from the request, the error, the status and additional headers."""
 
 
-def _as_openai(_: Request, reply: ErrorResponse, status: int, headers: Mapping[str, str] | None) -> Response:
-    return error_json_response(reply, status=status, headers=headers)
+def _as_openai(_: Request, error: ErrorResponse, status: int, headers: Mapping[str, str] | None) -> Response:
+    return error_json_response(error, status=status, headers=headers)
 
 
 def add_error_handlers(app: FastAPI, *, write: WriteError = _as_openai) -> None:
-    """Has an application answer whatever is raised in it."""
+    """Add handlers that turn every exception of an application into an error response."""
 
     async def on_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, AgentLoopError)
@@ -38,27 +38,27 @@ def add_error_handlers(app: FastAPI, *, write: WriteError = _as_openai) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        fault = request_error(error.errors(), known=ChatCompletionRequest)
-        return write(request, error_response_of(fault), 400, None)
+        invalid = request_error(error.errors(), known=ChatCompletionRequest)
+        return write(request, error_response_of(invalid), 400, None)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = _CODES.get(error.status_code)
-        reply = make_error(str(error.detail), status=error.status_code, code=code)
-        return write(request, reply, error.status_code, error.headers)
+        response = make_error(str(error.detail), status=error.status_code, code=code)
+        return write(request, response, error.status_code, error.headers)
 
-    async def on_client_gone(request: Request, error: Exception) -> Response:
+    async def on_client_disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        message = f"a fault of the server: {type(error).__name__}; its log says more"
+        message = f"internal error: {type(error).__name__}; the server's log has the traceback"
         return write(request, make_error(message, status=500), 500, None)
 
     handlers: Mapping[type[Exception], Any] = {
         AgentLoopError: on_error,
         RequestValidationError: on_invalid,
         HTTPException: on_http_error,
-        ClientDisconnected: on_client_gone,
+        ClientDisconnected: on_client_disconnected,
         Exception: on_bug,
     }
     for kind, handler in handlers.items():

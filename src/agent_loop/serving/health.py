@@ -1,4 +1,4 @@
-"""How the servers of a pool are."""
+"""Health of the servers of a pool."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 
 
 class ServerHealthResponse(ResponseModel):
-    """One server."""
+    """Health and load of one server."""
 
     name: str
     is_alive: bool
@@ -17,19 +17,19 @@ class ServerHealthResponse(ResponseModel):
     num_waiting: int
     weight_version: int
     detail: str
-    """Why it is not alive."""
+    """Reason why the server is not alive."""
 
 
 class HealthResponse(ResponseModel):
-    """The answer of `/health`; with `down`, the status is 503."""
+    """Response of `/health`. The HTTP status is 503 if `status` is `down`."""
 
     status: Literal["ok", "down"]
     servers: list[ServerHealthResponse]
 
 
 async def health_of(pool: AsyncLLMServerManager) -> HealthResponse:
-    """Asks all servers of a pool; one that does not say is not alive."""
-    replies = [
+    """Return the health of all servers of a pool. A server that does not respond is not alive."""
+    servers = [
         ServerHealthResponse(
             name=server.name,
             is_alive=health.is_alive,
@@ -40,5 +40,5 @@ async def health_of(pool: AsyncLLMServerManager) -> HealthResponse:
         )
         for server, health in zip(pool.servers, await pool.health(), strict=True)
     ]
-    is_ok = all(reply.is_alive for reply in replies)
-    return HealthResponse(status="ok" if is_ok else "down", servers=replies)
+    is_ok = all(server.is_alive for server in servers)
+    return HealthResponse(status="ok" if is_ok else "down", servers=servers)

@@ -15,15 +15,16 @@ MISDIRECTED = 421
 """The status of a request for another host."""
 
 RefuseHost: TypeAlias = Callable[[Request, str], Response]
-"""Writes the answer to a request for another host: the request, what is wrong."""
+"""Builds the response to a request for another host, from the request and a message."""
 
 
 def answered_hosts(host: str, *, more: Sequence[str] = ()) -> frozenset[str] | None:
-    """Return the host names that a server listening at `host` answers to; None means any name.
+    """Return the host names that requests to a server may use; None allows any name.
 
     Args:
-        host: The address at which it listens.
-        more: Names that the user allows. With these, a server that listens everywhere answers to no others.
+        host: Address that the server listens on.
+        more: Additional names that the user allows. If the server listens on all addresses, only these and local
+            names are allowed.
     """
     if host in ANY_HOST and not more:
         return None
@@ -31,15 +32,15 @@ def answered_hosts(host: str, *, more: Sequence[str] = ()) -> frozenset[str] | N
 
 
 class HostGuard:
-    """Middleware: refuses requests for other hosts than these.
+    """Middleware that refuses requests for other host names, as a protection against DNS rebinding.
 
-    A page of another site can have its own name resolve to this machine and then read what is answered under it. Its
-    requests name that site as their host.
+    A web page of another site can make its host name resolve to this machine and then read responses. Its requests
+    carry the other site's host name.
 
     Args:
-        app: The application behind it.
-        hosts: Names without ports; None allows any.
-        refuse: Writes the answer to others.
+        app: The wrapped application.
+        hosts: Allowed host names without ports; None allows any.
+        refuse: Builds the response to a refused request.
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Iterable[str] | None, refuse: RefuseHost) -> None:

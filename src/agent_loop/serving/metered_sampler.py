@@ -1,4 +1,4 @@
-"""What every completion of an application passes on its way to the servers."""
+"""A sampler that checks prompts and counts tokens for an HTTP application."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_loop.types import IntArray, SamplingParams, TokenChunk, TokenOutput
 
 
 class MeteredSampler:
-    """A `Sampler` that refuses prompts which are too long, and counts what passes."""
+    """`Sampler` that refuses prompts which are too long, and updates metrics."""
 
     def __init__(self, sampler: Sampler, *, metrics: Metrics, max_model_len: int | None) -> None:
         self._sampler = sampler
@@ -47,14 +47,14 @@ class MeteredSampler:
     ) -> AsyncGenerator[TokenChunk]:
         self._check(prompt_ids)
         started = time.perf_counter()
-        has_begun = False
+        has_first_chunk = False
         chunks = self._sampler.stream(prompt_ids, sampling_params, request_id, attachments=attachments)
         async with aclosing(chunks):
             async for chunk in chunks:
-                if not has_begun:
+                if not has_first_chunk:
                     self._metrics.prompt_tokens.inc(len(prompt_ids))
                     self._metrics.first_token.observe(time.perf_counter() - started)
-                    has_begun = True
+                    has_first_chunk = True
                 self._metrics.completion_tokens.inc(len(chunk.token_ids))
                 yield chunk
 
@@ -65,6 +65,6 @@ class MeteredSampler:
         longest = self._max_model_len
         if longest is not None and len(prompt_ids) >= longest:
             raise BadPrompt(
-                f"the prompt has {len(prompt_ids)} tokens, but a context of {longest} takes {longest - 1} at most, "
-                "with one to sample; shorten the prompt"
+                f"the prompt has {len(prompt_ids)} tokens, but the limit is {longest - 1}, because the context of "
+                f"{longest} tokens must have room for a sampled token; shorten the prompt"
             )

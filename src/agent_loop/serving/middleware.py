@@ -1,4 +1,4 @@
-"""How requests come in: bodies that are bounded and strictly JSON, and a count of each request."""
+"""Limits on request bodies, strict JSON, and metrics of requests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agent_loop.serving.metrics import Metrics
 
 MAX_BODY_BYTES = 32 * 2**20
-"""A long conversation with some images fits easily."""
+"""Maximum size of a request body. A long conversation with images fits."""
 BODY_TIMEOUT_S = 60.0
-"""A client has this long to send the body of a request."""
+"""Time that a client has to send the body of a request."""
 
 
 class StrictRequest(Request):
-    """A request whose JSON is what RFC 8259 allows: no NaN, no half surrogates, nothing nested without end."""
+    """Request whose body must be JSON as in RFC 8259: no NaN, no lone surrogates, bounded nesting."""
 
     async def json(self) -> Any:
         try:
@@ -33,14 +33,14 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that reads strict JSON, and checks who asks before it reads anything."""
+    """Route that reads strict JSON, and checks the client's credentials before it reads the body."""
 
     admit: Callable[[Request], None] | None = None
-    """Raises an error if the client may not ask."""
+    """Raises an error if the client is not allowed to send the request."""
 
     @classmethod
     def admitting(cls, admit: Callable[[Request], None] | None) -> type[StrictRoute]:
-        """Return the class of routes that admit clients by this check; None admits all."""
+        """Return a route class with this check; None admits all clients."""
         return cast(
             type[StrictRoute],
             type(cls.__name__, (cls,), {"admit": None if admit is None else staticmethod(admit)}),
@@ -58,7 +58,7 @@ class StrictRoute(APIRoute):
 
 
 class BodyLimiter:
-    """Middleware: refuses bodies over a number of bytes, and bodies that take too long to arrive."""
+    """Middleware that refuses bodies that are too large or take too long to arrive."""
 
     def __init__(
         self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES, timeout_s: float = BODY_TIMEOUT_S
@@ -72,24 +72,26 @@ class BodyLimiter:
             await self._app(scope, receive, send)
             return
         ends_at = asyncio.get_running_loop().time() + self._timeout_s
-        num_received, is_whole = 0, False
+        num_received, is_complete = 0, False
 
         async def receive_bounded() -> Message:
-            nonlocal num_received, is_whole
-            if is_whole:  # (what comes then is the end of the connection)
+            nonlocal num_received, is_complete
+            if is_complete:  # the next message is the end of the connection
                 return await receive()
-            self._check(_announced_length(scope))
+            self._check(_content_length(scope))
             message = await self._next(receive, ends_at=ends_at)
             num_received += len(message.get("body", b""))
             self._check(num_received)
-            is_whole = not message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
             return message
 
         await self._app(scope, receive_bounded, send)
 
     def _check(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
-            raise HTTPException(413, f"the body has more than {self._max_bytes} bytes; send less at once")
+            raise HTTPException(
+                413, f"the body has more than {self._max_bytes} bytes; send a smaller request"
+            )
 
     async def _next(self, receive: Receive, *, ends_at: float) -> Message:
         limit = asyncio.timeout_at(ends_at)
@@ -104,14 +106,14 @@ class BodyLimiter:
             ) from None
 
 
-def _announced_length(scope: Scope) -> int:
-    """Return the length of the body by the request's head; 0 if the head does not say."""
+def _content_length(scope: Scope) -> int:
+    """Return the value of the header `content-length`; 0 if the header is missing or invalid."""
     length = dict(scope["headers"]).get(b"content-length", b"")
     return int(length) if length.isdigit() and len(length) < 20 else 0
 
 
 class RequestCounter:
-    """Middleware: counts requests and how long they took, by route."""
+    """Middleware that counts requests and measures their duration, by route."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
@@ -124,16 +126,16 @@ class RequestCounter:
         status = 500
         started = time.perf_counter()
 
-        async def send_noting(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, send_noting)
+            await self._app(scope, receive, send_and_note_status)
         finally:
-            # Only paths that exist: whoever asks for others must not fill the memory with their names.
+            # Unknown paths share one label, so that clients cannot create an unbounded number of labels.
             path = str(getattr(scope.get("route"), "path", "other"))
             self._metrics.requests.labels(path, str(status)).inc()
             self._metrics.duration.labels(path).observe(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Runs an application on a port until a signal ends it."""
+"""Runs an HTTP application on a port until a signal stops it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from agent_loop.errors import ConfigError
 from agent_loop.serving.connections import BoundedConnection
 
 GRACE_S = 5
-"""Requests in flight get so long to end by themselves when the application is stopped."""
+"""Time that in-flight requests have to finish when the application stops, before they are aborted."""
 END_S = 10
-"""And so long to end when they are told to."""
+"""Time that aborted requests have to end."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens at an address; port 0 takes a free one.
+    """Return a socket that listens on an address; port 0 takes a free port.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -44,43 +44,47 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"{host}:{port} cannot be had ({error.strerror}); give another --port, or 0 for any that is free"
+            f"{host}:{port} is not available ({error.strerror}); give another --port, or 0 for any free port"
         ) from error
     return listener
 
 
 def base_url(listener: socket.socket, *, host: str) -> str:
-    """Where clients find the API."""
+    """Return the base URL of the API."""
     port = listener.getsockname()[1]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{reachable}:{port}/v1"
 
 
 async def run_app(
-    app: Starlette, *, listener: socket.socket, tell: Callable[[str], None] | None = None
+    app: Starlette, *, listener: socket.socket, report: Callable[[str], None] | None = None
 ) -> int | None:
-    """Serves until SIGINT or SIGTERM. Requests in flight may end within `GRACE_S`, or until a second signal.
+    """Serve until SIGINT or SIGTERM.
+
+    In-flight requests may finish within `GRACE_S` seconds. They are aborted after that time or at a second signal.
 
     Args:
-        tell: Is given a line at each of the two signals.
+        app: The application.
+        listener: The listening socket.
+        report: Called with a status message at each of the two signals.
 
     Returns:
-        The signal that ended it.
+        The signal that stopped the application.
     """
-    server = AppServer(app, tell=tell)
+    server = AppServer(app, report=report)
     await server.serve(sockets=[listener])
     return server.stopped_by
 
 
 @asynccontextmanager
 async def listening(app: Starlette, *, host: str = "127.0.0.1") -> AsyncGenerator[str]:
-    """Serves on a free port meanwhile, beside whatever else the event loop does; no signal is touched.
+    """Serve on a free port until exit, in the running event loop. Signal handlers are not changed.
 
     Yields:
-        Where clients find it, as in `http://127.0.0.1:41234`.
+        The URL of the server, such as `http://127.0.0.1:41234`.
 
     Raises:
-        ConfigError: The address cannot be had.
+        ConfigError: The address is not available.
     """
     server = AppServer(app)
     listener = listening_socket(host, 0)
@@ -97,12 +101,12 @@ async def listening(app: Starlette, *, host: str = "127.0.0.1") -> AsyncGenerato
 
 
 class AppServer(uvicorn.Server):
-    """Uvicorn, as we set it up: `should_exit = True` stops it."""
+    """Uvicorn server with our settings. Set `should_exit = True` to stop it."""
 
     stopped_by: int | None = None
-    """The signal that did."""
+    """Signal that stopped the server."""
 
-    def __init__(self, app: Starlette, *, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, app: Starlette, *, report: Callable[[str], None] | None = None) -> None:
         settings: dict[str, Any] = {
             "log_level": "warning",
             "access_log": False,
@@ -113,10 +117,10 @@ class AppServer(uvicorn.Server):
         }
         super().__init__(uvicorn.Config(app, **settings))
         self._stopping: asyncio.Event = app.state.stopping
-        self._tell: Callable[[str], None] = tell or _say_nothing
+        self._report: Callable[[str], None] = report or _ignore
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no more requests, and waits for those in flight."""
+        """Stop accepting requests, and wait for in-flight requests."""
         timer = asyncio.get_running_loop().call_later(GRACE_S, self._stopping.set)
         try:
             await super().shutdown(sockets)
@@ -125,8 +129,10 @@ class AppServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Takes SIGINT and SIGTERM meanwhile. Uvicorn's own version raises them again at the end, when what ends with
-        the application is still open."""
+        """Handle SIGINT and SIGTERM until exit.
+
+        Uvicorn's own version raises the signals again on exit, before the resources around the application are closed.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -144,13 +150,13 @@ class AppServer(uvicorn.Server):
 
     def _stop(self, kind: int) -> None:
         if self.should_exit:
-            self._tell("cutting the requests in flight")
+            self._report("aborting in-flight requests")
             self._stopping.set()
         else:
-            self._tell(f"stopping; requests in flight have {GRACE_S} s, or until Ctrl-C comes again")
+            self._report(f"stopping; in-flight requests have {GRACE_S} s to finish; Ctrl-C again aborts them")
         self.should_exit = True
         self.stopped_by = self.stopped_by or kind
 
 
-def _say_nothing(line: str) -> None:
-    """Where nobody is told."""
+def _ignore(message: str) -> None:
+    pass

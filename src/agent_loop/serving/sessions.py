@@ -1,4 +1,4 @@
-"""Conversations that clients name, so that their later turns find their prefix where it was computed."""
+"""Sessions named by clients. Requests of one session go to the same server, which has their prefix in its cache."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from agent_loop.completions.sampling import Sampler
 
 
 class SessionTable:
-    """The named sessions of a pool. The longest unused ones are ended where there are too many.
+    """Named sessions of a pool. The least recently used session is ended when there are too many.
 
     Args:
-        sampler: Is told of sessions that end.
-        max_sessions: So many are kept.
+        sampler: Ends sessions.
+        max_sessions: Maximum number of idle sessions.
     """
 
     def __init__(self, sampler: Sampler, *, max_sessions: int = 4096) -> None:
@@ -25,8 +25,11 @@ class SessionTable:
 
     @contextmanager
     def use(self, name: str | None) -> Generator[str | None]:
-        """The session of that name; None if there is no name, or the session is in use: one takes one request at
-        a time, and the second one is sampled in a session of its own."""
+        """Yield the session id of a name, and mark the session as busy until exit.
+
+        Yields None if there is no name, or if another request is using the session. Such a request is sampled in its
+        own session, because a session takes one request at a time.
+        """
         if name is None or name in self._busy:
             yield None
             return

@@ -1,4 +1,4 @@
-"""Answers that end when the client hangs up."""
+"""HTTP responses that are aborted when the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ ResultT = TypeVar("ResultT")
 
 
 class ClientDisconnected(Exception):
-    """The client hung up before it was answered."""
+    """The client disconnected before it got a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientConnection:
-    """What ends a request before its answer does."""
+    """Connection of one request, which ends when the client disconnects or the application stops."""
 
     receive: Receive
-    """Of a request whose body has been read."""
+    """ASGI receive function of a request whose body has been read."""
     stopping: asyncio.Event
-    """The application is to stop, and waits for nothing any more."""
+    """Set when the application aborts in-flight requests to stop."""
 
-    async def hold(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Awaits a call, and cancels it if the client hangs up or the application stops.
+    async def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Await a coroutine, and cancel it if the client disconnects or the application stops.
 
         Raises:
-            ClientDisconnected: The client hung up.
-            ServerError: The application stops.
+            ClientDisconnected: The client disconnected.
+            ServerError: The application is stopping.
         """
         results: list[ResultT] = []
 
@@ -45,41 +45,43 @@ class ClientConnection:
             results.append(await call)
             return True
 
-        if await run_while(work(), condition=self._ends()) is not None:
+        if await run_while(work(), condition=self._wait_for_end()) is not None:
             return results[0]
         if self.stopping.is_set():
-            raise ServerError("the server is being stopped; send the request to another one")
+            raise ServerError("the server is stopping; send the request to another server")
         raise ClientDisconnected
 
-    async def _ends(self) -> None:
-        await run_while(self._client_goes(), condition=self._stops())
+    async def _wait_for_end(self) -> None:
+        await run_while(self._wait_for_disconnect(), condition=self._wait_for_stop())
 
-    async def _client_goes(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    async def _stops(self) -> None:
+    async def _wait_for_stop(self) -> None:
         await self.stopping.wait()
 
 
-def _done() -> bytes:
+def _done_event() -> bytes:
     return b"data: [DONE]\n\n"
 
 
-def _event(reply: ResponseModel) -> bytes:
-    return f"data: {reply.model_dump_json()}\n\n".encode()
+def _event(chunk: ResponseModel) -> bytes:
+    return f"data: {chunk.model_dump_json()}\n\n".encode()
 
 
 class EventStream(Response):
-    """Server-sent events. An error in the middle becomes the last event; a client that hangs up ends the source.
+    """Response of server-sent events.
+
+    An error in the middle of the stream becomes the last event. The source is closed if the client disconnects.
 
     Args:
-        first: The first reply, which the caller has awaited, so that an early error still has a status of its own.
-        rest: The others.
-        connection: The client's.
-        write: Writes an event.
-        write_error: Writes the event of an error.
-        end: Writes what comes last, if all goes well.
+        first: First chunk. The caller has awaited it, so that an early error still gets its own HTTP status.
+        rest: The remaining chunks.
+        connection: Connection of the client.
+        write: Encodes a chunk as an event.
+        write_error: Encodes an error as an event.
+        end: Encodes the last event of a stream without errors.
     """
 
     media_type = "text/event-stream"
@@ -92,7 +94,7 @@ class EventStream(Response):
         connection: ClientConnection,
         write: Callable[[ResponseModel], bytes] = _event,
         write_error: Callable[[ErrorResponse], bytes] = _event,
-        end: Callable[[], bytes] = _done,
+        end: Callable[[], bytes] = _done_event,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -107,19 +109,19 @@ class EventStream(Response):
         async with aclosing(self._rest):
             with suppress(ClientDisconnected):
                 try:
-                    await self._connection.hold(self._send(send))
+                    await self._connection.run(self._send(send))
                 except AgentLoopError as error:
-                    await send(_part(self._write_error(error_response_of(error))))
+                    await send(_body_message(self._write_error(error_response_of(error))))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         if self._first is not None:
-            await send(_part(self._write(self._first)))
-        async for reply in self._rest:
-            await send(_part(self._write(reply)))
-        await send(_part(self._end()))
+            await send(_body_message(self._write(self._first)))
+        async for chunk in self._rest:
+            await send(_body_message(self._write(chunk)))
+        await send(_body_message(self._end()))
 
 
-def _part(body: bytes) -> Message:
+def _body_message(body: bytes) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": True}

@@ -1,4 +1,4 @@
-"""What a tool is: four methods around one instance per trajectory, and what it declares of its calls."""
+"""Base class of tools, and the response of a call."""
 
 from __future__ import annotations
 
@@ -10,46 +10,50 @@ from typing import Any
 from msgspec import Struct
 
 from agent_loop.errors import ConfigError
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.schema import ArgumentsCheck
 
 
 class ToolResponse(Struct, frozen=True):
-    """What a tool answers the model with."""
+    """Response of a tool, shown to the model."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
     ends_episode: bool = False
-    """The trajectory is over; this answer is recorded but the model gets no further turn."""
+    """Whether the trajectory ends with this response. The response is recorded; the model gets no further turn."""
 
 
 class BaseTool(ABC):
-    """One tool that models may call. The object is shared by all trajectories of a worker; what belongs to one
-    trajectory is kept under its `instance_id`.
+    """Base class of tools that models can call.
 
-    An `instance_id` is used for one trajectory and never again; `trajectory_of` tells those of its other tools.
+    All trajectories of a worker share one object. Keep the state of a trajectory under its `instance_id`. An
+    `instance_id` belongs to one trajectory and is never reused; `trajectory_of` returns the part that the ids of
+    all tools of one trajectory have in common.
 
-    Per trajectory: `create` once before the first call, `execute` for each call, `calc_reward` once at the end,
-    `release` last, whatever happened before.
+    The methods are called per trajectory: `create` once before the first call, `execute` for each call, `calc_reward`
+    once at the end, and `release` last, also after a failure.
 
     Args:
         config: The tool's own settings, as given in the YAML registry.
         tool_schema: The OpenAI function schema: `{"type": "function", "function": {name, description, parameters}}`.
-            A subclass that carries its own as a class attribute `tool_schema` needs none in the registry.
+            A subclass with a class attribute `tool_schema` needs none in the registry.
     """
 
     on_replay: OnReplay | str = OnReplay.RESTART
-    """Whether a call may be run twice. It decides what becomes of recorded calls when a trajectory is run again after a
-    crash or a cancellation (say it of your tool, or such trajectories begin anew at its next call), and whether
-    `retries` are allowed: only `RECORDED` tells that running a call again does no harm."""
+    """Whether a call may be executed twice.
+
+    The value decides what happens to recorded calls when a trajectory is resumed after a crash or a cancellation. With
+    the default, such a trajectory restarts at the tool's next call. The value also decides whether `retries` are
+    allowed: only with `RECORDED` is a repeated call harmless."""
     timeout_s: float | None = None
-    """One call with its retries, the `create` before the first included; None is `multi_turn.tool_timeout_s`."""
+    """Time limit of one call in seconds, with its retries and the `create` before the first call. None uses
+    `multi_turn.tool_timeout_s`."""
     max_concurrent: int | None = None
-    """Calls that run at once, of all trajectories that share this object: those of one process. The others queue, and
-    their time limits begin when they start. None is no limit."""
+    """Maximum number of concurrent calls of all trajectories of one process. Further calls are queued, and their time
+    limits begin when they start. None sets no limit."""
     retries: int = 0
-    """How often a call that raised `ToolUnavailable` is run again."""
+    """How often a call that raised `ToolUnavailable` is retried."""
 
     _given_name: str | None = None
 
@@ -59,64 +63,64 @@ class BaseTool(ABC):
 
     @property
     def name(self) -> str:
-        """The name that the model calls the tool by, which is the schema's."""
+        """Name by which the model calls the tool, as given in the schema."""
         return self._given_name or str(self.tool_schema["function"]["name"])
 
     @name.setter
     def name(self, name: str) -> None:
-        """Accept the name from a constructor that sets it. Loading refuses one that is not the schema's."""
+        """Accept a name that a constructor sets. Loading the tool fails if the name differs from the schema's."""
         self._given_name = name
 
     @cached_property
     def arguments_check(self) -> ArgumentsCheck:
-        """Holds the arguments of calls against the schema."""
+        """Validator of the arguments of calls against the schema."""
         return ArgumentsCheck(self.tool_schema)
 
     @cached_property
     def has_state(self) -> bool:
-        """Whether it has instances to create and release: it defines either."""
+        """Whether the tool overrides `create` or `release`, so that its instances must be created and released."""
         return _is_own(self.create, BaseTool.create) or _is_own(self.release, BaseTool.release)
 
     @cached_property
     def has_verdict(self) -> bool:
-        """Whether it defines `calc_reward`."""
+        """Whether the tool overrides `calc_reward`."""
         return _is_own(self.calc_reward, BaseTool.calc_reward)
 
     @property
     def is_read_later(self) -> bool:
-        """Whether the state that calls leave is read after the last of them: for the verdict."""
+        """Whether the tool's state is read after its last call, which `calc_reward` does."""
         return self.has_verdict
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Sets up what one trajectory needs. `kwargs` are the row's `tools_kwargs[name]["create_kwargs"]`."""
+        """Set up an instance for one trajectory. `kwargs` are the row's `tools_kwargs[name]["create_kwargs"]`."""
 
     @abstractmethod
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Runs one call. The parameters fit the schema. `kwargs` are the row's `execute_kwargs`.
+        """Execute one call. The parameters match the schema. `kwargs` are the row's `execute_kwargs`.
 
         Returns:
-            The answer, a reward for this call (None for no reward), and anything worth recording. The answer may also
-            be a str, or a dict, which the model reads as JSON; and it may be returned alone.
+            The response, the reward of this call (None for no reward), and a dict of values to record. The response may
+            also be a str, or a dict, which the model reads as JSON. The last two may be omitted.
 
         Raises:
-            ToolError: The call did not work; the message is the model's answer.
-            ToolUnavailable: It did not work this time, but the same call may later.
+            ToolError: The call failed. The model reads the message.
+            ToolUnavailable: The call failed this time, but the same call may succeed later.
         """
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """The tool's verdict on the whole trajectory; None if it has none."""
+        """Return the tool's reward for the whole trajectory, or None for no reward."""
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Frees what `create` set up."""
+        """Release what `create` set up."""
 
 
 def check_declarations(tool: BaseTool) -> OnReplay:
-    """What a tool says in `on_replay`, once all that it declares of its calls was found to be in order.
+    """Check `on_replay`, `timeout_s`, `max_concurrent` and `retries` of a tool, and return its `on_replay`.
 
     Raises:
-        ConfigError: A limit is out of range, or calls that may not be run twice are to be retried.
+        ConfigError: A limit is out of range, or `retries` is set for calls that may not be executed twice.
     """
     on_replay = OnReplay(tool.on_replay)
     if tool.timeout_s is not None and not tool.timeout_s > 0:
@@ -129,9 +133,8 @@ def check_declarations(tool: BaseTool) -> OnReplay:
         raise ConfigError(f"retries of tool {tool.name!r} is {tool.retries}; give 0 or more")
     if tool.retries and on_replay is not OnReplay.RECORDED:
         raise ConfigError(
-            f"tool {tool.name!r} has retries={tool.retries} but on_replay={str(on_replay)!r}: a call that seems to "
-            "have failed may have had its effect; set retries to 0, or on_replay to 'recorded' if a second run does no "
-            "harm"
+            f"tool {tool.name!r} has retries={tool.retries} but on_replay={str(on_replay)!r}: a call that failed may "
+            "have had its effect; set retries to 0, or set on_replay to 'recorded' if repeating a call is harmless"
         )
     return on_replay
 
@@ -141,5 +144,5 @@ def _is_own(method: Callable[..., Any], default: Callable[..., Any]) -> bool:
 
 
 def trajectory_of(instance_id: str) -> str:
-    """What the instance ids of all tools of one trajectory have in common."""
+    """Return the part of an instance id that the ids of all tools of one trajectory have in common."""
     return instance_id.partition("-")[0]

@@ -1,4 +1,4 @@
-"""The tool `calculator`: arithmetic that is read, never evaluated as Python, and bounded in time and size."""
+"""The tool `calculator`: parses arithmetic, never evaluates it as Python, and limits time and size."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
 from agent_loop.errors import ToolError
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 
 Number: TypeAlias = int | float
 
 MAX_CHARACTERS = 1000
 MAX_BITS = 4096
-"""Of an integer, results on the way included; about 1,200 decimal digits."""
+"""Maximum size of an integer, including intermediate results; about 1,200 decimal digits."""
 MAX_SCALE = 1000
-"""Digits that `round` may be asked for."""
+"""Largest argument of `comb`, `factorial` and `perm`, and largest number of digits for `round`."""
 SIGNIFICANT_DIGITS = 12
-"""Of a result that is not whole."""
+"""Digits of a result that is not an integer."""
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -43,7 +43,7 @@ SCHEMA: dict[str, Any] = {
 
 
 class CalculatorTool(BaseTool):
-    """Answers arithmetic."""
+    """Tool that evaluates an arithmetic expression."""
 
     tool_schema: dict[str, Any] = SCHEMA
     on_replay = OnReplay.RECORDED
@@ -54,18 +54,24 @@ class CalculatorTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Raises: ToolError: The expression cannot be read, has no real value, or one that is too large."""
+        """Evaluate the expression.
+
+        Raises:
+            ToolError: The expression cannot be parsed, has no real value, or its value is too large.
+        """
         return ToolResponse(text=format_number(calculate(str(parameters["expression"])))), None, {}
 
 
 def calculate(expression: str) -> Number:
-    """The value of an arithmetic expression.
+    """Return the value of an arithmetic expression.
 
     Raises:
-        ToolError: It cannot be read, has no real value, or one that is too large, on the way or in the end.
+        ToolError: The expression cannot be parsed or has no real value, or a result on the way is too large.
     """
     if len(expression) > MAX_CHARACTERS:
-        raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are read")
+        raise ToolError(
+            f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
+        )
     text = expression.strip().translate(_SPELLINGS)
     try:
         with warnings.catch_warnings(action="ignore"):  # Python's, of odd spellings such as `1or 2`
@@ -86,7 +92,7 @@ def calculate(expression: str) -> Number:
 
 
 def format_number(value: Number) -> str:
-    """A whole number exactly, any other to `SIGNIFICANT_DIGITS`."""
+    """Format an integer exactly, and any other number to `SIGNIFICANT_DIGITS`."""
     return str(value) if isinstance(value, int) else f"{value:.{SIGNIFICANT_DIGITS}g}"
 
 
@@ -106,7 +112,7 @@ def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.Name):
         if node.id in _CONSTANTS:
             return _CONSTANTS[node.id]
-        raise ToolError(f"there is no {node.id!r}; the constants are {', '.join(_CONSTANTS)}")
+        raise ToolError(f"unknown name {node.id!r}; the constants are {', '.join(_CONSTANTS)}")
     if isinstance(node, ast.Call):
         return _call(node)
     if isinstance(node, ast.Tuple):
@@ -138,7 +144,9 @@ def _power(base: Number, exponent: Number) -> Any:
 def _call(node: ast.Call) -> Number:
     name = node.func.id if isinstance(node.func, ast.Name) else ""
     if name not in _FUNCTIONS or node.keywords:
-        raise ToolError(f"{ast.unparse(node)!r} is no call of a known function: {', '.join(_FUNCTIONS)}")
+        raise ToolError(
+            f"{ast.unparse(node)!r} does not call one of the known functions {', '.join(_FUNCTIONS)}"
+        )
     arguments = [_value(argument) for argument in node.args]
     if name in ("comb", "factorial", "perm") and any(abs(argument) > MAX_SCALE for argument in arguments):
         raise ToolError(f"{name} takes numbers up to {MAX_SCALE}")
@@ -148,7 +156,11 @@ def _call(node: ast.Call) -> Number:
 
 
 def _checked(value: Any) -> Number:
-    """Refuses what is no real number, and what would grow without bounds."""
+    """Return a value if it is a real number within the size limit.
+
+    Raises:
+        ToolError: The value is not a real number, or it is too large.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         what = "a complex number" if isinstance(value, complex) else repr(value)
         raise ToolError(f"{what} is not a real number")

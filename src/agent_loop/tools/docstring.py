@@ -1,4 +1,4 @@
-"""Reads Google-style docstrings."""
+"""Parser of Google-style docstrings."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _ARGUMENT = re.compile(r"\*{0,2}(?P<name>\w+)\s*(\(.*?\))?:\s*(?P<text>.*)$")
 
 @dataclass(frozen=True, slots=True)
 class Docstring:
-    """What a docstring says about a function."""
+    """Parsed docstring of a function."""
 
     description: str
-    """All that stands before the first section."""
+    """The text before the first section."""
     arguments: dict[str, str]
-    """Name to description, as in the section `Args:`."""
+    """Descriptions in the section `Args:`, by name."""
 
 
 def parse_docstring(docstring: str) -> Docstring:
-    """Reads the description and the `Args:` section; other sections are left out."""
+    """Parse the description and the `Args:` section. Other sections are ignored."""
     sections: dict[str, list[str]] = {"": []}
     lines = sections[""]
     for line in inspect.cleandoc(docstring).splitlines():
@@ -40,7 +40,7 @@ def parse_docstring(docstring: str) -> Docstring:
 
 
 def _parse_arguments(lines: list[str]) -> dict[str, str]:
-    """Each entry begins at the indentation of the first; lines further in go on with it."""
+    """Parse the entries of a section. An entry starts at the indentation of the first; deeper lines continue it."""
     texts: dict[str, list[str]] = {}
     entry: list[str] = []
     lines = inspect.cleandoc("\n".join(["", *lines])).splitlines()

@@ -1,4 +1,4 @@
-"""Turns a Python function into a tool."""
+"""Tools made from Python functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from agent_loop.errors import ToolError
-from agent_loop.runtime.boundary import OnReplay, call_function
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.user_code import call_function
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.signature import arguments_model, function_schema
 
@@ -37,29 +38,30 @@ def function_tool(
     description: str | None = None,
     on_replay: OnReplay | str = OnReplay.RECORDED,
 ) -> Any:
-    """Makes a tool of a function: `@function_tool`, or `@function_tool(name=..., description=...)`.
+    """Turn a function into a tool: `@function_tool`, or `@function_tool(name=..., description=...)`.
 
     The model is shown the function's name, its docstring up to `Args:`, and for each parameter the type, the
-    description in `Args:` and the default. Arguments arrive as the annotated types (enums, dataclasses and pydantic
-    models too). One function serves many trajectories at once: keep state in a `BaseTool` subclass instead.
+    description in `Args:` and the default. Arguments are converted to the annotated types, including enums,
+    dataclasses and pydantic models. One function serves many trajectories concurrently: for state, write a subclass of
+    `BaseTool` instead.
 
-    An async function runs on the event loop. Any other runs in a thread of its own, so it may block; it must be safe
-    to run in several threads, and one that passes its time limit goes on in its thread unheard.
+    An async function runs on the event loop. A sync function runs in its own thread, so it may block, and must be
+    thread-safe. A sync function that exceeds its time limit continues in its thread, and its result is discarded.
 
-    The model is answered with what the function returns: a str as it is, None as an empty text, a `ToolResponse` as it
-    is, anything else as JSON, or as `str()` gives it where JSON has no form for it. Raise `ToolError` to tell the
-    model that the call did not work; any other exception fails the trajectory as a bug.
+    The model reads what the function returns: a str unchanged, None as empty text, a `ToolResponse` unchanged, and
+    anything else as JSON, or as `str()` formats it if it has no JSON form. Raise `ToolError` to report to the model
+    that the call failed; any other exception fails the trajectory as a bug.
 
     Args:
-        function: The function, where the decorator is used bare.
-        name: The tool's name; the function's own if None.
-        description: What the model reads; the docstring's if None.
-        on_replay: What becomes of recorded calls when a trajectory is run again after a crash; by default the
-            recorded answer is given, which is right for a function without state or effects. A function with effects
-            says `"once"`.
+        function: The function, where the decorator is used without arguments.
+        name: The tool's name; the function's name if None.
+        description: The description that the model reads; the docstring's if None.
+        on_replay: What happens to recorded calls when a trajectory is resumed after a crash. By default the recorded
+            response is reused, which is right for a function without state or effects. Use `"once"` for a function
+            with effects.
 
     Raises:
-        ConfigError: There is no docstring, a parameter has no annotation, or it cannot be given by name.
+        ConfigError: The docstring is missing, or a parameter has no annotation or cannot be passed by name.
     """
 
     def decorate(function: Callable[P, R]) -> FunctionTool[P, R]:
@@ -69,7 +71,7 @@ def function_tool(
 
 
 class FunctionTool(BaseTool, Generic[P, R]):
-    """A function as a tool; still callable as the function. See `function_tool`."""
+    """Tool made from a function, which can still be called as the function. See `function_tool`."""
 
     def __init__(
         self,
@@ -95,7 +97,11 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Calls the function."""
+        """Call the function with the converted arguments.
+
+        Raises:
+            ToolError: An argument cannot be converted to its annotated type.
+        """
         result = await self._call(**self._read_arguments(parameters))
         return result if isinstance(result, ToolResponse) else ToolResponse(text=_as_text(result)), None, {}
 

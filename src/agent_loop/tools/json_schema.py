@@ -1,7 +1,7 @@
-"""JSON schemas that others wrote: checked when they are read, and applied within a bounded number of steps.
+"""Validation against untrusted JSON schemas, within a bounded number of steps.
 
-A schema of an MCP server or of a client may hold patterns that backtrack for ever, references that go in circles or to
-other machines, and combinations that double with each level. None of that holds up an event loop here.
+A schema from an MCP server or a client may contain patterns that backtrack without limit, references that form cycles
+or point to other machines, and combinations that double with each level. None of them can block the event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agent_loop.tools.patterns import PatternRefused, pattern_of
 MAX_DEPTH = 64
 MAX_NODES = 100_000
 MAX_STEPS = 50_000
-"""Keywords that are applied to one value. All together take about a quarter of a second."""
+"""Maximum number of keywords applied to one value. That many take about a quarter of a second."""
 
 _SINGLE = (
     "additionalProperties",
@@ -42,18 +42,18 @@ _REFERENCES = ("$ref", "$dynamicRef")
 
 
 class InvalidSchema(ValueError):
-    """A schema that cannot be used; the message says where and why."""
+    """The schema cannot be used. The message names the location and the reason."""
 
 
 class TooManySteps(Exception):
-    """Applying a schema to a value takes too long."""
+    """Validating a value against a schema takes too many steps."""
 
 
 def check_json_schema(schema: Any) -> None:
-    """Check that a value is a JSON schema of reasonable size. Patterns in it are not looked at.
+    """Check that a value is a valid JSON schema within the size limits. Its patterns are not checked.
 
     Raises:
-        InvalidSchema: It is not.
+        InvalidSchema: The value is not a valid schema, or it is too large or nested too deeply.
     """
     _check_size(schema)
     try:
@@ -66,11 +66,11 @@ def check_json_schema(schema: Any) -> None:
 
 
 def check_applicable(schema: Mapping[str, Any]) -> None:
-    """Check that values can be held against a schema that `check_json_schema` has passed.
+    """Check that values can be validated against a schema that has passed `check_json_schema`.
 
     Raises:
-        InvalidSchema: A reference leads out of the schema or in a circle, or a pattern cannot be matched in bounded
-            time.
+        InvalidSchema: A reference points outside the schema or forms a cycle, or a pattern cannot be matched in
+            bounded time.
     """
     parts = [*_parts(schema)]
     for part in parts:
@@ -87,26 +87,29 @@ def check_applicable(schema: Mapping[str, Any]) -> None:
             "it has both unevaluatedProperties and patternProperties; write additionalProperties for the former"
         )
     try:
-        BoundedValidator(schema).faults({})
+        BoundedValidator(schema).find_errors({})
     except (RecursionError, TooManySteps):
-        raise InvalidSchema("a $ref in it leads back to itself; let each lead to a part below it") from None
+        raise InvalidSchema(
+            "a $ref in it refers back to itself; make each $ref refer to a part below it"
+        ) from None
 
 
 class BoundedValidator:
-    """Holds values against a schema. Nothing is fetched, and no value takes longer than `MAX_STEPS`."""
+    """Validator for one schema. It fetches nothing and takes at most `MAX_STEPS` per value."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        # A `$schema` in a part would have that part applied by another validator.
+        # A `$schema` in a part would make jsonschema use another validator for that part.
         self._validator: _Validator = _Bounded(_without_dialects(schema), registry=Registry[Any]())
 
-    def faults(self, value: Any) -> list[ValidationError]:
-        """Return what is wrong with a value.
+    def find_errors(self, value: Any) -> list[ValidationError]:
+        """Return the validation errors of a value.
 
         Raises:
-            TooManySteps: It takes too long to tell.
+            TooManySteps: The validation exceeds `MAX_STEPS`.
             RecursionError: The value is nested too deeply.
-            Unresolvable: A reference leads nowhere. `check_applicable` finds all but those relative to an inner `$id`.
-            PatternRefused: A pattern cannot be matched. `check_applicable` finds all in known places.
+            Unresolvable: A reference has no target. `check_applicable` finds all except those relative to an inner
+                `$id`.
+            PatternRefused: A pattern cannot be matched. `check_applicable` finds all under known keywords.
         """
         _steps.left = MAX_STEPS
         return list(self._validator.iter_errors(value))
@@ -176,7 +179,7 @@ def _unique_items(validator: Any, is_unique: Any, instance: Any, schema: Any) ->
 
 
 def _hashable(value: Any) -> Any:
-    """Return a form of a JSON value that equals that of an equal value. In JSON, 1 is 1.0 and not true."""
+    """Return a hashable form of a JSON value. Equal values have equal forms; in JSON, 1 equals 1.0 but not true."""
     if isinstance(value, bool):
         return ("bool", value)
     if isinstance(value, list):
@@ -208,7 +211,11 @@ _Bounded: Any = cast(Any, validators).extend(
 
 
 def _check_size(schema: Any) -> None:
-    """Raises: InvalidSchema: The value is deeper or larger than any schema that a model could read."""
+    """Check the size of a schema.
+
+    Raises:
+        InvalidSchema: The schema is nested deeper than `MAX_DEPTH` or has more than `MAX_NODES` parts.
+    """
     level, num_nodes = [schema], 0
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -227,33 +234,33 @@ def _check_size(schema: Any) -> None:
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema and every schema in it, those that references lead to included.
+    """Yield a schema and every schema in it, including the targets of references.
 
     Raises:
-        InvalidSchema: A reference leads out of it.
+        InvalidSchema: A reference points outside the schema.
     """
     resolver = Registry[Any]().resolver_with_root(DRAFT202012.create_resource(schema))
-    waiting: list[Any] = [schema]
+    pending: list[Any] = [schema]
     seen: set[int] = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if not isinstance(node, Mapping) or id(cast(Any, node)) in seen:
             continue
         part = cast(Mapping[str, Any], node)
         seen.add(id(part))
         yield part
-        waiting += [part[key] for key in _SINGLE if key in part]
+        pending += [part[key] for key in _SINGLE if key in part]
         for key in _LISTED:
-            waiting += part.get(key, ())
+            pending += part.get(key, ())
         for key in _NAMED:
-            waiting += part.get(key, {}).values()
+            pending += part.get(key, {}).values()
         for key in _REFERENCES:
             if key in part:
                 try:
-                    waiting.append(resolver.lookup(str(part[key])).contents)
+                    pending.append(resolver.lookup(str(part[key])).contents)
                 except Unresolvable:
                     raise InvalidSchema(
-                        f"it refers to {part[key]!r}, which is not in it; put it into its $defs"
+                        f"it refers to {part[key]!r}, which it does not contain; add that schema to its $defs"
                     ) from None
 
 

@@ -1,7 +1,7 @@
-"""Regular expressions that others wrote, matched in time that is linear in the text.
+"""Untrusted regular expressions, matched in time linear in the length of the text.
 
-Patterns of JSON schemas are in ECMA-262's syntax. They are translated to that of RE2, which neither backtracks nor
-recurses. RE2 has no look-around and no back-references, so patterns with those are refused.
+Patterns of JSON schemas use the syntax of ECMA-262. They are translated to the syntax of RE2, which neither backtracks
+nor recurses. RE2 has no look-around and no back-references, so patterns that use them are refused.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from importlib import import_module
 from typing import Any
 
 MAX_COUNT = 1000
-"""RE2's limit on counts. A larger count is checked up to here."""
+"""RE2's limit on repetition counts. A larger count is enforced up to this value."""
 MAX_MEMORY = 4 << 20
-"""Bytes of a compiled pattern."""
+"""Maximum size of a compiled pattern in bytes."""
 CELLS_PER_STEP = 400
-"""RE2 takes up to 14 ns for each instruction of the pattern and character of the text: about 5 microseconds per step,
-as long as a keyword of a schema takes."""
+"""Pairs of pattern instruction and text character that count as one step.
+
+RE2 takes up to 14 ns per pair, which makes a step about 5 microseconds: as long as one keyword of a schema takes."""
 
 _TOKEN = re.compile(
     r"\\u\{(?P<code>[0-9a-fA-F]{1,6})\}|\\u(?P<unit>[0-9a-fA-F]{4})"
@@ -28,14 +29,17 @@ _TOKEN = re.compile(
 
 
 class PatternRefused(ValueError):
-    """A pattern cannot be matched in bounded time, or is none."""
+    """The pattern is invalid, or cannot be matched in bounded time."""
 
 
 class Pattern:
-    """One pattern, found anywhere in a text, as JSON schemas have it."""
+    """Compiled pattern that may match anywhere in a text, as in JSON schemas.
+
+    Raises:
+        PatternRefused: RE2 does not accept the pattern.
+    """
 
     def __init__(self, pattern: str) -> None:
-        """Raises: PatternRefused: RE2 cannot take the pattern."""
         re2: Any = import_module("re2")  # it has no type hints
         options: Any = re2.Options()
         options.max_mem, options.log_errors, options.never_capture = MAX_MEMORY, False, True
@@ -44,15 +48,15 @@ class Pattern:
         except re2.error as error:
             raise PatternRefused(_message(error)) from None
         except UnicodeEncodeError:
-            raise PatternRefused("it holds half of a surrogate pair") from None
+            raise PatternRefused("it contains half of a surrogate pair") from None
         self._size = int(self._compiled.programsize)
 
     def steps(self, text: str) -> int:
-        """Time limit of a search, in steps of about 5 microseconds."""
+        """Return the longest duration of a search, in steps of about 5 microseconds."""
         return self._size * len(text) // CELLS_PER_STEP
 
     def is_in(self, text: str) -> bool:
-        """Return whether the text has a match."""
+        """Return whether the pattern matches anywhere in the text."""
         if not text.isascii():
             text = text.encode(
                 errors="replace"
@@ -65,7 +69,7 @@ def pattern_of(pattern: str) -> Pattern:
     """Return the compiled pattern.
 
     Raises:
-        PatternRefused: RE2 cannot take it.
+        PatternRefused: RE2 does not accept the pattern.
     """
     return Pattern(pattern)
 
@@ -76,7 +80,7 @@ def _message(error: Exception) -> str:
 
 
 def _translated(pattern: str) -> str:
-    """Rewrite what ECMA-262 writes differently: code points, names of scripts, brackets in classes, large counts."""
+    """Rewrite ECMA-262 syntax that differs in RE2: code points, script names, brackets in classes, large counts."""
     parts: list[str] = []
     is_in_class = False
     for token in _TOKEN.finditer(pattern):

@@ -1,4 +1,4 @@
-"""The tool `python`: a code interpreter per trajectory."""
+"""The tool `python`: one sandboxed interpreter per trajectory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from agent_loop.config import parse_section
 from agent_loop.errors import SandboxError, ToolError
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.sandbox.host import SandboxHost
-from agent_loop.tools.sandbox.inside.supervisor import Reply
+from agent_loop.tools.sandbox.inside.supervisor import ExecutionResult
 from agent_loop.tools.sandbox.sandbox import Sandbox
 from agent_loop.tools.sandbox.settings import SandboxSettings
 
@@ -22,9 +22,9 @@ FENCED = re.compile(
 )
 MAX_CODE_CHARACTERS = 1_000_000
 START_ALLOWANCE_S = 60.0
-"""For the start of a sandbox, and for calls of the same turn that go first."""
+"""Seconds for starting a sandbox, and for earlier calls of the same turn."""
 NO_OUTPUT = "(no output)"
-STARTED_ANEW = "The last call was cut off and the sandbox started anew: variables and files are lost."
+RESTARTED = "The last call was aborted and the sandbox was restarted: variables and files are lost."
 DEFAULT_SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -43,19 +43,19 @@ DEFAULT_SCHEMA: dict[str, Any] = {
 
 
 class PythonTool(BaseTool):
-    """Runs the model's code, each trajectory's in a sandbox of its own with the state kept between calls.
+    """Tool that runs the model's code. Each trajectory has its own sandbox, which keeps its state between calls.
 
     Args:
         config: The keys of `SandboxSettings`.
-        tool_schema: Must have a parameter `code`.
+        tool_schema: The OpenAI function schema; it must have a parameter `code`.
 
     Raises:
-        ConfigError: A setting is wrong, or what works here shuts too little in.
+        ConfigError: A setting is invalid, or no mechanism that works on this machine isolates the code sufficiently.
     """
 
     tool_schema: dict[str, Any] = DEFAULT_SCHEMA
     on_replay = OnReplay.RERUN
-    """The state is what the calls make it; with a seed that holds for `random` too."""
+    """The state depends on the calls alone. With a seed, that includes `random`."""
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] = DEFAULT_SCHEMA) -> None:
         super().__init__(config, tool_schema)
@@ -66,21 +66,26 @@ class PythonTool(BaseTool):
 
     @property
     def isolation(self) -> str:
-        """What shuts the code in."""
+        """Description of the isolation in force."""
         return str(self._host.isolation)
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Starts the trajectory's sandbox."""
+        """Start the trajectory's sandbox.
+
+        Raises:
+            SandboxError: The sandbox could not be started.
+        """
         session = self._sessions[instance_id] = InterpreterSession(self._host)
         await session.start()
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Runs the code.
+        """Run the code.
 
         Raises:
-            ToolError: It raised, broke a limit or ended its interpreter; the message says so and holds the output.
+            ToolError: The code raised, exceeded a limit or terminated its interpreter. The message contains the output
+                and the reason.
             SandboxError: A sandbox could not be started.
         """
         code = strip_fence(str(parameters["code"]))
@@ -97,18 +102,18 @@ class PythonTool(BaseTool):
         return ToolResponse(text=text), None, extra
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Ends everything that the trajectory's code started."""
+        """Terminate everything that the trajectory's code started."""
         session = self._sessions.pop(instance_id, None)
         if session is not None:
             await session.close()
 
     def close(self) -> None:
-        """Ends what sandboxes come from; the tool is of no more use."""
+        """Stop the backend of the sandboxes. The tool cannot be used afterwards."""
         self._host.close()
 
 
 class InterpreterSession:
-    """One trajectory's sandbox, started anew where it was lost."""
+    """Sandbox of one trajectory. It is restarted at the next call after it was lost."""
 
     def __init__(self, host: SandboxHost) -> None:
         self._host = host
@@ -116,25 +121,25 @@ class InterpreterSession:
         self._one_at_a_time = asyncio.Lock()
 
     async def start(self) -> Sandbox:
-        """Starts a sandbox.
+        """Start a sandbox.
 
         Raises:
-            SandboxError: It could not be started.
+            SandboxError: The sandbox could not be started.
         """
         self._sandbox = await self._host.open()
         return self._sandbox
 
-    async def run(self, code: str) -> tuple[Reply, list[str]]:
-        """Runs one call after the other. Returns what came of it and what the model should know besides.
+    async def run(self, code: str) -> tuple[ExecutionResult, list[str]]:
+        """Run one call, after the calls before it. Return its result and notes for the model.
 
         Raises:
-            ToolError: The sandbox ended during the call.
-            SandboxError: A new one could not be started.
+            ToolError: The sandbox terminated during the call.
+            SandboxError: A new sandbox could not be started.
         """
         async with self._one_at_a_time:
             sandbox, notes = self._sandbox, list[str]()
             if sandbox is None:
-                sandbox, notes = await self.start(), [STARTED_ANEW]
+                sandbox, notes = await self.start(), [RESTARTED]
             try:
                 return await sandbox.run(code), notes
             except SandboxError as error:
@@ -145,7 +150,7 @@ class InterpreterSession:
                 raise
 
     async def close(self) -> None:
-        """Ends the sandbox."""
+        """Terminate the sandbox."""
         await self._drop()
 
     async def _drop(self) -> None:
@@ -155,49 +160,51 @@ class InterpreterSession:
 
 
 def strip_fence(code: str) -> str:
-    """The code in a Markdown fence; other text as it is."""
+    """Return the code inside a Markdown fence, or the text unchanged if it has none."""
     fenced = FENCED.match(code)
     return fenced["code"] if fenced else code
 
 
-def describe_restart(reply: Reply, *, settings: SandboxSettings) -> list[str]:
-    """What the model is told when the interpreter of its last call was gone before this one."""
+def describe_restart(reply: ExecutionResult, *, settings: SandboxSettings) -> list[str]:
+    """Return the note that the interpreter terminated after the previous call; empty if it did not."""
     if not reply.restarted:
         return []
-    cause = describe_end(reply.restarted, settings=settings)
-    return [f"Since the last call, {cause}; variables and imports were lost, this call began anew."]
+    cause = describe_exit(reply.restarted, settings=settings)
+    return [
+        f"Since the last call, {cause}; variables and imports were lost, and this call ran in a new interpreter."
+    ]
 
 
-def describe_failure(reply: Reply, *, settings: SandboxSettings) -> list[str]:
-    """What the model is told of a call that did not work, beside the output; a traceback there speaks for itself."""
+def describe_failure(reply: ExecutionResult, *, settings: SandboxSettings) -> list[str]:
+    """Return the reason of a failed call for the model; empty if the output ends with a traceback."""
     if reply.ending == "failed":
         return []
     if reply.ending == "interrupted":
         return [
             f"The code was interrupted at the time limit of {settings.time_limit_s:g} s; variables are kept."
         ]
-    cause = describe_end(reply.end_cause, settings=settings)
+    cause = describe_exit(reply.exit_cause, settings=settings)
     lost = "variables, imports and files are lost"
-    if reply.end_cause != "files":
+    if reply.exit_cause != "files":
         lost = "variables and imports are lost, files are kept"
     return [f"{cause[0].upper()}{cause[1:]}; {lost}."]
 
 
-def describe_end(cause: str, *, settings: SandboxSettings) -> str:
-    """Why an interpreter is gone, as a clause."""
+def describe_exit(cause: str, *, settings: SandboxSettings) -> str:
+    """Return a clause that says why an interpreter terminated."""
     kind, _, number = cause.partition(" ")
     if kind == "time":
         return f"the code did not stop at the time limit of {settings.time_limit_s:g} s and was killed"
     if kind == "memory":
-        return f"the code's processes held more than {settings.memory_mb} MB of memory and were killed"
+        return f"the code's processes used more than {settings.memory_mb} MB of memory and were killed"
     if kind == "processes":
         return f"the code ran more than {settings.max_processes} processes, and they were killed"
     if kind == "files":
-        return f"the code's files took more than {settings.temp_dir_mb} MB; they were removed, its processes killed"
+        return f"the code's files took more than {settings.temp_dir_mb} MB; they were removed and its processes killed"
     if kind == "channel":
-        return "the code broke the interpreter's own pipes, and it was ended"
+        return "the code broke the interpreter's own pipes, and the interpreter was killed"
     if kind == "signal" and int(number) == signal.SIGXCPU:
         return f"the code used more than {settings.cpu_seconds} s of CPU time, and the interpreter was killed"
     if kind == "signal":
         return f"the interpreter was killed by signal {signal.Signals(int(number)).name}"
-    return f"the interpreter ended with exit status {number}"
+    return f"the interpreter exited with status {number}"

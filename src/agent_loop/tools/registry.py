@@ -1,4 +1,4 @@
-"""Loads the tools that a configuration names."""
+"""Loading of the tools that a configuration names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agent_loop.tools.schema import check_tool_schema
 REFERENCES_KEY = "rollout.multi_turn.tools"
 PATH_KEY = "rollout.multi_turn.tool_config_path"
 
-KIT = {
+BUILTIN_TOOLS = {
     "calculator": "agent_loop.tools.calculator:CalculatorTool",
     "gsm8k": "agent_loop.integrations.verl.gsm8k:Gsm8kTool",
     "http": "agent_loop.tools.web.http:HttpTool",
@@ -29,7 +29,7 @@ KIT = {
     "python": "agent_loop.tools.python:PythonTool",
     "search": "agent_loop.tools.search.tool:SearchTool",
 }
-"""The tools that come with the package, by their short names; each is imported when it is named."""
+"""Built-in tools by short name. Each is imported when it is first used."""
 
 VERL_NAMES = {
     "verl.tools.gsm8k_tool.Gsm8kTool": "gsm8k",
@@ -37,44 +37,44 @@ VERL_NAMES = {
     "verl.tools.mcp_search_tool.MCPSearchTool": "mcp",
     "verl.tools.search_tool.SearchTool": "search",
 }
-"""What stands in for verl's own tools, so that its registry files can be read as they are."""
+"""Built-in replacements for verl's tools, so that registry files written for verl can be used unchanged."""
 
 ToolMaker: TypeAlias = Callable[[Mapping[str, Any]], Sequence[BaseTool]]
-"""Makes several tools of one entry's config."""
+"""Function that creates several tools from the config of one entry."""
 
 
 class ToolEntry(Section):
-    """One tool of the YAML file, or several that are made of one entry."""
+    """Entry of the YAML file, which describes one or several tools."""
 
     class_name: str
-    """A short name of the kit, or `package.module.Class` or `file.py:Class`: a subclass of `BaseTool`, a function
-    decorated with `@function_tool`, or one that takes `config` and returns several tools."""
+    """Short name of a built-in tool, or `package.module.Class` or `file.py:Class`. The object is a subclass of
+    `BaseTool`, a function decorated with `@function_tool`, or a function that takes `config` and returns tools."""
     config: dict[str, Any] = Field(default={})
-    """What the class gets as `config`."""
+    """Passed to the class as `config`."""
     tool_schema: dict[str, Any] | None = None
     """The OpenAI function schema; None where the class has an attribute `tool_schema`, or a method
     `get_openai_tool_schema` as verl's tools do."""
     mcp: dict[str, Any] = Field(default={})
-    """For `mcp`: more keys of its config, where verl has them."""
+    """More keys of the config of `mcp`, in verl's place."""
     on_replay: OnReplay | None = None
-    """In place of what the tool declares, as are the next three."""
+    """Overrides the tool's own value, as do the next three."""
     timeout_s: PositiveSeconds | None = None
     max_concurrent: Positive | None = None
     retries: NotNegative | None = None
 
 
 def load_tools(references: Iterable[str], *, config_path: str | Path | None = None) -> dict[str, BaseTool]:
-    """The tools by the names that models call them by.
+    """Load tools, and return them by the names that models call.
 
     Args:
-        references: Short names of the kit, or `file.py:name` or `module:name` of functions decorated with
-            `@function_tool`, of `BaseTool` objects, or of `BaseTool` subclasses with a class attribute `tool_schema`
-            (made with an empty config).
-        config_path: YAML that holds `tools: [{class_name, config, tool_schema, ...}]`, each as `ToolEntry` has it.
+        references: Short names of built-in tools, or `file.py:name` or `module:name` of functions decorated with
+            `@function_tool`, of `BaseTool` objects, or of `BaseTool` subclasses with a class attribute `tool_schema`.
+            A class gets an empty config.
+        config_path: YAML file with `tools: [{class_name, config, tool_schema, ...}]`; the entries are `ToolEntry`.
 
     Raises:
-        ConfigError: A tool cannot be loaded, its schema is missing or invalid, what it declares of its calls is wrong,
-            or two have the same name.
+        ConfigError: A tool cannot be loaded, its schema is missing or invalid, one of its limits is invalid, or two
+            tools have the same name.
     """
     tools: dict[str, BaseTool] = {}
     sources: dict[str, str] = {}
@@ -94,7 +94,11 @@ def load_tools(references: Iterable[str], *, config_path: str | Path | None = No
 
 
 def _check_name(tool: BaseTool, *, source: str) -> None:
-    """Raises: ConfigError: The tool names itself otherwise than its schema, by which the model calls it."""
+    """Check that a tool has the name of its schema, by which the model calls it.
+
+    Raises:
+        ConfigError: The names differ.
+    """
     name = tool.tool_schema["function"]["name"]
     if tool.name != name:
         raise ConfigError(
@@ -103,31 +107,33 @@ def _check_name(tool: BaseTool, *, source: str) -> None:
         )
 
 
-def make_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
-    """The tools of one entry.
+def create_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
+    """Create the tools of one entry.
 
     Raises:
-        ConfigError: They cannot be made.
+        ConfigError: A tool cannot be created.
     """
     short_name = VERL_NAMES.get(entry.class_name, entry.class_name)
-    reference = KIT.get(short_name, entry.class_name)
+    reference = BUILTIN_TOOLS.get(short_name, entry.class_name)
     config = {**entry.config, **entry.mcp}
-    if short_name in KIT:
+    if short_name in BUILTIN_TOOLS:
         config.pop("type", None)  # verl's `type: native | mcp`, which the class name says here
     elif ":" not in reference and "." not in reference:
         raise ConfigError(
-            f"{where}.class_name is {reference!r}, which the kit has not{did_you_mean(reference, KIT)}"
+            f"{where}.class_name is {reference!r}, not a built-in tool{did_you_mean(reference, BUILTIN_TOOLS)}"
         )
     named = load_object(reference, key=f"{where}.class_name")
     if isinstance(named, BaseTool):
         if config or entry.tool_schema:
-            raise ConfigError(f"{where}: {reference} is made already; it takes no config and no tool_schema")
+            raise ConfigError(
+                f"{where}: {reference} is an instance, which takes no config and no tool_schema; remove them"
+            )
         tools: Sequence[BaseTool] = [named]
     elif callable(named) and not isinstance(named, type):
-        tools = _make_several(cast(ToolMaker, named), config, where=where)
+        tools = _create_several(cast(ToolMaker, named), config, where=where)
     else:
         tool_class = load_class(reference, base=BaseTool, key=f"{where}.class_name")
-        tools = [_make(tool_class, config=config, tool_schema=entry.tool_schema, where=where)]
+        tools = [_create(tool_class, config=config, tool_schema=entry.tool_schema, where=where)]
     for tool in tools:
         for key in ("on_replay", "timeout_s", "max_concurrent", "retries"):
             if getattr(entry, key) is not None:
@@ -136,16 +142,16 @@ def make_tools(entry: ToolEntry, *, where: str) -> Sequence[BaseTool]:
 
 
 def _load_reference(reference: str) -> BaseTool:
-    reference = KIT.get(reference, reference)
+    reference = BUILTIN_TOOLS.get(reference, reference)
     named = load_object(reference, key=REFERENCES_KEY)
     if isinstance(named, BaseTool):
         return named
     if isinstance(named, type):
         tool_class = load_class(reference, base=BaseTool, key=REFERENCES_KEY)
-        return _make(tool_class, config={}, tool_schema=None, where=f"{REFERENCES_KEY}: {reference}")
-    if reference in KIT.values():
+        return _create(tool_class, config={}, tool_schema=None, where=f"{REFERENCES_KEY}: {reference}")
+    if reference in BUILTIN_TOOLS.values():
         raise ConfigError(
-            f"{REFERENCES_KEY}: {reference} needs a config; name it in a file, and that in {PATH_KEY}"
+            f"{REFERENCES_KEY}: {reference} needs a config; add it to a file, and set {PATH_KEY} to the file"
         )
     if callable(named):
         raise ConfigError(
@@ -162,11 +168,11 @@ def _load_file(path: str | Path) -> list[tuple[str, BaseTool]]:
     entries = read_entries(path, entry_type=ToolEntry, list_key="tools", key=PATH_KEY)
     for index, entry in enumerate(entries):
         where = f"{path}: tools[{index}]"
-        loaded += [(f"{entry.class_name} ({where})", tool) for tool in make_tools(entry, where=where)]
+        loaded += [(f"{entry.class_name} ({where})", tool) for tool in create_tools(entry, where=where)]
     return loaded
 
 
-def _make_several(make: ToolMaker, config: Mapping[str, Any], *, where: str) -> Sequence[BaseTool]:
+def _create_several(make: ToolMaker, config: Mapping[str, Any], *, where: str) -> Sequence[BaseTool]:
     made: Any = construct(cast(Any, make), config, where=where)
     tools = cast(list[Any], made) if isinstance(made, list) else []
     if not tools or not all(isinstance(tool, BaseTool) for tool in tools):
@@ -176,7 +182,7 @@ def _make_several(make: ToolMaker, config: Mapping[str, Any], *, where: str) -> 
     return tools
 
 
-def _make(
+def _create(
     tool_class: type[BaseTool],
     *,
     config: Mapping[str, Any],

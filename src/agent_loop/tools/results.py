@@ -1,4 +1,4 @@
-"""What comes of one call, and whether it is what a tool may return."""
+"""Result of one tool call, and validation of what `execute` returned."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from msgspec import Struct, field, structs
 from pydantic_core import to_jsonable_python
 
 from agent_loop.errors import ToolBug
-from agent_loop.runtime.boundary import REWARD_LIMIT, as_reward, describe_error, describe_value, one_line
-from agent_loop.runtime.foreign_values import plain_mapping
+from agent_loop.runtime.describe import describe_error, describe_value, one_line
+from agent_loop.runtime.numeric import REWARD_LIMIT, as_reward
+from agent_loop.runtime.user_values import plain_mapping
 from agent_loop.tools.base import ToolResponse
 from agent_loop.trajectory import Incident, IncidentKind
 
 MAX_DETAIL_CHARACTERS = 1000
-"""Of what is recorded of a call that did not work; the model reads all of it."""
+"""Maximum length of the recorded message of a failed call. The model reads the whole message."""
 
 
 class ToolResult(Struct, frozen=True):
-    """What came of one call."""
+    """Result of one tool call."""
 
     response: ToolResponse
     reward: float | None = None
     incident: Incident | None = None
-    """Why the call did not work, where it did not; `response` says it to the model."""
+    """Reason of a failed call, which the model reads in `response`."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the tool found worth recording."""
+    """Values that the tool records."""
 
 
-def refusal(kind: IncidentKind, detail: str) -> ToolResult:
-    """What the model is told of a call that did not work."""
+def failed_result(kind: IncidentKind, detail: str) -> ToolResult:
+    """Return the result of a failed call; the model reads `detail`."""
     detail = _encodable(detail)
     incident = Incident(kind, one_line(detail, max_length=MAX_DETAIL_CHARACTERS))
     return ToolResult(ToolResponse(text=detail), incident=incident)
 
 
 def read_result(returned: Any, *, name: str) -> ToolResult:
-    """Check what `execute` returned.
+    """Validate what `execute` returned.
 
-    The full form is `(response, reward, extra)`. Reward and extra may be left out or None, and the response may stand
-    alone. A str is the response's text, and a dict is its text as JSON.
+    The full form is `(response, reward, extra)`. Reward and extra may be omitted or None, and the response may be
+    returned alone. A str is the response's text; a dict is converted to JSON text.
 
     Raises:
-        ToolBug: It is no result.
+        ToolBug: The value is not a valid result.
     """
     parts = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else (returned,)
     if len(parts) != 3:
@@ -91,7 +92,11 @@ def _as_response(value: Any, returned: Any, *, name: str) -> ToolResponse:
 
 
 def read_reward(reward: Any, *, where: str) -> float:
-    """Raises: ToolBug: It is not a number that can be a reward."""
+    """Return a reward as a float.
+
+    Raises:
+        ToolBug: The reward is not a finite number.
+    """
     number = as_reward(reward)
     if number is None:
         raise ToolBug(
@@ -105,7 +110,11 @@ def _is_text_or_none(value: Any) -> bool:
 
 
 def _check_media(media: Mapping[str, Any], *, name: str) -> None:
-    """Raises: ToolBug: There is something else than a list of them."""
+    """Check that images and videos are lists.
+
+    Raises:
+        ToolBug: One of them is not a list.
+    """
     for kind, sources in media.items():
         if sources is not None and not isinstance(sources, (list, tuple)):
             raise ToolBug(
@@ -114,5 +123,5 @@ def _check_media(media: Mapping[str, Any], *, name: str) -> None:
 
 
 def _encodable(text: str) -> str:
-    """The text with each half of a surrogate pair replaced: no record could be written with one."""
+    """Return the text with each half of a surrogate pair replaced, since records cannot be written with one."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""Proves that a schema is one of a tool, and holds the arguments of calls against it."""
+"""Validation of tool schemas, and of the arguments of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from referencing.exceptions import Unresolvable
 
 from agent_loop.config import Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
-from agent_loop.runtime.boundary import one_line
+from agent_loop.runtime.describe import one_line
 from agent_loop.tools.json_schema import (
     BoundedValidator,
     InvalidSchema,
@@ -22,17 +22,17 @@ from agent_loop.tools.json_schema import (
 )
 from agent_loop.tools.patterns import PatternRefused
 
-MAX_FAULTS = 3
-"""So many faults of one call are named to the model."""
+MAX_ERRORS = 3
+"""Maximum number of errors of one call that are reported to the model."""
 MAX_MESSAGE_CHARACTERS = 400
-"""Longest text of one fault, in characters. A fault may quote the argument and the schema."""
+"""Maximum length of the text of one error, which may quote the argument and the schema."""
 
 
 def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
-    """Checks that a schema is an OpenAI function schema and that its parameters are a JSON schema.
+    """Check that a schema is an OpenAI function schema and that its parameters are a JSON schema.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The schema is invalid.
     """
     function = parse_section(_ToolSchema, tool_schema, where=where).function
     where = f"{where}: function.parameters of {function.name!r}"
@@ -40,7 +40,7 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
         check_json_schema(function.parameters)
         check_applicable(function.parameters)
     except InvalidSchema as error:
-        raise ConfigError(f"{where} is no valid JSON schema: {error}") from error
+        raise ConfigError(f"{where} is not a valid JSON schema: {error}") from error
     if function.parameters.get("type", "object") != "object":
         raise ConfigError(f"{where} has the type {function.parameters['type']!r}; make it 'object'")
     properties: dict[str, Any] = function.parameters.get("properties", {})
@@ -52,9 +52,9 @@ def check_tool_schema(tool_schema: Mapping[str, Any], *, where: str) -> None:
 
 
 class ArgumentsCheck:
-    """Holds the arguments of calls against the schema of one tool.
+    """Validator of the arguments of calls of one tool.
 
-    An argument that the schema does not name is wrong too, unless the schema itself says what else is allowed.
+    An argument that the schema does not define is an error, unless the schema states what else is allowed.
     """
 
     def __init__(self, tool_schema: Mapping[str, Any]) -> None:
@@ -66,24 +66,24 @@ class ArgumentsCheck:
             schema["additionalProperties"] = False
         self._validator = BoundedValidator(schema)
 
-    def fault(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call, in words for the model; None if they fit."""
-        if self._fits_plainly(arguments):
+    def find_error(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return an error message for the model, or None if the arguments are valid."""
+        if self._is_plainly_valid(arguments):
             return None
         try:
-            sentences = dict.fromkeys(map(_describe_fault, self._validator.faults(arguments)))
+            messages = dict.fromkeys(map(_describe_error, self._validator.find_errors(arguments)))
         except OverflowError:
             return "a number in the call is too large"
         except RecursionError:
             return "the call is nested too deeply"
         except TooManySteps:
-            return "the call takes too long to be held against the tool's schema; make it shorter"
+            return "the call takes too long to validate against the tool's schema; make it shorter"
         except (Unresolvable, PatternRefused) as error:
-            return f"the call cannot be held against the tool's schema: {error}"
-        return "; ".join(list(sentences)[:MAX_FAULTS]) or None
+            return f"the call cannot be validated against the tool's schema: {error}"
+        return "; ".join(list(messages)[:MAX_ERRORS]) or None
 
-    def _fits_plainly(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether the arguments fit beyond doubt. Most do, and the validator takes ten times as long to say so."""
+    def _is_plainly_valid(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a check of types, ten times as fast as the validator, proves the arguments valid."""
         types = self._plain_types
         if types is None or not isinstance(arguments, dict):
             return False
@@ -94,12 +94,15 @@ class ArgumentsCheck:
 
 
 def check_arguments(tool_schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """As `ArgumentsCheck`, for a schema that is used once."""
-    return ArgumentsCheck(tool_schema).fault(arguments)
+    """Return what `ArgumentsCheck.find_error` returns, for a schema that is used once."""
+    return ArgumentsCheck(tool_schema).find_error(arguments)
 
 
 def _plain_types(parameters: Mapping[str, Any]) -> dict[str, type] | None:
-    """The arguments of which the schema says a plain type and no more; None if it says something of all together."""
+    """Return the types of the arguments that have a plain type and no other constraint.
+
+    Return None if the schema has constraints beyond those of its properties.
+    """
     if not parameters.keys() <= _PLAIN_KEYWORDS:
         return None
     properties: Mapping[str, Any] = parameters.get("properties", {})
@@ -141,26 +144,26 @@ _OPENERS = (
 )
 
 
-def _describe_fault(fault: ValidationError) -> str:
-    if fault.validator in ("anyOf", "oneOf"):
-        inner = [cause for cause in fault.context or () if cause.validator != "type" or cause.relative_path]
+def _describe_error(error: ValidationError) -> str:
+    if error.validator in ("anyOf", "oneOf"):
+        inner = [cause for cause in error.context or () if cause.validator != "type" or cause.relative_path]
         if inner:
-            return _describe_fault(inner[0])
-    place = _describe_place(fault.absolute_path)
-    schema: Any = fault.schema
-    instance: Any = fault.instance
-    if fault.validator == "required":
+            return _describe_error(inner[0])
+    path = _describe_path(error.absolute_path)
+    schema: Any = error.schema
+    instance: Any = error.instance
+    if error.validator == "required":
         missing = [repr(name) for name in schema["required"] if name not in instance]
-        return f"{place or 'the call'} lacks {', '.join(missing)}"
-    if fault.validator == "additionalProperties" and "patternProperties" not in schema:
+        return f"{path or 'the call'} lacks {', '.join(missing)}"
+    if error.validator == "additionalProperties" and "patternProperties" not in schema:
         names = schema.get("properties", {})
         unknown = next(name for name in instance if name not in names)
-        return f"{place or 'the call'} has no argument {unknown!r}{did_you_mean(unknown, names)}"
-    fits_several = fault.validator == "oneOf" and not fault.context
-    expected = "" if fits_several or fault.validator not in _TYPE_KEYWORDS else _describe_expected(schema)
+        return f"{path or 'the call'} has no argument {unknown!r}{did_you_mean(unknown, names)}"
+    matches_several = error.validator == "oneOf" and not error.context
+    expected = "" if matches_several or error.validator not in _TYPE_KEYWORDS else _describe_expected(schema)
     if not expected:
-        return f"{place or 'the call'}: {one_line(fault.message, max_length=MAX_MESSAGE_CHARACTERS)}"
-    return f"{place or 'the call'} is {_describe_json(instance)}; expected {expected}"
+        return f"{path or 'the call'}: {one_line(error.message, max_length=MAX_MESSAGE_CHARACTERS)}"
+    return f"{path or 'the call'} is {_describe_json(instance)}; expected {expected}"
 
 
 _TYPE_KEYWORDS = ("type", "enum", "const", "anyOf", "oneOf")
@@ -183,7 +186,7 @@ _VALUE_WORDS: Mapping[type, str] = {
 }
 
 
-def _describe_place(path: Iterable[str | int]) -> str:
+def _describe_path(path: Iterable[str | int]) -> str:
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
     return f"argument {''.join(steps).removeprefix('.')!r}" if steps else ""
 

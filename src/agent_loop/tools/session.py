@@ -1,4 +1,4 @@
-"""The tools of one trajectory: opened at first use, bounded in time, closed exactly once."""
+"""Tools of one trajectory: opened at first use, limited in time, closed exactly once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from functools import partial
 from typing import Any, cast
 
 from agent_loop.errors import DataError, EpisodeError, ToolBug, ToolError, ToolUnavailable, did_you_mean
-from agent_loop.runtime.boundary import (
-    DeadlineExpired,
-    OnReplay,
-    TrajectoryInstance,
-    close_instances,
-    describe_error,
-    describe_value,
-    one_line,
-    run_bounded,
-)
-from agent_loop.runtime.foreign_values import MAX_TEXT, safe_str
+from agent_loop.runtime.describe import describe_error, describe_value, one_line, safe_str
 from agent_loop.runtime.identifiers import new_id
-from agent_loop.runtime.own_task import Abandoned
+from agent_loop.runtime.instances import OnReplay, TrajectoryInstance, close_instances
+from agent_loop.runtime.isolated_task import Abandoned, DeadlineExpired
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.runtime.user_values import MAX_TEXT
 from agent_loop.tools.base import BaseTool, check_declarations
-from agent_loop.tools.calls import in_turn, with_retries
-from agent_loop.tools.results import ToolResult, read_result, read_reward, refusal
+from agent_loop.tools.concurrency import limit_concurrency, with_retries
+from agent_loop.tools.results import ToolResult, failed_result, read_result, read_reward
 from agent_loop.trajectory import Incident, IncidentKind
 from agent_loop.trajectory.copying import copied
 from agent_loop.types import ToolCall
@@ -33,29 +26,29 @@ KWARGS_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release
 
 @dataclass(frozen=True, slots=True)
 class ToolSessionConfig:
-    """The time limits of one trajectory's tools."""
+    """Time limits of one trajectory's tools."""
 
     timeout_s: float
-    """One call of a tool that has no `timeout_s` of its own, the `create` before the first included."""
+    """Seconds for one call of a tool without its own `timeout_s`, including the `create` before the first call."""
     close_timeout_s: float
-    """One `calc_reward`, and one `release`."""
+    """Seconds for one `calc_reward`, and for one `release`."""
 
 
 class ToolSession:
-    """The tools of one trajectory. Single use.
+    """Tools of one trajectory. Single use.
 
-    Each tool is created before its first call and released by `close`, once each, however many calls run at once. A
-    `create` that failed is released too, since it may have set something up; the next call creates anew.
+    Each tool is created once before its first call, also for concurrent calls, and released once by `close`. After a
+    failed `create` the tool is released too, since `create` may have set something up; the next call creates it again.
 
     Args:
-        tools: By name.
+        tools: Tools by name.
         config: The time limits.
-        tools_kwargs: The row's `{tool: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`. None in
-            any place counts as absent, as tables with one column for all rows have it.
+        tools_kwargs: The row's `{tool: {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}}`. None at
+            any level counts as absent, since a table has a value of every column in every row.
 
     Raises:
         DataError: `tools_kwargs` names an unknown tool or key.
-        ConfigError: What a tool declares of its calls is wrong.
+        ConfigError: A limit of a tool, or its `on_replay`, is invalid.
     """
 
     def __init__(
@@ -75,35 +68,35 @@ class ToolSession:
         self._is_closed = False
 
     def fresh(self) -> ToolSession:
-        """Another session on the same tools, with instances of its own."""
+        """Return another session on the same tools, with its own instances."""
         return ToolSession(self._tools, config=self._config, tools_kwargs=self._kwargs)
 
     @property
     def num_open(self) -> int:
-        """Tool instances that were opened and not yet closed."""
+        """Number of tool instances that are open."""
         return sum([instance.num_open for instance in self._instances.values()])
 
     @property
     def has_verdict(self) -> bool:
-        """Whether a tool that was used has one."""
+        """Whether a tool that was used defines `calc_reward`."""
         for name, instance in self._instances.items():
             if instance.instance_id is not None and self._tools[name].has_verdict:
                 return True
         return False
 
     def on_replay(self, name: str) -> OnReplay:
-        """What a tool declares; nothing is lost where there is none of that name."""
+        """Return `on_replay` of a tool; `RECORDED` if there is no tool of that name."""
         return self._replay.get(name, OnReplay.RECORDED)
 
     def is_read_later(self, name: str) -> bool:
-        """Whether a tool's state is read after its last call."""
+        """Return whether a tool's state is read after its last call."""
         return name in self._tools and self._tools[name].is_read_later
 
     async def open(self, name: str) -> None:
-        """Creates a tool's instance without a call, if there is none.
+        """Create a tool's instance without a call, if there is none.
 
         Raises:
-            Exception: Whatever `create` raises.
+            Exception: Any exception that `create` raises.
         """
         if name in self._tools:
             instance = self._instance(self._tools[name], name=name)
@@ -111,13 +104,13 @@ class ToolSession:
             await run_bounded(instance.open, timeout_s=timeout_s, name=f"tool {name!r}")
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        """Runs one call.
+        """Execute one call.
 
-        It waits while `max_concurrent` calls of the tool run, and is retried as the tool allows. An unknown tool,
-        arguments that do not fit the schema, a `ToolError` and a timeout are answered to the model.
+        The call waits while `max_concurrent` calls of the tool run, and is retried as the tool allows. An unknown tool,
+        invalid arguments, a `ToolError` and a timeout are reported to the model in the result.
 
         Raises:
-            ToolBug: The tool raised anything else, returned something that is no result, or was abandoned.
+            ToolBug: The tool raised any other exception, returned an invalid result, or was abandoned.
             EpisodeError: The session is closed.
         """
         if self._is_closed:
@@ -125,10 +118,10 @@ class ToolSession:
         tool = self._tools.get(call.name)
         if tool is None:
             detail = f"there is no tool {call.name!r}{did_you_mean(call.name, self._tools)}"
-            return refusal(IncidentKind.UNKNOWN_TOOL, detail)
-        fault = tool.arguments_check.fault(call.arguments)
-        if fault is not None:
-            return refusal(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {fault}")
+            return failed_result(IncidentKind.UNKNOWN_TOOL, detail)
+        problem = tool.arguments_check.find_error(call.arguments)
+        if problem is not None:
+            return failed_result(IncidentKind.INVALID_ARGUMENTS, f"{call.name}: {problem}")
         run = partial(self._run, tool, call)
         if tool.retries:
             run = partial(with_retries, tool, run)
@@ -139,41 +132,43 @@ class ToolSession:
             name=f"tool {call.name!r}",
         )
         try:
-            return await (run() if tool.max_concurrent is None else in_turn(tool, run))
+            return await (run() if tool.max_concurrent is None else limit_concurrency(tool, run))
         except Abandoned as error:
             raise ToolBug(
                 f"tool {call.name!r} {error}; let CancelledError pass, or raise rollout.multi_turn.tool_timeout_s"
             ) from error
         except DeadlineExpired as error:
-            return refusal(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
+            return failed_result(IncidentKind.TOOL_TIMEOUT, f"{call.name} {error} and was stopped")
         except ToolUnavailable as error:
-            return refusal(IncidentKind.TOOL_UNAVAILABLE, safe_str(error) or f"{call.name} is not available")
+            return failed_result(
+                IncidentKind.TOOL_UNAVAILABLE, safe_str(error) or f"{call.name} is not available"
+            )
         except ToolError as error:
-            detail = safe_str(error, max_length=MAX_TEXT) or f"{call.name} did not work"
-            return refusal(IncidentKind.TOOL_ERROR, detail)
+            detail = safe_str(error, max_length=MAX_TEXT) or f"{call.name} failed"
+            return failed_result(IncidentKind.TOOL_ERROR, detail)
         except ToolBug:
             raise
         except Exception as error:
             arguments = one_line(repr(call.arguments), max_length=200)
             raise ToolBug(
                 f"tool {call.name!r} raised {describe_error(error)} when called with {arguments}; "
-                "mend it, or raise ToolError where the model should be told"
+                "fix it, or raise ToolError to report the failure to the model"
             ) from error
 
     async def calc_rewards(self) -> dict[str, float]:
-        """The verdict of each tool that was used and has one, by name.
+        """Return by name the trajectory reward of each tool that was used and returns one.
 
         Raises:
-            ToolBug: A `calc_reward` raised, took too long, or returned no number.
+            ToolBug: A `calc_reward` raised, exceeded its time limit, or returned something other than a number.
         """
         verdicts = await self._verdicts(of=tuple(OnReplay))
         return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
     async def verdicts_at_a_cut(self) -> dict[str, float | None]:
-        """Return the verdicts so far of the tools that were used and cannot be brought back to where they are.
+        """Return the current rewards of the tools that were used and whose state cannot be restored on resume.
 
         Raises:
-            ToolBug: As `calc_rewards`.
+            ToolBug: A `calc_reward` failed; see `calc_rewards`.
         """
         return await self._verdicts(of=(OnReplay.RESTART,))
 
@@ -189,18 +184,20 @@ class ToolSession:
             try:
                 reward = await run_bounded(verdict, timeout_s=self._config.close_timeout_s, name=where)
             except DeadlineExpired as error:
-                raise ToolBug(f"{where} {error}; mend it, or raise close_timeout_s") from error
+                raise ToolBug(f"{where} {error}; fix it, or raise close_timeout_s") from error
             except ToolBug:
                 raise
             except Exception as error:
-                raise ToolBug(f"{where} raised {describe_error(error)}; mend it") from error
+                raise ToolBug(f"{where} raised {describe_error(error)}; fix it") from error
             verdicts[name] = reward
         return verdicts
 
     async def close(self) -> list[Incident]:
-        """Releases every instance, all at once, to the end even if cancelled meanwhile.
+        """Release all instances concurrently. A cancellation does not interrupt it.
 
-        Returns what went wrong; never raises for a tool's fault. A second call releases nothing and returns the same.
+        Returns:
+            The incidents of the session; an exception of a tool becomes an incident. A second call releases nothing
+            and returns the same.
         """
         self._is_closed = True
         await close_instances(

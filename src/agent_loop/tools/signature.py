@@ -1,4 +1,4 @@
-"""The schema of a function, from its type hints and its docstring."""
+"""Schemas of functions, built from type hints and docstrings."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from agent_loop.tools.docstring import Docstring, parse_docstring
 def function_schema(
     function: Callable[..., Any], *, name: str | None = None, description: str | None = None
 ) -> dict[str, Any]:
-    """The OpenAI schema of a function, from its type hints and its Google-style docstring.
+    """Return the OpenAI schema of a function, from its type hints and its Google-style docstring.
 
     Raises:
-        ConfigError: A model could not be told how to call it: there is no docstring, a parameter has no annotation
-            or one that JSON has no form for, or it cannot be given by name.
+        ConfigError: The function has no docstring, or a parameter has no annotation, has a type without a JSON form,
+            or cannot be passed by name.
     """
     where = _location(function)
     docstring = parse_docstring(inspect.getdoc(function) or "")
     description = description or docstring.description
     if not description:
-        raise ConfigError(f"{where} has no docstring; write what it does: the model reads it")
+        raise ConfigError(f"{where} has no docstring; describe what it does, since the model reads it")
     parameters = _parameters_schema(arguments_model(function), where=where)
     name = name or str(getattr(function, "__name__", type(function).__name__))
     return {
@@ -37,10 +37,10 @@ def function_schema(
 
 
 def arguments_model(function: Callable[..., Any]) -> type[BaseModel]:
-    """A pydantic model with one field per parameter, the parameter's name as its alias.
+    """Return a pydantic model with one field per parameter, with the parameter's name as its alias.
 
     Raises:
-        ConfigError: As `function_schema`.
+        ConfigError: A parameter has no annotation, its annotation cannot be read, or it cannot be passed by name.
     """
     where = _location(function)
     docstring = parse_docstring(inspect.getdoc(function) or "")
@@ -65,7 +65,7 @@ def _location(function: Callable[..., Any]) -> str:
 
 
 def _hinted(function: Callable[..., Any]) -> Any:
-    """Where the annotations are: on the function, or on the `__call__` of an object."""
+    """Return what carries the annotations: the function, or the `__call__` of an object."""
     return function if inspect.isroutine(function) else type(function).__call__
 
 
@@ -75,10 +75,12 @@ def _check_parameters(
     parameters = list(parameters)
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ConfigError(f"{where} takes {parameter}; name each parameter, so that the model knows it")
+            raise ConfigError(
+                f"{where} takes {parameter}; name each parameter, so that the schema can describe it"
+            )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
-                f"{where}: {parameter.name!r} is positional only; calls go by name, so drop the '/'"
+                f"{where}: {parameter.name!r} is positional-only; arguments are passed by name, so remove the '/'"
             )
         if parameter.name not in hints:
             raise ConfigError(
@@ -88,12 +90,12 @@ def _check_parameters(
     for name in docstring.arguments:
         if name not in names:
             raise ConfigError(
-                f"{where}: its docstring describes {name!r}, no parameter{did_you_mean(name, names)}"
+                f"{where}: its docstring describes {name!r}, which is not a parameter{did_you_mean(name, names)}"
             )
 
 
 class _QuietJsonSchema(GenerateJsonSchema):
-    """A default that JSON has no form for is left out without a warning."""
+    """Schema generator that omits a default without a JSON form, without a warning."""
 
     ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  (the same in pydantic)
 
@@ -102,7 +104,7 @@ def _parameters_schema(model: type[BaseModel], *, where: str) -> dict[str, Any]:
     try:
         schema = model.model_json_schema(schema_generator=_QuietJsonSchema)
     except PydanticUserError as error:
-        raise ConfigError(f"{where}: JSON has no form for one of its parameters: {error.message}") from error
+        raise ConfigError(f"{where}: one of its parameters has no JSON form: {error.message}") from error
     definitions = schema.pop("$defs", {})
     tidy = _tidy(schema, definitions=definitions, where=where)
     return {"type": "object", "properties": tidy["properties"]} | (
@@ -117,7 +119,10 @@ _KEY_ORDER = {"type": 0, "description": 2, "default": 3}
 
 
 def _tidy(node: Any, *, definitions: Mapping[str, Any], where: str, parents: tuple[str, ...] = ()) -> Any:
-    """The schema without titles and null defaults and with references resolved: many chat templates read neither."""
+    """Return the schema without titles and null defaults, and with references resolved.
+
+    Many chat templates cannot handle references, titles or null defaults.
+    """
     if isinstance(node, list):
         items = cast(list[Any], node)
         return [_tidy(item, definitions=definitions, where=where, parents=parents) for item in items]

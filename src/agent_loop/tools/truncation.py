@@ -1,4 +1,4 @@
-"""Cuts a tool's reply to a number of tokens, and says so in the reply."""
+"""Truncation of tool responses to a number of tokens, with a marker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 TruncateSide: TypeAlias = Literal["left", "right", "middle"]
-"""Where the text is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
+"""Part of the text that is kept: `left` keeps its beginning, `right` its end, `middle` both ends."""
 
 MARKERS: dict[TruncateSide, str] = {
     "left": "...(truncated)",
@@ -15,9 +15,9 @@ MARKERS: dict[TruncateSide, str] = {
 }
 
 _WINDOW_CHARS_PER_TOKEN = 32
-"""Of a text much longer than this allows, only the ends are encoded."""
+"""Characters per token of the part that is encoded. Of a much longer text, only the two ends are encoded."""
 _CUT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What decoding shows where a cut fell inside a character."""
+"""Character that decoding produces where the cut falls inside a character."""
 
 
 def truncate_tokens(
@@ -28,15 +28,14 @@ def truncate_tokens(
     encode: Callable[[str], Sequence[int]],
     decode: Callable[[list[int]], str],
 ) -> tuple[str, bool]:
-    """The text in at most `max_tokens` tokens, the marker included, and whether something was cut.
+    """Return the text in at most `max_tokens` tokens, including the marker, and whether it was truncated.
 
-    A text that fits is returned as it is. The result is encoded again to be sure that it fits, so the limit holds
-    for tokenizers that join tokens across the cut. Where the limit leaves no room for marker and text, the text is
-    cut without a marker.
+    A text within the limit is returned unchanged. The result is encoded again to check its length, so the limit also
+    holds for tokenizers that merge tokens across the cut. If the limit is too small for the marker, the text is
+    truncated without a marker.
     """
-    if (
-        len(text.encode(errors="replace")) < max_tokens
-    ):  # no tokenizer makes more tokens than bytes, but a first one
+    # A text has at most as many tokens as bytes, plus a special token at the start.
+    if len(text.encode(errors="replace")) < max_tokens:
         return text, False
     head_ids, tail_ids = _encode_ends(text, max_tokens=max_tokens, encode=encode)
     if len(head_ids) <= max_tokens:
@@ -62,7 +61,7 @@ def truncate_tokens(
 def _encode_ends(
     text: str, *, max_tokens: int, encode: Callable[[str], Sequence[int]]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Ids from which the beginning and the end can be cut; both are those of the whole text unless it is huge."""
+    """Return token ids of the beginning and of the end; for all but very long texts, both are those of the whole."""
     window = _WINDOW_CHARS_PER_TOKEN * (max_tokens + 1)
     if len(text) > 2 * window:
         head_ids, tail_ids = encode(text[:window]), encode(text[-window:])

@@ -34,10 +34,10 @@ from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import make_exact, response_logprobs
+from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
+from agent_loop.training.rank_share import micro_batches_of_rank
 from agent_loop.training.tally import StepNames, UpdateTally
 from agent_loop.training.targets import PastLogProbs, Targets, importance
-from agent_loop.training.team import ALONE, Team
-from agent_loop.training.team_share import own_micro_batches
 
 STEP_NAMES = StepNames(
     grad_norm=names.GRAD_NORM,
@@ -58,7 +58,7 @@ class Actor:
         reference: PreTrainedModel | None = None,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        team: Team = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
         num_threads: int = 1,
         max_row_tokens: int = 1024,
     ) -> None:
@@ -72,8 +72,8 @@ class Actor:
             reference: The policy that a KL penalty pulls towards; needed if `config.kl_loss_coef` is not 0.
             dtype: What the models compute in; None is that of their parameters.
             seed: Decides how rows are dealt into mini-batches.
-            team: Over whose processes the models are sharded.
-            num_threads: So many micro-batches are trained on at once; 1 in a team.
+            process_group: Process group over which the models are sharded.
+            num_threads: So many micro-batches are trained on at once; 1 in a process group of several ranks.
             max_row_tokens: Longest row that ways of batching are tried on before the start.
 
         Raises:
@@ -97,13 +97,17 @@ class Actor:
             for each in (model, reference)
             if each is not None
         )
-        self._team = team
+        self._process_group = process_group
         self._num_threads = num_threads
-        self._weights = take_weights(model, team=team, dtype=dtype)
+        self._weights = take_weights(model, process_group=process_group, dtype=dtype)
         self._dtype = dtype or model.dtype
-        self._adapted = AdaptedModel(model, dtype=self._dtype, team=team) if are_low_rank(model) else None
+        self._adapted = (
+            AdaptedModel(model, dtype=self._dtype, process_group=process_group)
+            if are_low_rank(model)
+            else None
+        )
         if reference is not None:
-            take_weights(reference, team=team, dtype=dtype)
+            take_weights(reference, process_group=process_group, dtype=dtype)
         self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
@@ -157,7 +161,7 @@ class Actor:
             advantages_BR=advantages_BR.expand(batch["responses"].shape), weights_BR=weights_BR, past=past
         )
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES, team=self._team)
+        tally = UpdateTally(STEP_NAMES, process_group=self._process_group)
         rollouts_B = rollouts_of_rows(batch)
         mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
         first_BR = torch.zeros(batch["responses"].shape)
@@ -188,7 +192,7 @@ class Actor:
 
     def save(self, folder: Path) -> None:
         """Writes the model as `transformers` loads it, in full precision."""
-        save_model(self.model, folder, weights=self._weights, team=self._team)
+        save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the actor holds beside the model: optimiser, warm-up and random state."""
@@ -208,7 +212,7 @@ class Actor:
     ) -> Tensor:
         """Under the weights before the update, as far as it needed them; NaN in other rows."""
         if past.old_BR is past.rollout_BR:
-            found_BR, rows = self._team.sum_tensor(first_BR), first_rows
+            found_BR, rows = self._process_group.sum_tensor(first_BR), first_rows
         else:
             found_BR = past.old_BR
         own_BR = torch.full_like(first_BR, torch.nan)
@@ -254,7 +258,7 @@ class Actor:
                 micro_batch.put(logprobs_BR, into=first_BR)
             for name, value in metrics.items():
                 sums[name] += float(value)
-        totals = self._team.sum_metrics(sums)
+        totals = self._process_group.sum_metrics(sums)
         tally.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
 
     def _loss(
@@ -310,13 +314,13 @@ class Actor:
             logprobs_of, self._cut(batch, rows), num_threads=self._num_threads
         ):
             micro_batch.put(part_BR, into=logprobs_BR)
-        return self._team.sum_tensor(logprobs_BR)
+        return self._process_group.sum_tensor(logprobs_BR)
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
-        return own_micro_batches(
+        return micro_batches_of_rank(
             batch,
             rows=rows,
-            team=self._team,
+            process_group=self._process_group,
             max_tokens=self._config.max_tokens_per_micro_batch,
             device=self.model.device,
             use_packing=self._config.use_packing,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from agent_loop.training.adapters import ADAPTER, BASE, persistent_buffers
 from agent_loop.training.master_weights import whole
-from agent_loop.training.team import Team
+from agent_loop.training.process_group import ProcessGroup
 from agent_loop.weights import AdaptedWeights, Factors
 
 
@@ -29,25 +29,25 @@ def are_low_rank(model: PreTrainedModel) -> bool:
 class AdaptedModel:
     """Owns the base that servers get."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, team: Team) -> None:
+    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, process_group: ProcessGroup) -> None:
         """Args:
         model: One whose adapters are low-rank.
         dtype: Of the weights that servers get.
-        team: Over whose processes the model is sharded. Then rank 0 keeps the base in the machine's memory, as it is
-            when weights are first asked for. Otherwise the base shares the model's memory, and is another one once
-            somebody has written there.
+        process_group: Process group over which the model is sharded. With several ranks, rank 0 copies the base to the
+            machine's memory at the first call of `weights`. With one rank, the base shares the model's memory, and
+            gets a new id after it was written to.
         """
         self._model = model
         self._dtype = dtype
-        self._team = team
+        self._process_group = process_group
         self._base: dict[str, Tensor] = {}
         self._base_id = ""
         self._places: list[tuple[int, int]] = []
 
     @torch.no_grad()
     def weights(self) -> AdaptedWeights:
-        """Base and factors of this moment. In a team all processes are to ask; those of rank 0 get them."""
-        if self._team.mesh is None:
+        """Base and factors of this moment. All ranks must call it; the factors of rank 0 are filled in."""
+        if self._process_group.mesh is None:
             self._look_at_base()
         elif not self._base_id:
             self._gather_base()
@@ -56,7 +56,7 @@ class AdaptedModel:
             if hasattr(layer, "base_layer") and (found := _factors_of(layer)) is not None:
                 factors[f"{name}.weight"] = found
         return AdaptedWeights(
-            self._base, base_id=self._base_id, factors=factors if self._team.rank == 0 else {}
+            self._base, base_id=self._base_id, factors=factors if self._process_group.rank == 0 else {}
         )
 
     def _look_at_base(self) -> None:
@@ -69,7 +69,7 @@ class AdaptedModel:
     def _gather_base(self) -> None:
         for name, tensor, dtype in self._below_adapters():
             gathered = whole(tensor)
-            if self._team.rank == 0:  # a copy: what is gathered is freed after a forward
+            if self._process_group.rank == 0:  # a copy: what is gathered is freed after a forward
                 self._base[name] = gathered.to("cpu", dtype, copy=True)
         self._base_id = secrets.token_hex(8)
 

@@ -1,9 +1,10 @@
-"""How far rollouts run ahead of the weights."""
+"""Rollouts that run ahead of the weights."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -11,18 +12,18 @@ RolloutT = TypeVar("RolloutT")
 
 
 class RolloutsAhead(Generic[RolloutT]):
-    """Runs the rollouts of the steps to come, so many of them at once that none becomes too old.
+    """Runs the rollouts of the next steps concurrently, as many as the bound on staleness allows.
 
-    Step `k` trains the weights of version `k - 1`. If its rollout begins when version `k - 1 - max_staleness` is
-    there, none of its tokens is older than that, however long a rollout takes: the trainer waits for it. Synchronous
-    training is the bound 0: the rollout of a step begins when the step before it is complete.
+    Step `k` trains the weights of version `k - 1`. Its rollout starts when version `k - 1 - max_staleness` is
+    published. No token is older than that, however long a rollout takes, because the trainer waits for it. Synchronous
+    training has the bound 0: the rollout of a step starts when the previous step is complete.
 
-    Used with `async with`; leaving it cancels what still runs.
+    Used with `async with`. Leaving the context cancels the rollouts that are running.
 
     Args:
-        roll_out: Makes the rollout of a step.
+        roll_out: Runs the rollout of a step.
         max_staleness: The bound, in versions.
-        last_step: Nothing is rolled out for steps behind it.
+        last_step: Last step that gets a rollout.
     """
 
     def __init__(
@@ -35,26 +36,27 @@ class RolloutsAhead(Generic[RolloutT]):
         self._roll_out = roll_out
         self._max_staleness = max_staleness
         self._last_step = last_step
-        self._running: dict[int, asyncio.Task[RolloutT]] = {}
+        self._group = asyncio.TaskGroup()
+        self._running: dict[int, asyncio.Task[RolloutT | _Failure]] = {}
 
     async def take(self, step: int) -> RolloutT:
-        """The rollout of the next step, when it is there. All steps before it are complete; the rollouts that this
-        allows begin now.
+        """Wait for the rollout of the next step and return it, after starting the rollouts that may run now.
+
+        Call it when all earlier steps are complete.
 
         Raises:
-            Exception: What the rollout raised.
+            Exception: The rollout raised it.
         """
         for each in range(step, min(step + self._max_staleness, self._last_step) + 1):
             if each not in self._running:
-                self._running[each] = asyncio.create_task(
-                    self._roll_out(each), name=f"rollout of step {each}"
-                )
-        try:
-            return await self._running[step]
-        finally:
-            del self._running[step]
+                self._running[each] = self._group.create_task(self._run(each), name=f"rollout of step {each}")
+        outcome = await self._running.pop(step)
+        if isinstance(outcome, _Failure):
+            raise outcome.error
+        return outcome
 
     async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
         return self
 
     async def __aexit__(
@@ -62,4 +64,16 @@ class RolloutsAhead(Generic[RolloutT]):
     ) -> None:
         for task in self._running.values():
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._group.__aexit__(None, None, None)
+
+    async def _run(self, step: int) -> RolloutT | _Failure:
+        """Return the error of a failed rollout, which `take` raises, so that it does not cancel the other rollouts."""
+        try:
+            return await self._roll_out(step)
+        except Exception as error:  # noqa: BLE001  (raised by `take`)
+            return _Failure(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: Exception

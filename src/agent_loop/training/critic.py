@@ -27,9 +27,9 @@ from agent_loop.training.micro_batches import MicroBatch, trainable_rows
 from agent_loop.training.optimizer import Optimizer
 from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import device_of, make_exact
+from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
+from agent_loop.training.rank_share import micro_batches_of_rank
 from agent_loop.training.tally import StepNames, UpdateTally
-from agent_loop.training.team import ALONE, Team
-from agent_loop.training.team_share import own_micro_batches
 
 STEP_NAMES = StepNames(
     grad_norm=names.CRITIC_GRAD_NORM,
@@ -48,7 +48,7 @@ class Critic:
         config: CriticConfig,
         dtype: torch.dtype | None = None,
         seed: int = 0,
-        team: Team = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
         num_threads: int = 1,
         max_row_tokens: int = 1024,
     ) -> None:
@@ -59,8 +59,8 @@ class Critic:
             config: How to train it.
             dtype: What the model computes in; None is that of its parameters.
             seed: Decides how rows are dealt into mini-batches.
-            team: Over whose processes the model is sharded.
-            num_threads: So many micro-batches are trained on at once; 1 in a team.
+            process_group: Process group over which the model is sharded.
+            num_threads: So many micro-batches are trained on at once; 1 in a process group of several ranks.
             max_row_tokens: Longest row that ways of batching are tried on before the start.
 
         Raises:
@@ -71,9 +71,9 @@ class Critic:
         self._config = config
         make_exact(model, gradient_checkpointing=config.gradient_checkpointing)
         self._pads = prove_batching(model, config=config, section="critic", max_row_tokens=max_row_tokens)
-        self._team = team
+        self._process_group = process_group
         self._num_threads = num_threads
-        self._weights = take_weights(model, team=team, dtype=dtype)
+        self._weights = take_weights(model, process_group=process_group, dtype=dtype)
         self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     @property
@@ -92,7 +92,7 @@ class Critic:
             values_of, self._cut(batch, rows), num_threads=self._num_threads
         ):
             micro_batch.put(part_BR, into=values_BR)
-        return self._team.sum_tensor(values_BR)
+        return self._process_group.sum_tensor(values_BR)
 
     def update(
         self, batch: RolloutBatch, *, returns_BR: Tensor, old_values_BR: Tensor, keep_B: Tensor | None = None
@@ -115,7 +115,7 @@ class Critic:
         if not len(rows):
             return {}
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES, team=self._team)
+        tally = UpdateTally(STEP_NAMES, process_group=self._process_group)
         rollouts_B = rollouts_of_rows(batch)
         for mini_batch_rows in self._optimizer.mini_batches(rows, rollouts_B=rollouts_B):
             self._step(batch, mini_batch_rows, rollouts_B, returns_BR, old_values_BR, tally)
@@ -125,7 +125,7 @@ class Critic:
 
     def save(self, folder: Path) -> None:
         """Writes the model as `transformers` loads it, in full precision."""
-        save_model(self.model, folder, weights=self._weights, team=self._team)
+        save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the critic holds beside the model: optimiser, warm-up and random state."""
@@ -170,14 +170,14 @@ class Critic:
         ):
             sums[names.CRITIC_LOSS] += float(loss)
             sums[names.CRITIC_CLIP_FRACTION] += float(clip_fraction)
-        totals = self._team.sum_metrics(sums)
+        totals = self._process_group.sum_metrics(sums)
         tally.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.CRITIC_LOSS]))
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
-        return own_micro_batches(
+        return micro_batches_of_rank(
             batch,
             rows=rows,
-            team=self._team,
+            process_group=self._process_group,
             max_tokens=self._config.max_tokens_per_micro_batch,
             device=self.model.device,
             use_packing=self._config.use_packing,

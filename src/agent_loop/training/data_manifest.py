@@ -1,4 +1,4 @@
-"""The files that a run's rows came from, by which a resume notices that the rows have changed."""
+"""Digests of the files of a run's rows, with which a resume detects changed rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from agent_loop.recording.values import digest
 from agent_loop.rollout.rows import RowFile
 
 _MAX_NAMED = 5
-"""Changes that an error names."""
+"""Number of changes that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file of rows or a function, as it was when a run read it."""
+    """File of rows, or function, as it was when a run read it."""
 
     name: str
     num_bytes: int | None
     """None for a function."""
     num_rows: int
     digest: str
-    """Of the rows in their order. Values of types that JSON does not know count by their types."""
+    """Digest of the rows in order. Values that JSON cannot represent count by their type."""
 
     @property
     def size(self) -> str:
@@ -32,11 +32,11 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class DataManifest:
-    """The files of a data set, in their order."""
+    """Files of a data set, in order."""
 
     files: tuple[DataFile, ...]
     digest: str
-    """Of all rows in their order, however they are divided into files."""
+    """Digest of all rows in order, independent of their division into files."""
 
     @classmethod
     def of(cls, files: Sequence[RowFile]) -> DataManifest:
@@ -50,10 +50,10 @@ class DataManifest:
 
     @classmethod
     def read(cls, form: object) -> DataManifest:
-        """Return what `form` was called on.
+        """Return the manifest whose `form` returned these values.
 
         Raises:
-            LookupError, TypeError, ValueError: The plain values are not those of a manifest.
+            LookupError, TypeError, ValueError: The values are not those of a manifest.
         """
         values = cast(Mapping[str, Any], form)
         return cls(tuple(DataFile(**each) for each in values["files"]), str(values["digest"]))
@@ -65,7 +65,7 @@ class DataManifest:
     def changes_since(self, before: DataManifest) -> str | None:
         """Return which files have changed, and how; None if the rows are the same.
 
-        The same rows in files with other names or sizes, such as compressed ones, are no change.
+        Files with other names or sizes but the same rows, such as compressed files, have not changed.
         """
         if self.digest == before.digest:
             return None

@@ -39,7 +39,7 @@ def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
         agent.loop_files,
         agent.agent_loop_config_path,
     )
-    if any(scores):
+    if any(scores) or ":" in agent.default_agent_loop:
         return
     names = {str(row.get("agent_name") or agent.default_agent_loop) for row in rows}
     loops = LoopRegistry()

@@ -31,24 +31,29 @@ from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
+from agent_loop.training.process_group import SINGLE_PROCESS, Command, ProcessGroup
 from agent_loop.training.targets import PastLogProbs
-from agent_loop.training.team import ALONE, Order, Team
 
 CRITIC_FOLDER = "critic"
 """Of a checkpoint: what `transformers` loads as the critic."""
 LEARNED_COLUMNS = (*TENSOR_COLUMNS, "stop_reason", "trajectory_id")
-"""Of a batch: what the other processes of a team need."""
+"""Of a batch: what the other ranks need."""
 OptimConfigT = TypeVar("OptimConfigT", bound=OptimConfig)
 
 
 class Learner:
     """Everything that is trained. One call at a time, from any thread.
 
-    In a team, rank 0 calls and `obey` makes the others do the same.
+    In a process group, rank 0 calls the methods, and the other ranks make the same calls through `run_command`.
     """
 
     def __init__(
-        self, config: Config, *, actor: Actor, critic: Critic | None = None, team: Team = ALONE
+        self,
+        config: Config,
+        *,
+        actor: Actor,
+        critic: Critic | None = None,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Takes over what is trained.
 
@@ -56,7 +61,7 @@ class Learner:
             config: Of the whole run.
             actor: The policy.
             critic: Needed for `gae` and other estimators that need a critic.
-            team: Over whose processes both are sharded.
+            process_group: Process group over which both are sharded.
         """
         self._estimator = load_estimator(config.algorithm.adv_estimator)
         if self._estimator.needs.critic and critic is None:
@@ -65,7 +70,7 @@ class Learner:
         self._config = config
         self._actor = actor
         self._critic = critic
-        self._team = team
+        self._process_group = process_group
 
     @property
     def model(self) -> PreTrainedModel:
@@ -86,23 +91,23 @@ class Learner:
             ConfigError: There are images, and several processes.
             DataError: A trajectory has no prompt, or something that the configuration compares with is missing.
         """
-        if self._team.size > 1 and "attachments" in batch:
+        if self._process_group.size > 1 and "attachments" in batch:
             raise ConfigError(
                 "the batch has images or videos, which one process alone can train on; set trainer.num_processes=1"
             )
         needed = batch.select(*LEARNED_COLUMNS, strict=False)
-        with self._team.together("learn", batch=needed, baseline_rewards=baseline_rewards):
+        with self._process_group.on_all_ranks("learn", batch=needed, baseline_rewards=baseline_rewards):
             return self._learn(batch, baseline_rewards)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """The policy's weights, as servers want them; see `Actor.weights`. They may share the trainer's memory."""
         if not self._actor.trains_factors_alone:
             return self._each_weight()
-        with self._team.together("weights"):
+        with self._process_group.on_all_ranks("weights"):
             return self._actor.weights()
 
     def _each_weight(self) -> Iterator[tuple[str, Tensor]]:
-        with self._team.together("weights"):
+        with self._process_group.on_all_ranks("weights"):
             is_read = True
             for weight in self._actor.weights():
                 try:
@@ -113,7 +118,7 @@ class Learner:
 
     def save(self, folder: Path) -> None:
         """Writes all that is trained, and all that is to be kept beside it."""
-        with self._team.together("save", folder=folder):
+        with self._process_group.on_all_ranks("save", folder=folder):
             self._actor.save(folder / MODEL_FOLDER)
             if self._critic is not None:
                 self._critic.save(folder / CRITIC_FOLDER)
@@ -133,14 +138,14 @@ class Learner:
         if self._critic is not None and "critic" in state:
             self._critic.load_state_dict(state["critic"])
 
-    def obey(self, order: Order) -> None:
+    def run_command(self, command: Command) -> None:
         """This process's part of what rank 0 does."""
-        result: Any = getattr(self, order.method)(**order.arguments)
-        for _ in result if order.method == "weights" else ():
+        result: Any = getattr(self, command.method)(**command.arguments)
+        for _ in result if command.method == "weights" else ():
             pass
 
     def _learn(self, batch: RolloutBatch, baseline_rewards: Mapping[int, float] | None) -> dict[str, float]:
-        is_alone = self._team.size == 1  # then threads have micro-batches of their own
+        is_alone = self._process_group.size == 1  # then threads have micro-batches of their own
         torch.set_num_threads(1 if is_alone else self._config.trainer.num_threads)
 
         # 1. What each trajectory earned, and at which tokens.
@@ -214,29 +219,31 @@ class Learner:
         return torch.tensor([baseline_rewards.get(group, torch.nan) for group in groups])
 
 
-def load_learner(config: Config, *, checkpoint: Checkpoint | None = None, team: Team = ALONE) -> Learner:
+def load_learner(
+    config: Config, *, checkpoint: Checkpoint | None = None, process_group: ProcessGroup = SINGLE_PROCESS
+) -> Learner:
     """The learner at the start of a run, or as a checkpoint left it.
 
     Raises:
         ConfigError: A model cannot be loaded or not be trained so.
         CheckpointError: The checkpoint is damaged.
     """
-    with team.together("load", checkpoint=checkpoint):
+    with process_group.on_all_ranks("load", checkpoint=checkpoint):
         if config.rollout.deterministic:
             use_deterministic_kernels(device_of(config.model))
-        learner = _load_models(config, checkpoint, team)
+        learner = _load_models(config, checkpoint, process_group)
         if checkpoint is not None:
             learner.load(checkpoint)
     return learner
 
 
-def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> Learner:
+def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: ProcessGroup) -> Learner:
     model_config, seed, dtype = config.model, config.trainer.seed, compute_dtype(config.model)
-    if team.mesh is not None:  # sharding brings them to their device, one layer after the other
+    if process_group.mesh is not None:  # sharding brings them to their device, one layer after the other
         model_config = model_config.model_copy(update={"device": "cpu"})
     # Shards are gathered in one order by all processes, and a GPU runs one kernel after the other.
     num_threads = (
-        config.trainer.num_threads if team.size == 1 and device_of(model_config).type == "cpu" else 1
+        config.trainer.num_threads if process_group.size == 1 and device_of(model_config).type == "cpu" else 1
     )
     max_row_tokens = config.rollout.prompt_length + config.rollout.response_length
     reference = None
@@ -249,7 +256,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> L
         reference=reference,
         dtype=dtype,
         seed=seed,
-        team=team,
+        process_group=process_group,
         num_threads=num_threads,
         max_row_tokens=max_row_tokens,
     )
@@ -260,11 +267,11 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, team: Team) -> L
             config=_with_loss_length(config.critic, config),
             dtype=dtype,
             seed=seed,
-            team=team,
+            process_group=process_group,
             num_threads=num_threads,
             max_row_tokens=max_row_tokens,
         )
-    return Learner(config, actor=actor, critic=critic, team=team)
+    return Learner(config, actor=actor, critic=critic, process_group=process_group)
 
 
 def _critic_folder(checkpoint: Checkpoint | None) -> Path | None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agent_loop.training.team import Team
+from agent_loop.training.process_group import ProcessGroup
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 """One for each weight; None where the loss does not depend on it."""
@@ -52,15 +52,17 @@ class MasterWeights:
             copy.copy_(self.tensors[name])
 
 
-def take_weights(model: PreTrainedModel, *, team: Team, dtype: torch.dtype | None = None) -> MasterWeights:
-    """Has the model compute in `dtype` (None: in that of its parameters) and, in a team, keeps this process's shard.
+def take_weights(
+    model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.dtype | None = None
+) -> MasterWeights:
+    """Make the model compute in `dtype`, and keep only this rank's shard if there are several ranks.
 
     The model is to be loaded in float32. Parameters that want no gradient are cast, or sharded, with the others.
     """
-    if team.mesh is not None:
-        _shard(model, team=team, dtype=dtype)
+    if process_group.mesh is not None:
+        _shard(model, process_group=process_group, dtype=dtype)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if team.mesh is not None or dtype in (None, model.dtype):
+    if process_group.mesh is not None or dtype in (None, model.dtype):
         return MasterWeights(trained, {})
     tensors = {name: parameter.detach() for name, parameter in trained.items()}
     for parameter in model.parameters():
@@ -75,7 +77,9 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_model(model: PreTrainedModel, folder: Path, *, weights: MasterWeights, team: Team) -> None:
+def save_model(
+    model: PreTrainedModel, folder: Path, *, weights: MasterWeights, process_group: ProcessGroup
+) -> None:
     """Writes what `transformers` loads, in full precision. All processes call it; rank 0 writes."""
     masters = {id(copy): weights.tensors[name] for name, copy in weights.copies.items()}
     gathered: dict[int, Tensor] = {}  # tied weights stay tied
@@ -83,20 +87,20 @@ def save_model(model: PreTrainedModel, folder: Path, *, weights: MasterWeights, 
     for name, value in _named_tensors(model):
         if id(value) not in gathered:
             full = whole(masters.get(id(value), value).detach())
-            gathered[id(value)] = full.cpu() if team.rank == 0 else full.new_empty(0)
+            gathered[id(value)] = full.cpu() if process_group.rank == 0 else full.new_empty(0)
         state[name] = gathered[id(value)]
-    if team.rank == 0:
+    if process_group.rank == 0:
         cast(Any, model).save_pretrained(str(folder), state_dict=state)
 
 
-def _shard(model: PreTrainedModel, *, team: Team, dtype: torch.dtype | None) -> None:
+def _shard(model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.dtype | None) -> None:
     """Gradients are summed over the processes, in float32."""
     # What a model returns may be a view; nothing here writes into it.
     warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in [*layers, model]:
-        fully_shard(module, mesh=team.mesh, mp_policy=policy)
+        fully_shard(module, mesh=process_group.mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -12,13 +12,13 @@ from types import TracebackType
 
 import numpy as np
 
-from agent_loop.chat.drift import find_drift
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import OutputError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.storage.metrics_file import read_metrics
 from agent_loop.storage.whole_file import whole_file
 from agent_loop.tracing.delivery import Delivery
+from agent_loop.training.drift import find_drift
 from agent_loop.training.loggers import LOGGER_TIMEOUT_S, Scalars
 from agent_loop.trajectory import (
     AgentLoopOutput,

@@ -29,6 +29,7 @@ from agent_loop.training.loop import TrainingLoop, TrainResult
 from agent_loop.training.losses import load_policy_loss
 from agent_loop.training.metrics import MetricsWriter
 from agent_loop.training.progress import Progress
+from agent_loop.training.ranks import start_process_group
 from agent_loop.training.rollouts import Rollouts
 from agent_loop.training.run_folder import (
     METRICS_FILE,
@@ -39,7 +40,6 @@ from agent_loop.training.run_folder import (
     find_checkpoint,
     prepare_run_folder,
 )
-from agent_loop.training.team_processes import lead_team
 from agent_loop.training.timing import StepClock
 from agent_loop.types import Row
 
@@ -89,7 +89,7 @@ class PPOTrainer:
             OutputError: The run folder cannot be written, or another process trains in it.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
             TrainingError: The first step has nothing to learn from: no trajectory is scored, or the model said nothing.
-            TeamError: One of several processes ended.
+            ProcessGroupError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
         _check_algorithm(config)
@@ -110,8 +110,10 @@ class PPOTrainer:
             manager = self._manager or await stack.enter_async_context(create_manager(config))
             manager.check_rows(sampler.rows)
             manager.check_rows(val_rows)
-            team = await stack.enter_async_context(lead_team(config))
-            learner = await run_in_thread(load_learner, config, checkpoint=checkpoint, team=team)
+            process_group = await stack.enter_async_context(start_process_group(config))
+            learner = await run_in_thread(
+                load_learner, config, checkpoint=checkpoint, process_group=process_group
+            )
             _hide_progress_of_transformers(stack)
             prepare_run_folder(run_dir, config=config, checkpoint=checkpoint)
             if checkpoint is None and not from_journals:

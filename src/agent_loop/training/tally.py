@@ -13,7 +13,7 @@ from torch import Tensor
 from agent_loop.training import metrics as names
 from agent_loop.training.losses import masked_difference
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.team import ALONE, Team
+from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class StepNames:
 class UpdateTally:
     """Filled by one update, read once."""
 
-    def __init__(self, step_names: StepNames, *, team: Team = ALONE) -> None:
+    def __init__(self, step_names: StepNames, *, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
         self.num_steps = 0
-        self._team = team
+        self._process_group = process_group
         self._names = step_names
         self._values: defaultdict[str, list[float]] = defaultdict(list)
         self._log_ratios: list[Tensor] = []
@@ -59,7 +59,9 @@ class UpdateTally:
         num_nonfinite = sum(not math.isfinite(norm) for norm in grad_norms)
         metrics[self._names.nonfinite_updates] = float(num_nonfinite)
         metrics[self._names.optimizer_steps] = float(len(grad_norms) - num_nonfinite)
-        log_ratios = [ratios_N for part in self._team.collect(self._log_ratios) for ratios_N in part]
+        log_ratios = [
+            ratios_N for part in self._process_group.all_gather(self._log_ratios) for ratios_N in part
+        ]
         if log_ratios:
             metrics |= _mismatch(torch.cat(log_ratios))
         return metrics

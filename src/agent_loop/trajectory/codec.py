@@ -75,14 +75,13 @@ def _packed_chunk(chunk: TokenChunk, logprob_type: LogprobType) -> dict[str, Any
 
 def _unpacked_chunk(packed: Mapping[str, Any]) -> TokenChunk:
     logprobs = packed["logprobs"]
+    values: dict[str, Any] = {
+        **packed,
+        "token_ids": packed["token_ids"].tolist(),
+        "logprobs": None if logprobs is None else logprobs.tolist(),
+    }
     try:
-        return TokenChunk(
-            **{
-                **packed,
-                "token_ids": packed["token_ids"].tolist(),
-                "logprobs": None if logprobs is None else logprobs.tolist(),
-            }
-        )
+        return TokenChunk(**values)
     except TypeError as error:
         raise ValueError(f"a completion has unknown fields: {error}") from error
 

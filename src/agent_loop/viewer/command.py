@@ -27,7 +27,7 @@ def view(path: Path, *, host: str, port: int | None, opens_browser: bool, consol
 
     Raises:
         DataError: There is no such run.
-        ConfigError: The address cannot be had.
+        ConfigError: The address is not available.
     """
     source = RunSource(path)
     source.warm_up()

@@ -125,6 +125,46 @@ async def _logprobs(subject: CheckedServer) -> str:
     return f"largest difference {worst:.1g} nats{suffix}"
 
 
+@_check(
+    "the likeliest tokens and their log-probs are those of the model",
+    ability=Ability.TOP_LOGPROBS,
+    needs_reference=True,
+)
+async def _top_logprobs(subject: CheckedServer) -> str:
+    assert subject.reference is not None
+    num_top, worst = 3, 0.0
+    for seed, temperature in enumerate((1.0, 0.7, 0.0)):
+        prompt = subject.prompt(21, seed=seed)
+        output = await subject.generate(
+            prompt, max_tokens=4, ignore_eos=True, temperature=temperature, top_logprobs=num_top
+        )
+        shape = (len(output.token_ids), num_top)
+        extras = output.extras
+        for name in ("top_token_ids", "top_logprobs"):
+            require(name in extras, f"extras have no {name}")
+            require(
+                extras[name].shape == shape, f"{name} has shape {list(extras[name].shape)}, not {list(shape)}"
+            )
+        for place, (tokens, logprobs) in enumerate(
+            zip(extras["top_token_ids"].tolist(), extras["top_logprobs"].tolist(), strict=True)
+        ):
+            before = output.token_ids[:place]
+            expected = [
+                float(subject.reference.logprobs(prompt.tolist(), [*before, t], temperature=temperature)[-1])
+                for t in tokens
+            ]
+            worst = max(worst, *[abs(a - b) for a, b in zip(logprobs, expected, strict=True)])
+            require(len(set(tokens)) == num_top, f"the tokens {tokens} are not different")
+            require(logprobs == sorted(logprobs, reverse=True), f"log-probs {logprobs} do not decrease")
+            best = subject.reference.disagreement([*prompt.tolist(), *before], tokens[:1])
+            require(not best, f"the first of the likeliest tokens after {place} tokens: {best}")
+    require(
+        worst <= subject.tolerance,
+        f"log-probs are up to {worst:.2g} nats off; they must be log_softmax(logits / temperature)",
+    )
+    return f"largest difference {worst:.1g} nats"
+
+
 @_check("sampling with top_k=1 is greedy")
 async def _top_k_one(subject: CheckedServer) -> None:
     prompt = subject.prompt(14, seed=4)

@@ -1,1 +1,1 @@
-"""The Anthropic Messages API as a second dialect: translated at the edge, the same behind it."""
+"""The Anthropic Messages API, translated to and from chat completions."""

@@ -1,4 +1,4 @@
-"""Errors in the shape of the Messages API."""
+"""Error responses of the Messages API."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ _KINDS = {
 }
 
 
-def messages_error(reply: ErrorResponse, *, status: int, headers: Mapping[str, str] | None) -> JSONResponse:
-    """The answer to a request that failed."""
-    body = {"type": "error", "error": _error(reply, kind=_KINDS.get(status, "api_error"))}
+def messages_error(
+    response: ErrorResponse, *, status: int, headers: Mapping[str, str] | None
+) -> JSONResponse:
+    """Return the HTTP response for a failed request."""
+    body = {"type": "error", "error": _error(response, kind=_KINDS.get(status, "api_error"))}
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-def messages_error_event(reply: ErrorResponse) -> bytes:
-    """The end of a stream that failed."""
-    return event("error", error=_error(reply, kind="api_error"))
+def messages_error_event(response: ErrorResponse) -> bytes:
+    """Return the last event of a failed stream."""
+    return event("error", error=_error(response, kind="api_error"))
 
 
-def _error(reply: ErrorResponse, *, kind: str) -> dict[str, Any]:
-    return {"type": kind, "message": reply.error.message, "code": reply.error.code}
+def _error(response: ErrorResponse, *, kind: str) -> dict[str, Any]:
+    return {"type": kind, "message": response.error.message, "code": response.error.code}

@@ -1,4 +1,4 @@
-"""A streamed chat completion as the events of the Messages API."""
+"""Converts streamed chat completions to the server-sent events of the Messages API."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ from agent_loop.gateway.anthropic.translation import stop_reason_of, usage_of
 
 
 class EventWriter:
-    """Writes one stream. Blocks of text and thoughts open with their first word and close when another one opens.
+    """Writes the events of one stream.
+
+    A block of text or thinking opens with its first characters and closes when the next block opens.
 
     Args:
-        shows_thinking: Whether the client asked for thoughts.
+        shows_thinking: Whether the client asked for thinking blocks.
     """
 
     def __init__(self, *, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
-        self._has_begun = False
+        self._has_started = False
         self._num_blocks = 0
         self._open: str | None = None
-        """The type of the block that is open."""
+        """Type of the open block."""
         self._finish_reason: FinishReason = "stop"
         self._stop_text: str | None = None
         self._usage: Usage | None = None
 
-    def write(self, reply: ResponseModel) -> bytes:
-        """The events of one chunk."""
-        assert isinstance(reply, ChatCompletionChunk)
-        events = b"" if self._has_begun else self._begin(reply)
-        self._usage = reply.usage or self._usage
-        for choice in reply.choices:
+    def write(self, chunk: ResponseModel) -> bytes:
+        """Return the events of one chunk."""
+        assert isinstance(chunk, ChatCompletionChunk)
+        events = b"" if self._has_started else self._start(chunk)
+        self._usage = chunk.usage or self._usage
+        for choice in chunk.choices:
             if choice.delta.reasoning_content and self._shows_thinking:
-                events += self._say("thinking", choice.delta.reasoning_content)
+                events += self._add_text("thinking", choice.delta.reasoning_content)
             if choice.delta.content:
-                events += self._say("text", choice.delta.content)
+                events += self._add_text("text", choice.delta.content)
             for call in choice.delta.tool_calls or ():
-                events += self._call(call)
+                events += self._add_call(call)
             self._finish_reason = choice.finish_reason or self._finish_reason
             self._stop_text = choice.stop_reason or self._stop_text
         return events
 
     def end(self) -> bytes:
-        """The events behind the last chunk."""
+        """Return the events after the last chunk."""
         stop = {
             "stop_reason": stop_reason_of(self._finish_reason, stop_text=self._stop_text),
             "stop_sequence": self._stop_text,
@@ -57,8 +59,8 @@ class EventWriter:
         usage = usage_of(self._usage).model_dump()
         return self._close() + event("message_delta", delta=stop, usage=usage) + event("message_stop")
 
-    def _begin(self, chunk: ChatCompletionChunk) -> bytes:
-        self._has_begun = True
+    def _start(self, chunk: ChatCompletionChunk) -> bytes:
+        self._has_started = True
         message: dict[str, Any] = {
             "id": chunk.id.replace("chatcmpl-", "msg_"),
             "type": "message",
@@ -71,14 +73,14 @@ class EventWriter:
         }
         return event("message_start", message=message)
 
-    def _say(self, kind: str, text: str) -> bytes:
+    def _add_text(self, kind: str, text: str) -> bytes:
         events = b""
         if self._open != kind:
             block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
             events = self._close() + self._open_block(block, kind)
         return events + self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _call(self, call: ToolCallDelta) -> bytes:
+    def _add_call(self, call: ToolCallDelta) -> bytes:
         block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
         arguments = {"type": "input_json_delta", "partial_json": call.function.arguments}
         return self._close() + self._open_block(block, "tool_use") + self._delta(arguments) + self._close()
@@ -99,5 +101,5 @@ class EventWriter:
 
 
 def event(kind: str, **fields: Any) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

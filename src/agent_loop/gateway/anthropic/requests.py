@@ -1,4 +1,4 @@
-"""What clients of the Messages API ask."""
+"""Request models of the Messages API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agent_loop.completions.fields import MAX_STOPS, FiniteFloat, Ignored, Only,
 
 
 class InputMessage(RequestModel):
-    """One message of the conversation so far."""
+    """Message of the conversation."""
 
     role: Literal["user", "assistant"]
     content: str | list[dict[str, Any]]
@@ -18,7 +18,7 @@ class InputMessage(RequestModel):
 
 
 class ToolDefinition(RequestModel):
-    """A tool that the client runs."""
+    """Tool that the client executes."""
 
     name: Annotated[str, Field(pattern=r"^\S+$", max_length=256)]
     description: str | None = None
@@ -29,15 +29,15 @@ class ToolDefinition(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    """Whether tools may be called."""
+    """Whether the model may call tools."""
 
     type: Annotated[str, Only("auto", "none")]
-    """A call cannot be forced."""
+    """Forced calls are not supported."""
     disable_parallel_tool_use: Annotated[Any, Only(False)] = None
 
 
 class MessagesRequest(RequestModel):
-    """The body of `/v1/messages`."""
+    """Body of `/v1/messages`."""
 
     model: str
     messages: Annotated[list[InputMessage], Field(min_length=1)]
@@ -51,7 +51,7 @@ class MessagesRequest(RequestModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     stream: bool | None = None
     thinking: dict[str, Any] | None = None
-    """Unless its `type` is `disabled`, reasoning is shown. How long the model thinks is its own affair."""
+    """Responses include reasoning unless `type` is `disabled`. A thinking budget has no effect."""
     metadata: Ignored = None
     service_tier: Ignored = None
     cache_control: Ignored = None

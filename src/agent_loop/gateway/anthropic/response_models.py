@@ -1,4 +1,4 @@
-"""What clients of the Messages API are answered."""
+"""Response models of the Messages API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ StopReasonName: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "
 
 
 class ContentBlock(ResponseModel):
-    """A part of what the model said; the fields are those of its type."""
+    """Content block of a message. Which fields are set depends on the type."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | None = None
@@ -25,14 +25,14 @@ class MessageUsage(ResponseModel):
     """Token counts."""
 
     input_tokens: int
-    """Those of the prompt that were computed."""
+    """Prompt tokens that were not found in the prefix cache."""
     output_tokens: int
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
 
 
 class MessageResponse(ResponseModel):
-    """The answer of `/v1/messages`."""
+    """Response of `/v1/messages`."""
 
     id: str
     type: Literal["message"] = "message"

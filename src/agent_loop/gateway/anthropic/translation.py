@@ -1,4 +1,4 @@
-"""Requests of the Messages API to chat requests, and chat completions to messages."""
+"""Translates requests of the Messages API to chat requests, and chat completions to messages."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _STOP_REASONS: Mapping[FinishReason, StopReasonName] = {
 }
 
 
-def chat_request_of(request: MessagesRequest) -> ChatCompletionRequest:
-    """The chat request that asks the same.
+def to_chat_request(request: MessagesRequest) -> ChatCompletionRequest:
+    """Return the equivalent chat request.
 
     Raises:
-        RequestError: A block is of a kind that is not read here.
+        RequestError: A block has an unsupported type, or the last message is an assistant's.
     """
     if request.messages[-1].role == "assistant":
         raise RequestError(
-            "messages ends with an assistant message, which the answer would have to continue (prefill); that is not "
-            "offered, since all that an answer says is the model's: end with a user message, and say there how the "
-            "answer should begin",
+            "messages ends with an assistant message (prefill), which is not supported, because all tokens of an "
+            "assistant message must be sampled by the model; end with a user message, and describe there how the "
+            "response should begin",
             param="messages",
         )
     messages: list[dict[str, Any]] = []
@@ -60,8 +60,8 @@ def chat_request_of(request: MessagesRequest) -> ChatCompletionRequest:
     return ChatCompletionRequest.read({key: value for key, value in fields.items() if value is not None})
 
 
-def message_of(completion: ChatCompletion, *, shows_thinking: bool) -> MessageResponse:
-    """The completion as a message."""
+def to_message(completion: ChatCompletion, *, shows_thinking: bool) -> MessageResponse:
+    """Return a chat completion as a message."""
     [choice] = completion.choices
     return MessageResponse(
         id=completion.id.replace("chatcmpl-", "msg_"),
@@ -74,12 +74,12 @@ def message_of(completion: ChatCompletion, *, shows_thinking: bool) -> MessageRe
 
 
 def stop_reason_of(finish_reason: FinishReason, *, stop_text: str | None) -> StopReasonName:
-    """Why the model stopped, in the words of the Messages API."""
+    """Return the Messages API's name of a finish reason."""
     return "stop_sequence" if stop_text is not None else _STOP_REASONS[finish_reason]
 
 
 def usage_of(usage: Usage | None) -> MessageUsage:
-    """The counts of a request; what came from the cache is counted apart."""
+    """Return the token counts of a request. Cached prompt tokens are counted separately."""
     if usage is None:
         return MessageUsage(input_tokens=0, output_tokens=0)
     cached = 0 if usage.prompt_tokens_details is None else usage.prompt_tokens_details.cached_tokens
@@ -131,7 +131,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
             texts.append(_text(block, where=f"{where}.content[{index}]"))
     message = {
         "role": "assistant",
-        "content": "".join(texts),  # thoughts part a text into blocks
+        "content": "".join(texts),  # thinking blocks split a text into several blocks
         "tool_calls": calls,
         "reasoning_content": "\n".join(thoughts),
     }
@@ -139,26 +139,26 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], *, where: str) -> dict[str, 
 
 
 def _user(blocks: Sequence[Mapping[str, Any]], *, where: str) -> Iterator[dict[str, Any]]:
-    """Results of tools become messages of their own; what stands between them stays together."""
+    """Yield one tool message per tool result, and one user message per run of other blocks."""
     for is_result, run in groupby(enumerate(blocks), key=lambda each: each[1].get("type") == "tool_result"):
         if not is_result:
             parts = [_part(block, where=f"{where}.content[{index}]") for index, block in run]
             yield {"role": "user", "content": parts}
             continue
         for index, block in run:
-            place = f"{where}.content[{index}]"
-            call_id = _string(block, "tool_use_id", where=place)
-            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, where=place)}
+            path = f"{where}.content[{index}]"
+            call_id = _string(block, "tool_use_id", where=path)
+            yield {"role": "tool", "tool_call_id": call_id, "content": _result(block, where=path)}
 
 
 def _result(block: Mapping[str, Any], *, where: str) -> str | list[dict[str, Any]]:
-    """The content of a result: nothing, a text, or blocks."""
+    """Return the content of a tool result, which may be null, a text or a list of blocks."""
     content: Any = block.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     blocks = cast(list[Any], content) if isinstance(content, list) else None
     if blocks is None or not all(isinstance(inner, dict) for inner in blocks):
-        raise RequestError(f"{where}.content must be a text or a list of blocks", param=f"{where}.content")
+        raise RequestError(f"{where}.content must be a string or a list of blocks", param=f"{where}.content")
     return [_part(inner, where=f"{where}.content[{number}]") for number, inner in enumerate(blocks)]
 
 
@@ -172,7 +172,7 @@ def _string(block: Mapping[str, Any], name: str, *, where: str) -> str:
 def _text(block: Mapping[str, Any], *, where: str) -> str:
     part = _part(block, where=where)
     if part["type"] != "text":
-        raise RequestError(f"{where}: an assistant says text alone", param=where)
+        raise RequestError(f"{where}: an assistant message cannot contain images; give text", param=where)
     return part["text"]
 
 
@@ -190,7 +190,7 @@ def _part(block: Mapping[str, Any], *, where: str) -> dict[str, Any]:
             }
     shown = one_line(json.dumps(kind), max_length=80)
     raise RequestError(
-        f"{where}: a block of type {shown} is not read here; give text, an image as base64, tool_use or tool_result",
+        f"{where}: blocks of type {shown} are not supported; give text, an image as base64, tool_use or tool_result",
         param=where,
     )
 

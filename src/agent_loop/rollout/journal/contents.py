@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from agent_loop.errors import JournalError
-from agent_loop.recording.record import Kind, RowRecord
+from agent_loop.recording.record import RecordKind, RowRecord
 from agent_loop.recording.values import digest, pack, unpack
 from agent_loop.rollout.journal.frames import HEADER, Scan, framed, scan
 from agent_loop.runtime.describe import describe_error
@@ -59,7 +59,7 @@ class StepKey:
 
     def packed(self) -> bytes:
         """Return the first record of the journal, packed."""
-        return pack({"is": Kind.STEP, "got": asdict(self)})
+        return pack({"is": RecordKind.STEP, "got": asdict(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Contents:
     records: Mapping[str, RowRecord] = field(default_factory=dict[str, RowRecord])
     """By row, without what follows a missing record of that row."""
     rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
-    """What a batch reward function found of trajectories, by row and branch; see `verdict_form`."""
+    """What a batch reward function found of trajectories, by row and branch; see `serialize_rewards`."""
     complete: Sequence[tuple[int, int]] | None = None
     """Group and rollout of each trajectory of a rollout that is over."""
     num_bytes: int = 0
@@ -160,15 +160,15 @@ class _Reading:
 
         A record that stands in the file twice is used once. Of a row that lacks a record, those after it are not used.
         """
-        kind = Kind(payload["is"])
-        if kind is Kind.STEP:
+        kind = RecordKind(payload["is"])
+        if kind is RecordKind.STEP:
             self.key = self.key or StepKey(**payload["got"])
             return False
-        if kind is Kind.DAMAGE:
+        if kind is RecordKind.DAMAGE:
             self.doubt = str(payload["got"])
-        elif kind is Kind.COMPLETE:
+        elif kind is RecordKind.COMPLETE:
             self.complete = [(int(group), int(rollout)) for group, rollout in payload["got"]]
-        elif kind is Kind.REWARDS:
+        elif kind is RecordKind.REWARDS:
             for row, forms in payload["got"].items():
                 self.rewards.setdefault(row, {}).update({form["branch"]: form for form in forms})
         else:
@@ -176,7 +176,7 @@ class _Reading:
             if payload["n"] != record.num_records:
                 return False
             record.add(payload)
-            if kind is Kind.END:  # rewards of before are of other trajectories
+            if kind is RecordKind.END:  # rewards of before are of other trajectories
                 self.rewards.pop(payload["row"], None)
         return True
 
@@ -214,7 +214,7 @@ def _repaired(path: Path, data: bytes, found: Scan, read: _Reading, *, key: Step
         f"{str(aside)!r}"
     )
     # The mark comes first: a repaired journal that is cut off later keeps it.
-    payloads = [key.packed(), pack({"is": Kind.DAMAGE, "got": read.doubt}), *read.used]
+    payloads = [key.packed(), pack({"is": RecordKind.DAMAGE, "got": read.doubt}), *read.used]
     whole = HEADER + b"".join(map(framed, payloads))
     with whole_file(path, to_disk=True) as temporary:
         temporary.write_bytes(whole)

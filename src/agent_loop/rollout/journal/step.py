@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.config import Config
-from agent_loop.recording.forms import verdict_form, with_verdict
-from agent_loop.recording.record import Kind, RowRecord
+from agent_loop.recording.record import RecordKind, RowRecord
 from agent_loop.recording.row_log import RowLog
+from agent_loop.recording.serialization import serialize_rewards, with_recorded_rewards
 from agent_loop.recording.sink import Sink
 from agent_loop.recording.values import Unstorable, pack
 from agent_loop.rollout.jobs import Job
@@ -103,9 +103,9 @@ class StepJournal:
         that is killed does not lose it."""
         got: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for trajectory in trajectories:
-            got[_name(trajectory.group, trajectory.rollout)].append(verdict_form(trajectory))
+            got[_name(trajectory.group, trajectory.rollout)].append(serialize_rewards(trajectory))
         try:
-            self._sink.append(pack({"is": Kind.REWARDS, "got": got}))
+            self._sink.append(pack({"is": RecordKind.REWARDS, "got": got}))
         except Unstorable as error:
             logger.warning(
                 "the rewards of group %d cannot be kept: they hold %s", trajectories[0].group, error
@@ -115,7 +115,7 @@ class StepJournal:
     async def complete(self, trajectories: Sequence[Trajectory]) -> None:
         """Says that the rollout is over, with these trajectories."""
         places = dict.fromkeys((t.group, t.rollout) for t in trajectories)
-        self._sink.append(pack({"is": Kind.COMPLETE, "got": list(places)}))
+        self._sink.append(pack({"is": RecordKind.COMPLETE, "got": list(places)}))
         await self._sink.flushed()
 
     def _ended(self, row: Row, *, group: int, rollout: int, is_over: bool) -> list[Trajectory]:
@@ -126,7 +126,7 @@ class StepJournal:
         for place, trajectory in enumerate(trajectories):
             form = forms.get(trajectory.branch)
             if form is not None and (is_over or not form["failure"]):
-                trajectories[place] = with_verdict(trajectory, form)
+                trajectories[place] = with_recorded_rewards(trajectory, form)
         return trajectories
 
     def _record(self, group: int, rollout: int) -> RowRecord:

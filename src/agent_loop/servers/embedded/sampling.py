@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from agent_loop.servers.base import Ability
-from agent_loop.types import SamplingParams, TokenArrays
+from agent_loop.types import SamplingParams, TokenArrays, top_logprob_arrays
 
-SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.SEED, Ability.FREE_SEEDS})
+SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS, Ability.SEED, Ability.FREE_SEEDS})
 """What `sample_rows` offers."""
 BELOW_ONE = 1.0 - 2.0**-50
 """Keeps a point on the cumulative scale under its end, whatever the rounding."""
@@ -86,7 +86,28 @@ def sample_rows(
     # One transfer from the device for all three; a double holds any token id.
     columns = torch.cat([column.double() for column in (token_ids, logprobs, is_finite)], dim=1)
     rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
-    return [SampledRow(int(token), logprob, bool(finite), {}) for token, logprob, finite in rows]
+    extras = _top_logprobs(all_logprobs, params=params)
+    return [
+        SampledRow(int(token), logprob, bool(finite), arrays)
+        for (token, logprob, finite), arrays in zip(rows, extras, strict=True)
+    ]
+
+
+def _top_logprobs(logprobs: Tensor, *, params: Sequence[SamplingParams]) -> list[TokenArrays]:
+    """Return the likeliest tokens of each row, as many as its parameters ask for."""
+    num_top = [min(p.top_logprobs, logprobs.shape[-1]) for p in params]
+    if not any(num_top):
+        return [{}] * len(params)
+    values, token_ids = logprobs.topk(max(num_top), dim=-1)
+    columns: list[list[list[float]]] = cast(
+        Any, torch.stack([token_ids.double(), values.double()], dim=1)
+    ).tolist()
+    return [
+        {name: array[0] for name, array in top_logprob_arrays(ids[:n], row[:n], num_top=n).items()}
+        if n
+        else {}
+        for (ids, row), n in zip(columns, num_top, strict=True)
+    ]
 
 
 def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:

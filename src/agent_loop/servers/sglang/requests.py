@@ -9,9 +9,16 @@ from typing import Any, cast
 
 from agent_loop.errors import BadServerReply, SamplingParamsError, ServerError
 from agent_loop.servers.base import Ability
-from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk
+from agent_loop.types import (
+    IntArray,
+    SamplingParams,
+    ServerStopReason,
+    TokenArrays,
+    TokenChunk,
+    top_logprob_arrays,
+)
 
-SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS})
+SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS})
 """What a SGLang with exact log-probs offers."""
 LOWEST_TEMPERATURE = 1e-4
 """Below this, dividing logits by the temperature loses them in float32, and SGLang takes it for greedy."""
@@ -97,7 +104,8 @@ def generate_body(
     }
     if params.seed is not None:
         sampling["sampling_seed"] = params.seed
-    return {
+    top = {"top_logprobs_num": params.top_logprobs} if params.top_logprobs else {}
+    return top | {
         "rid": rid,
         "input_ids": prompt_ids.tolist(),
         "sampling_params": sampling,
@@ -129,6 +137,7 @@ def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> Ge
         num_new = int(meta["completion_tokens"]) - num_seen
         output_ids = [int(token) for token in fields["output_ids"]]
         scored = [(float(entry[0]), int(entry[1])) for entry in meta["output_token_logprobs"]]
+        extras = _top_logprobs(meta.get("output_top_logprobs"), num_new=num_new)
         finish: Mapping[str, Any] | None = meta["finish_reason"]
         versions = _versions(meta.get("weight_versions")) or [_as_version(meta.get("weight_version"))]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
@@ -150,6 +159,7 @@ def read_reply(event: Any, *, num_seen: int, server: str, request_id: str) -> Ge
         stop_reason=_stop_reason(finish, bad) if is_last else None,
         num_preempted=int(meta.get("num_retractions") or 0) if is_last else 0,
         num_cached_tokens=meta.get("cached_tokens") if is_last else None,
+        extras=extras,
     )
     return GenerateReply(chunk, weight_versions=versions)
 
@@ -164,6 +174,18 @@ def _stop_reason(finish: Mapping[str, Any], bad: Any) -> ServerStopReason:
             return "aborted"
         case other:
             raise bad(f"finish reason {other!r}")
+
+
+def _top_logprobs(entries: Any, *, num_new: int) -> TokenArrays:
+    """Return the likeliest tokens of the last `num_new` tokens. Each entry begins with log-prob and token id."""
+    new = entries[len(entries) - num_new :] if entries and num_new > 0 else ()
+    if not new:
+        return {}
+    return top_logprob_arrays(
+        [[int(each[1]) for each in entry] for entry in new],
+        [[float(each[0]) for each in entry] for entry in new],
+        num_top=len(new[0]),
+    )
 
 
 def _versions(spans: Any) -> list[int]:

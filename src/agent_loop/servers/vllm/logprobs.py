@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import itemgetter
 from typing import Any
 
-from agent_loop.servers.base import Ability
-from agent_loop.types import SamplingParams, TokenArrays
+import numpy as np
 
-SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS})
+from agent_loop.servers.base import Ability
+from agent_loop.types import SamplingParams, TokenArrays, top_logprob_arrays
+
+SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS})
 """What a vLLM with exact log-probs offers."""
 NUM_TOKENS = 5
 """Candidates that a probe asks for."""
@@ -58,13 +61,11 @@ class ScoredTokens:
 
 
 def num_logprobs(params: SamplingParams) -> int:
-    """Return vLLM's parameter `logprobs`: how many candidates it returns beside each sampled token."""
-    return 0
+    """Return vLLM's parameter `logprobs`: how many candidates it returns beside each sampled token.
 
-
-def max_logprobs(params: SamplingParams) -> int:
-    """Return vLLM's option `max_logprobs` for requests with these parameters."""
-    return max(MAX_LOGPROBS, num_logprobs(params))
+    Over HTTP vLLM counts the sampled token as one of them, so one more is needed.
+    """
+    return params.top_logprobs + 1 if params.top_logprobs else 0
 
 
 def read_flat(flat: Any, *, params: SamplingParams) -> ScoredTokens:
@@ -73,8 +74,14 @@ def read_flat(flat: Any, *, params: SamplingParams) -> ScoredTokens:
     Raises:
         ValueError: Positions have different numbers of candidates.
     """
-    num_candidates = 1 + num_logprobs(params)
-    return ScoredTokens(flat.token_ids[::num_candidates], flat.logprobs[::num_candidates], {})
+    num_top = params.top_logprobs
+    if not num_top:
+        return ScoredTokens(list(flat.token_ids), list(flat.logprobs), {})
+    shape = (-1, 1 + num_logprobs(params))
+    token_ids, logprobs = np.array(flat.token_ids).reshape(shape), np.array(flat.logprobs).reshape(shape)
+    top = slice(1, 1 + num_top)
+    extras = top_logprob_arrays(token_ids[:, top], logprobs[:, top], num_top=num_top)
+    return ScoredTokens(token_ids[:, 0].tolist(), logprobs[:, 0].tolist(), extras)
 
 
 def read_content(content: Sequence[Mapping[str, Any]], *, params: SamplingParams) -> ScoredTokens:
@@ -83,9 +90,25 @@ def read_content(content: Sequence[Mapping[str, Any]], *, params: SamplingParams
     Raises:
         KeyError, TypeError, ValueError: They have another form.
     """
-    return ScoredTokens(
-        [int(entry["token_id"]) for entry in content], [float(entry["logprob"]) for entry in content], {}
+    token_ids = [int(entry["token_id"]) for entry in content]
+    logprobs = [float(entry["logprob"]) for entry in content]
+    num_top = params.top_logprobs
+    if not num_top:
+        return ScoredTokens(token_ids, logprobs, {})
+    # The sampled token comes first, wherever it ranks.
+    top = [
+        sorted(
+            [(-float(each["logprob"]), int(each["token_id"])) for each in entry["top_logprobs"]],
+            key=itemgetter(0),
+        )[:num_top]
+        for entry in content
+    ]
+    extras = top_logprob_arrays(
+        [[token for _, token in each] for each in top],
+        [[-negative for negative, _ in each] for each in top],
+        num_top=num_top,
     )
+    return ScoredTokens(token_ids, logprobs, extras)
 
 
 def tell_apart(plain: Mapping[int, float], hot_and_cut: Mapping[int, float]) -> LogProbs:

@@ -7,7 +7,7 @@ from typing import Any
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
-from agent_loop.servers.vllm.logprobs import MAX_LOGPROBS, max_logprobs
+from agent_loop.servers.vllm.logprobs import MAX_LOGPROBS, num_logprobs
 
 PACKAGE = "vllm"
 SUPPORTED = ">=0.32,<0.33"
@@ -43,8 +43,9 @@ def engine_options(spec: ServerSpec) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
     }
-    if max_logprobs(spec.sampling) > MAX_LOGPROBS:
-        ours["max_logprobs"] = max_logprobs(spec.sampling)
+    needed = num_logprobs(spec.sampling)
+    if 0 <= spec.engine_kwargs.get("max_logprobs", MAX_LOGPROBS) < needed:  # (-1 is no limit)
+        ours["max_logprobs"] = needed
     set_by = {
         "model": "model.path",
         "trust_remote_code": "model.trust_remote_code",

@@ -1,1 +1,1 @@
-"""The tools `mcp`: whatever a server of the Model Context Protocol offers."""
+"""The tools `mcp`: tools of servers that implement the Model Context Protocol."""

@@ -1,4 +1,4 @@
-"""Which MCP servers there are, and what is used of them."""
+"""Configuration of MCP servers and their tools."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from agent_loop.files.plain_values import parse_json, shown
 
 
 class McpServer(Section):
-    """How a server is reached: give `command` for one that is started here, or `url`."""
+    """Address of a server: `command` for a server that is started as a child process, or `url`."""
 
     command: str | None = None
-    """A program that speaks MCP on its standard input and output."""
+    """Program that implements MCP on its standard input and output."""
     args: list[str] = Field(default=[])
     env: dict[str, str] = Field(default={})
-    """Variables of the program, beside the few that are safe to hand on; `$NAME` is one of this process."""
+    """Environment variables of the program, in addition to a few safe ones; `$NAME` is a variable of this process."""
     cwd: str | None = None
     url: str | None = None
-    """Of a server that speaks streamable HTTP."""
+    """URL of a server that implements streamable HTTP."""
     headers: dict[str, str] = Field(default={})
-    """`$NAME` is an environment variable."""
+    """Headers of every request; `$NAME` is an environment variable."""
     auth_token: str | None = None
     """Sent as a bearer token; `$NAME` is an environment variable."""
 
 
 class McpConfig(McpServer):
-    """A server, or a file that names several, and what is used of them."""
+    """A server, or a file with several servers, and the selection of their tools."""
 
     mcp_servers_config_path: str | None = None
-    """JSON: `{"mcpServers": {name: {command, args, env, cwd} or {url, headers, auth_token}}}`."""
+    """JSON file: `{"mcpServers": {name: {command, args, env, cwd} or {url, headers, auth_token}}}`."""
     tool_selected_list: list[str] | None = None
-    """The tools to use, by the server's names; None is all."""
+    """Tools to use, by the server's names; None for all."""
     prefix: str = ""
-    """Of the names under which models call the tools."""
+    """Prefix of the names by which models call the tools."""
     session: Literal["trajectory", "shared"] = "trajectory"
-    """A session for each trajectory, so that none sees what another does; or one for all of a process."""
+    """`trajectory` opens a session per trajectory, which isolates them; `shared` opens one per process."""
     reconnects: NotNegative | None = None
-    """How often a session that broke is opened anew; what the server kept of it is lost. None is 0 for the session of a
-    trajectory and 3 for a shared one."""
+    """Number of times a broken session is reopened; the server's state of the session is lost. None means 0 for the
+    session of a trajectory and 3 for a shared session."""
     start_timeout_s: PositiveSeconds = 60.0
-    """Starting the server and asking for its tools, before the first rollout."""
+    """Seconds for starting the server and listing its tools, before the first rollout."""
     images: bool = True
-    """Pass images on; without, the model is told that there was one."""
+    """Whether to pass images to the model. If false, a line of text stands in for each."""
     timeout: PositiveSeconds | None = None
-    """verl's name of the tools' `timeout_s`."""
+    """verl's name for the tools' `timeout_s`."""
     rate_limit: Positive | None = None
-    """Calls of each tool that run at once: verl's name of `max_concurrent`."""
+    """verl's name for the tools' `max_concurrent`."""
 
 
 def read_servers(config: Mapping[str, Any]) -> tuple[McpConfig, dict[str, McpServer]]:
-    """The settings, and the servers by name.
+    """Return the settings, and the servers by name.
 
     Raises:
-        ConfigError: They are wrong, or the file is.
+        ConfigError: The settings or the file are invalid.
     """
     where = "the config of mcp"
     settings = parse_section(McpConfig, config, where=where)
@@ -68,7 +68,7 @@ def read_servers(config: Mapping[str, Any]) -> tuple[McpConfig, dict[str, McpSer
         servers = _read_file(Path(settings.mcp_servers_config_path))
     for name, server in servers.items():
         if (server.command is None) == (server.url is None):
-            raise ConfigError(f"{name}: give one of command and url")
+            raise ConfigError(f"{name}: give exactly one of command and url")
     return settings, servers
 
 
@@ -79,9 +79,7 @@ def _read_file(path: Path) -> dict[str, McpServer]:
         raise ConfigError(f"mcp_servers_config_path: {str(path)!r} cannot be read: {error}") from error
     named: Any = cast(dict[str, Any], content).get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(named, dict) or not named:
-        raise ConfigError(
-            f'{path}: there are no servers; write {{"mcpServers": {{"name": {{"url": "..."}}}}}}'
-        )
+        raise ConfigError(f'{path} lists no servers; write {{"mcpServers": {{"name": {{"url": "..."}}}}}}')
     for name, server in cast(dict[str, Any], named).items():
         if not isinstance(server, dict):
             raise ConfigError(

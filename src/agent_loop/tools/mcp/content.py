@@ -1,4 +1,4 @@
-"""What an MCP server answers, as a model is answered."""
+"""Conversion of MCP results to tool responses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from agent_loop.tools.base import ToolResponse
 
 
 def as_response(result: Any, *, images: bool) -> ToolResponse:
-    """Texts and embedded texts one after the other, images beside them; of what no model reads, a line that names it.
+    """Convert an MCP result to a tool response.
+
+    Texts and embedded texts are joined, and images are attached. Any other content becomes a line of text that
+    describes it.
 
     Args:
         result: A `CallToolResult`.
-        images: Pass images on; without, a line names each.
+        images: Whether to attach images. If false, each becomes a line of text.
     """
     texts: list[str] = []
     pictures: list[Any] = []

@@ -1,4 +1,4 @@
-"""Sessions with an MCP server: whose they are, and what becomes of one that breaks."""
+"""Sessions with an MCP server: their owners, and the handling of broken sessions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from agent_loop.errors import ToolError, ToolUnavailable
-from agent_loop.runtime.boundary import describe_error
 from agent_loop.runtime.concurrency import HeldOpen, run_while
+from agent_loop.runtime.describe import describe_error
 from agent_loop.tools.base import trajectory_of
-from agent_loop.tools.mcp.connection import answers, describe_cause, import_mcp
-from agent_loop.tools.shared import Shared
+from agent_loop.tools.mcp.connection import describe_cause, import_mcp, is_responding
+from agent_loop.tools.shared_resource import SharedResource
 
 
 class McpSession:
-    """One session.
+    """Session with an MCP server.
 
     Args:
-        open_as: Makes a new client, for `async with`.
-        reconnects: How often a session that broke is opened anew.
+        open_as: Returns a new client, to be opened with `async with`.
+        reconnects: Number of times a broken session is reopened.
     """
 
     def __init__(self, open_as: Callable[[], AbstractAsyncContextManager[Any]], *, reconnects: int) -> None:
@@ -34,7 +34,11 @@ class McpSession:
         self._lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Raises: ToolUnavailable: The server cannot be reached or started."""
+        """Open the session.
+
+        Raises:
+            ToolUnavailable: The server cannot be reached or started.
+        """
         self._held = HeldOpen(self._open_as())
         try:
             self._client = await self._held.open()
@@ -47,36 +51,36 @@ class McpSession:
         self._is_broken = False
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """The `CallToolResult` of one call.
+        """Call a tool of the server and return its `CallToolResult`.
 
         Raises:
-            ToolUnavailable: The session broke, now or before, and was not opened anew.
-            ToolError: The server refused the call, or answered something that is no result of it.
+            ToolUnavailable: The session broke during this call or before, and was not reopened.
+            ToolError: The server rejected the call, or returned an invalid result.
         """
         held, client = await self._working()
         try:
-            result = await run_while(client.call_tool(name, dict(arguments)), condition=held.over())
+            result = await run_while(client.call_tool(name, dict(arguments)), condition=held.closed())
         except import_mcp().MCPError as error:
-            if await answers(client, after=error):
-                raise ToolError(f"the MCP server refused the call: {error.error.message}") from error
+            if await is_responding(client, after=error):
+                raise ToolError(f"the MCP server rejected the call: {error.error.message}") from error
             result = None
-        except (ValidationError, RuntimeError) as error:  # the SDK's, of an answer against its own schema
-            raise ToolError(f"the MCP server answered what is no result: {describe_error(error)}") from error
+        except (ValidationError, RuntimeError) as error:  # the SDK's, for a response that violates its schema
+            raise ToolError(f"the MCP server returned an invalid result: {describe_error(error)}") from error
         if result is None:
             self._is_broken = self._is_broken or held is self._held
             raise ToolUnavailable("the MCP server ended the session during the call")
         return result
 
     async def close(self) -> None:
-        """Ends the session, and the server if it was started for it."""
+        """Close the session, and terminate the server if it was started for the session."""
         if self._held is not None:
             await self._held.close()
 
     async def _working(self) -> tuple[HeldOpen[Any], Any]:
-        """The session, opened anew if it broke."""
+        """Return the open session, and reopen it first if it broke."""
         async with self._lock:
             assert self._held is not None
-            if self._is_broken or self._held.is_over:
+            if self._is_broken or self._held.is_closed:
                 if self._reconnects_left == 0:
                     raise ToolUnavailable("the MCP server has ended the session")
                 self._reconnects_left -= 1
@@ -87,12 +91,12 @@ class McpSession:
 
 
 class McpSessions:
-    """The sessions of one server: one for each trajectory, or one for all.
+    """Sessions with one server: one per trajectory, or one for all.
 
     Args:
-        open_as: Makes a new client, for `async with`.
-        is_shared: One session serves all trajectories.
-        reconnects: As `McpSession` has it.
+        open_as: Returns a new client, to be opened with `async with`.
+        is_shared: Whether one session serves all trajectories.
+        reconnects: Number of times a broken session is reopened.
     """
 
     def __init__(
@@ -101,26 +105,26 @@ class McpSessions:
         self._open_as = open_as
         self._is_shared = is_shared
         self._reconnects = reconnects
-        self._sessions: dict[str, Shared[McpSession]] = {}
+        self._sessions: dict[str, SharedResource[McpSession]] = {}
 
-    async def join(self, instance_id: str) -> McpSession:
-        """The session of a tool's instance, opened for the first one that needs it.
+    async def acquire(self, instance_id: str) -> McpSession:
+        """Return the session of a tool's instance, and open it first if needed.
 
         Raises:
             ToolUnavailable: The server cannot be reached or started.
         """
         shared = self._sessions.setdefault(
-            self._key(instance_id), Shared(self._open, close_as=McpSession.close)
+            self._key(instance_id), SharedResource(self._open, close_as=McpSession.close)
         )
-        return await shared.join(instance_id)
+        return await shared.acquire(instance_id)
 
-    async def leave(self, instance_id: str) -> None:
-        """The last instance to leave ends the session."""
+    async def release(self, instance_id: str) -> None:
+        """Release the session, and close it after its last instance."""
         key = self._key(instance_id)
         shared = self._sessions.get(key)
         if shared is not None:
             try:
-                await shared.leave(instance_id)
+                await shared.release(instance_id)
             finally:
                 if not shared.num_users and not self._is_shared:
                     self._sessions.pop(key, None)

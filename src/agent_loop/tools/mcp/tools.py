@@ -1,4 +1,4 @@
-"""Tools of MCP servers, found when they are loaded."""
+"""Tools of MCP servers, discovered when the configuration is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 from agent_loop.errors import ConfigError, ToolError, did_you_mean
-from agent_loop.runtime.boundary import DeadlineExpired, OnReplay, run_bounded
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.runtime.isolated_task import DeadlineExpired
+from agent_loop.runtime.user_code import run_bounded
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.tools.mcp.config import McpConfig, McpServer, read_servers
 from agent_loop.tools.mcp.connection import describe_cause, list_tools, open_client
@@ -20,10 +22,10 @@ SHARED_RECONNECTS = 3
 
 
 class McpTool(BaseTool):
-    """One tool of an MCP server.
+    """Tool of an MCP server.
 
-    A tool that says it only reads may be run twice; of others, a trajectory in which one was called begins anew after
-    a crash, until their entry in the registry says otherwise.
+    A call of a tool that declares `readOnlyHint` may be executed twice. A trajectory that called any other tool
+    restarts after a crash, unless the entry in the registry sets `on_replay`.
     """
 
     def __init__(self, offered: Any, *, sessions: McpSessions, settings: McpConfig) -> None:
@@ -41,34 +43,38 @@ class McpTool(BaseTool):
         self._images = settings.images
 
     async def create(self, instance_id: str, **kwargs: Any) -> None:
-        """Joins the session of the trajectory, or of all."""
-        await self._sessions.join(instance_id)
+        """Open the session of the trajectory, or the shared session.
+
+        Raises:
+            ToolUnavailable: The server cannot be reached or started.
+        """
+        await self._sessions.acquire(instance_id)
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Calls the server's tool.
+        """Call the server's tool.
 
         Raises:
             ToolUnavailable: The session broke.
-            ToolError: The tool said that it did not work, or the server refused the call.
+            ToolError: The tool reported an error, or the server rejected the call.
         """
-        session = await self._sessions.join(instance_id)
+        session = await self._sessions.acquire(instance_id)
         result = await session.call(self._name_there, parameters)
         response = as_response(result, images=self._images)
         if result.is_error:
-            raise ToolError(response.text or f"{self.name} did not work")
+            raise ToolError(response.text or f"{self.name} failed")
         return response, None, {}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self._sessions.leave(instance_id)
+        await self._sessions.release(instance_id)
 
 
 def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
-    """A tool for each one that the servers of a config offer. Each server is opened once, to ask for its tools.
+    """Return a tool for each selected tool of the servers. Each server is opened once, to list its tools.
 
     Raises:
-        ConfigError: A server cannot be reached, or does not offer a tool that was selected.
+        ConfigError: A server cannot be reached, or no server offers a selected tool.
     """
     settings, servers = read_servers(config)
     tools: list[BaseTool] = []
@@ -99,7 +105,7 @@ def _sessions(settings: McpConfig, server: McpServer, *, where: str) -> McpSessi
 
 
 def _discover(server: McpServer, *, timeout_s: float, where: str) -> Sequence[Any]:
-    """Asks a server for its tools; in a thread, as an event loop may run in this one."""
+    """Return the tools of a server. This uses a thread, since an event loop may be running in the current one."""
 
     async def ask() -> Sequence[Any]:
         async with open_client(server, where=where) as client:
@@ -111,8 +117,8 @@ def _discover(server: McpServer, *, timeout_s: float, where: str) -> Sequence[An
         except ConfigError:
             raise
         except DeadlineExpired as error:
-            raise ConfigError(f"{where}: asking the MCP server for its tools {error}") from error
+            raise ConfigError(f"{where}: listing the tools of the MCP server {error}") from error
         except Exception as error:
             raise ConfigError(
-                f"{where}: the MCP server cannot be asked for its tools: {describe_cause(error)}"
+                f"{where}: the tools of the MCP server cannot be listed: {describe_cause(error)}"
             ) from error

@@ -1,1 +1,1 @@
-"""Runs code that nobody trusts, each trajectory's shut in by itself."""
+"""Sandboxes for untrusted code, one per trajectory."""

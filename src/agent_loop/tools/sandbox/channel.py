@@ -1,4 +1,4 @@
-"""The agent's end of a socket to a sandbox: messages without blocking the event loop."""
+"""The agent's end of the socket to a sandbox: messages without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agent_loop.tools.sandbox.inside.wire import HEADER_BYTES, body_length, pack, unpack
+from agent_loop.tools.sandbox.inside.socket_messages import HEADER_BYTES, body_length, pack, unpack
 
 
 class Channel:
-    """Sends and receives whole messages. Takes the socket over."""
+    """Asynchronous message channel that owns its socket."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message.
+        """Send a message.
 
         Raises:
             OSError: The other end is closed.
@@ -27,11 +27,11 @@ class Channel:
         await asyncio.get_running_loop().sock_sendall(self._socket, pack(message))
 
     async def receive(self, *, max_fds: int = 0) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and the descriptors that came with it; None when the other end is closed.
+        """Return the next message and its file descriptors, or None when the other end is closed.
 
         Raises:
-            BadMessage: What came is no message.
-            OSError: The other end was reset.
+            BadMessage: The received bytes are not a valid message.
+            OSError: The connection was reset.
         """
         await wait_readable(self._socket.fileno())
         header, fds, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, max_fds)
@@ -48,11 +48,11 @@ class Channel:
         return None
 
     def close(self) -> None:
-        """Closes the socket, which the sandbox takes as the end."""
+        """Close the socket, at which the sandbox terminates."""
         self._socket.close()
 
     async def _read(self, length: int) -> bytes:
-        """So many bytes; fewer when the other end is closed."""
+        """Read `length` bytes, or fewer if the other end closes."""
         loop = asyncio.get_running_loop()
         data = b""
         while len(data) < length:
@@ -64,13 +64,13 @@ class Channel:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Closes descriptors."""
+    """Close file descriptors."""
     for fd in fds:
         os.close(fd)
 
 
 async def wait_readable(fd: int) -> None:
-    """Waits until a descriptor has something to read; a process's handle, until the process has ended."""
+    """Wait until a file descriptor is readable. A process descriptor becomes readable when the process exits."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
     loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))

@@ -1,4 +1,4 @@
-"""Sandboxes forked from one warm Python process."""
+"""Sandboxes forked from one Python process with preloaded modules, the zygote."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import subprocess
 from typing import Literal
 
 from agent_loop.errors import SandboxError
-from agent_loop.tools.sandbox.inside import wire
-from agent_loop.tools.sandbox.inside.plan import SCOPED_SIGNALS_VERSION, Plan
+from agent_loop.tools.sandbox.backend import ENVIRONMENT, SandboxBackend, launch_command
+from agent_loop.tools.sandbox.inside import socket_messages
+from agent_loop.tools.sandbox.inside.spec import SCOPED_SIGNALS_VERSION, SandboxSpec
 from agent_loop.tools.sandbox.settings import SandboxSettings
-from agent_loop.tools.sandbox.source import ENVIRONMENT, SandboxSource, launch_command
 
-START_PATIENCE_S = 60.0
-END_PATIENCE_S = 5.0
+START_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 5.0
 FULL_QUEUE_PAUSE_S = 0.005
-MAX_COMPLAINT_BYTES = 2000
+MAX_STDERR_BYTES = 2000
 
 
-class ForkServer(SandboxSource):
-    """Runs the zygote.
+class ForkServer(SandboxBackend):
+    """Backend that forks sandboxes from a zygote process.
 
     Args:
-        settings: Of all sandboxes.
-        mechanism: What shuts sandboxes in: namespaces, Landlock, or limits alone.
+        settings: Settings of all sandboxes.
+        mechanism: Isolation mechanism: namespaces, Landlock, or limits alone.
     """
 
     def __init__(
@@ -33,16 +33,20 @@ class ForkServer(SandboxSource):
     ) -> None:
         super().__init__(settings)
         self.mechanism = mechanism
-        self._plan = settings.plan(mechanism)
+        self._spec = settings.spec(mechanism)
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
 
     def start(self) -> None:
-        """Starts the zygote and waits until it is ready."""
+        """Start the zygote and wait until it is ready.
+
+        Raises:
+            SandboxError: The zygote could not be started, or the mechanism does not work here.
+        """
         self.close()
         if self.mechanism == "landlock":
-            check_landlock(self._plan)
-        command = launch_command(self.settings.python, mode="zygote", plan=self._plan)
+            check_landlock(self._spec)
+        command = launch_command(self.settings.python, mode="zygote", spec=self._spec)
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -67,10 +71,10 @@ class ForkServer(SandboxSource):
         ours.setblocking(False)
 
     async def spawn(self, control: socket.socket, *, work: str | None) -> None:
-        """Asks the zygote to fork."""
+        """Request a fork from the zygote."""
         if self._requests is None:
             raise BrokenPipeError("the fork server is closed")
-        message = wire.pack({"work": work})
+        message = socket_messages.pack({"work": work})
         while True:
             try:
                 socket.send_fds(self._requests, [message], [control.fileno()])
@@ -79,16 +83,16 @@ class ForkServer(SandboxSource):
                 await asyncio.sleep(FULL_QUEUE_PAUSE_S)
 
     def is_alive(self) -> bool:
-        """Whether the zygote runs; it says nothing after its start, so that only its end can be read."""
+        """Return whether the zygote runs. It sends nothing after its start, so readable data means that it closed."""
         return self._requests is not None and not select.select([self._requests], [], [], 0)[0]
 
     def close(self) -> None:
-        """Ends the zygote. Sandboxes that are left end with it under namespaces, else when they are closed."""
+        """Terminate the zygote. Open sandboxes terminate with it under namespaces, otherwise when they are closed."""
         if self._requests is not None:
             self._requests.close()
         if self._process is not None:
             try:
-                self._process.wait(END_PATIENCE_S)
+                self._process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -97,34 +101,34 @@ class ForkServer(SandboxSource):
         self._process = self._requests = None
 
     def _wait_until_ready(self, ours: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        ours.settimeout(START_PATIENCE_S)
+        ours.settimeout(START_TIMEOUT_S)
         try:
-            received = wire.receive(ours)
-        except (OSError, wire.BadMessage) as error:
-            raise SandboxError(f"the sandbox's Python did not answer: {error}") from error
+            received = socket_messages.receive(ours)
+        except (OSError, socket_messages.BadMessage) as error:
+            raise SandboxError(f"the sandbox's Python did not respond: {error}") from error
         if received is None:
-            complaint = process.stderr.read(MAX_COMPLAINT_BYTES) if process.stderr else b""
+            output = process.stderr.read(MAX_STDERR_BYTES) if process.stderr else b""
             raise SandboxError(
-                f"{self.settings.python} ended at once; it must be Python 3.11 or newer: "
-                f"{complaint.decode(errors='replace').strip()}"
+                f"{self.settings.python} exited during its start; it must be Python 3.11 or newer: "
+                f"{output.decode(errors='replace').strip()}"
             )
         if "error" in received[0]:
             raise SandboxError(str(received[0]["error"]))
 
 
-def check_landlock(plan: Plan) -> None:
-    """Looks for what a sandbox needs of the kernel, so that its absence has a name.
+def check_landlock(spec: SandboxSpec) -> None:
+    """Check that the kernel's Landlock has what a sandbox needs.
 
     Raises:
-        SandboxError: It is not there.
+        SandboxError: Landlock is missing, or its version cannot contain signals.
     """
-    if plan.landlock_version == 0:
+    if spec.landlock_version == 0:
         raise SandboxError(
-            "the kernel has no Landlock: it is older than Linux 5.13, started without it in `lsm=`, or the container "
-            "forbids it"
+            "the kernel has no Landlock: it is older than Linux 5.13, `lsm=` on its command line does not list "
+            "Landlock, or the container forbids it"
         )
-    if not plan.reaches_own_alone:
+    if not spec.signals_are_contained:
         raise SandboxError(
-            f"Landlock {plan.landlock_version} of this kernel does not keep signals inside; "
-            f"it takes {SCOPED_SIGNALS_VERSION} (Linux 6.12), or an agent that runs as root"
+            f"Landlock version {spec.landlock_version} of this kernel does not contain signals; "
+            f"use version {SCOPED_SIGNALS_VERSION} (Linux 6.12), or run the agent as root"
         )

@@ -1,4 +1,4 @@
-"""The sandboxes of one tool: the way of isolation that works here, and what it shuts in."""
+"""Choice of the backend that works on this machine, and start of sandboxes with it."""
 
 from __future__ import annotations
 
@@ -11,131 +11,131 @@ from typing import TypeVar
 
 from agent_loop.errors import ConfigError, SandboxError
 from agent_loop.runtime.threads import run_in_thread
+from agent_loop.tools.sandbox.backend import SandboxBackend
 from agent_loop.tools.sandbox.bubblewrap import Bubblewrap
 from agent_loop.tools.sandbox.fork_server import ForkServer
 from agent_loop.tools.sandbox.isolation import Isolation
 from agent_loop.tools.sandbox.probe import probe_isolation
 from agent_loop.tools.sandbox.sandbox import Sandbox, open_sandbox
 from agent_loop.tools.sandbox.settings import MECHANISMS, Mechanism, SandboxSettings
-from agent_loop.tools.sandbox.source import SandboxSource
 
 ResultT = TypeVar("ResultT")
-Probe = Callable[[SandboxSource], Awaitable[Isolation]]
+Probe = Callable[[SandboxBackend], Awaitable[Isolation]]
 logger = logging.getLogger(__name__)
 
 
 class SandboxHost:
-    """Opens sandboxes. Ends with its last reference, or at `close`.
+    """Factory of sandboxes. Its backend is closed by `close`, or with the last reference to the host.
 
     Args:
-        settings: Of all sandboxes.
-        sources: The ways to try, best first; None for those that the settings name.
-        probe: Finds out what a way shuts in.
+        settings: Settings of all sandboxes.
+        backends: The backends to try, best first; None for those that the settings name.
+        probe: Function that measures the isolation of a backend.
 
     Raises:
-        ConfigError: No way shuts enough in, and the settings do not allow less.
+        ConfigError: No backend isolates sufficiently, and the settings do not allow weaker isolation.
     """
 
     def __init__(
         self,
         settings: SandboxSettings,
         *,
-        sources: Sequence[SandboxSource] | None = None,
+        backends: Sequence[SandboxBackend] | None = None,
         probe: Probe = probe_isolation,
     ) -> None:
-        sources = make_sources(settings) if sources is None else sources
-        self._source, self.isolation = choose_source(sources, settings=settings, probe=probe)
+        backends = create_backends(settings) if backends is None else backends
+        self._backend, self.isolation = choose_backend(backends, settings=settings, probe=probe)
         self._restarting = threading.Lock()
-        self._finalizer = weakref.finalize(self, self._source.close)
+        self._finalizer = weakref.finalize(self, self._backend.close)
         logger.info("sandboxes: %s", self.isolation)
 
     async def open(self) -> Sandbox:
-        """Starts a sandbox.
+        """Start a sandbox.
 
         Raises:
-            SandboxError: It could not be started, in two attempts.
+            SandboxError: Two attempts to start the sandbox failed.
         """
         try:
-            return await open_sandbox(self._source)
+            return await open_sandbox(self._backend)
         except SandboxError as error:
-            logger.warning("%s; trying once more", error)
+            logger.warning("%s; retrying once", error)
             await run_in_thread(self._restart_if_gone)
-            return await open_sandbox(self._source)
+            return await open_sandbox(self._backend)
 
     def close(self) -> None:
-        """Ends what sandboxes come from; no more can be opened."""
+        """Close the backend. No more sandboxes can be opened."""
         self._finalizer()
 
     def _restart_if_gone(self) -> None:
         with self._restarting:
-            if not self._source.is_alive():
-                self._source.start()
+            if not self._backend.is_alive():
+                self._backend.start()
 
 
-def make_sources(settings: SandboxSettings) -> list[SandboxSource]:
-    """The ways that the settings name, best first."""
+def create_backends(settings: SandboxSettings) -> list[SandboxBackend]:
+    """Return the backends that the settings name, best first."""
     if settings.mechanism != "auto":
-        return [make_source(settings, mechanism=settings.mechanism)]
+        return [create_backend(settings, mechanism=settings.mechanism)]
     return [
-        make_source(settings, mechanism=mechanism)
+        create_backend(settings, mechanism=mechanism)
         for mechanism in MECHANISMS
         if mechanism != "limits" or settings.allow_weaker_isolation
     ]
 
 
-def make_source(settings: SandboxSettings, *, mechanism: Mechanism) -> SandboxSource:
-    """One way."""
+def create_backend(settings: SandboxSettings, *, mechanism: Mechanism) -> SandboxBackend:
+    """Return the backend of a mechanism."""
     if mechanism == "bubblewrap":
         return Bubblewrap(settings)
     return ForkServer(settings, mechanism=mechanism)
 
 
-def try_source(source: SandboxSource, *, probe: Probe = probe_isolation) -> Isolation:
-    """Starts it and finds out what it shuts in. Close it afterwards.
+def start_and_probe(backend: SandboxBackend, *, probe: Probe = probe_isolation) -> Isolation:
+    """Start a backend and measure its isolation. Close the backend afterwards.
 
     Raises:
-        SandboxError: It does not work here.
+        SandboxError: The backend does not work on this machine.
     """
     try:
-        source.start()
-        return _run_apart(lambda: probe(source))
+        backend.start()
+        return _run_apart(lambda: probe(backend))
     except OSError as error:
-        raise SandboxError(f"it could not be tried: {error}") from error
+        raise SandboxError(f"it could not be tested: {error}") from error
 
 
-def choose_source(
-    sources: Sequence[SandboxSource], *, settings: SandboxSettings, probe: Probe
-) -> tuple[SandboxSource, Isolation]:
-    """The first way that shuts enough in, started; where less is allowed, the first that works.
+def choose_backend(
+    backends: Sequence[SandboxBackend], *, settings: SandboxSettings, probe: Probe
+) -> tuple[SandboxBackend, Isolation]:
+    """Start and return the first backend that isolates sufficiently, or that works if weaker isolation is allowed.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: No backend qualifies.
     """
     refusals: list[str] = []
-    for source in sources:
+    for backend in backends:
         try:
-            isolation = try_source(source, probe=probe)
+            isolation = start_and_probe(backend, probe=probe)
         except SandboxError as error:
-            refusals.append(f"{source.mechanism}: {error}")
-            source.close()
+            refusals.append(f"{backend.mechanism}: {error}")
+            backend.close()
             continue
         except BaseException:
-            source.close()
+            backend.close()
             raise
-        if isolation.has_minimum or settings.allow_weaker_isolation:
-            return source, isolation
+        if isolation.is_sufficient or settings.allow_weaker_isolation:
+            return backend, isolation
         refusals.append(str(isolation))
-        source.close()
+        backend.close()
     raise ConfigError(
-        "code of models cannot be shut in here: files, network and processes of the host must be out of its reach, "
-        "without privileges and with limits. Tried:\n"
+        "untrusted code cannot be isolated on this machine: it must not reach files, network or processes of the "
+        "host, must have no privileges, and must be limited. Tried:\n"
         + "\n".join(f"  {refusal}" for refusal in refusals)
         + "\nAllow user namespaces, install bubblewrap, or set allow_weaker_isolation: true if you trust the code"
     )
 
 
 def _run_apart(function: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """Runs a coroutine to its end from code that may itself be called in an event loop."""
+    """Run a coroutine in a new thread, since the caller may itself run in an event loop."""
     outcome: list[ResultT | BaseException] = []
 
     async def run() -> ResultT:

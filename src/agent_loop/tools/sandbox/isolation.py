@@ -1,4 +1,4 @@
-"""What shuts code in, as it was found by trying."""
+"""Isolation of sandboxes, as measured from inside one."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from agent_loop.tools.sandbox.settings import Mechanism
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """What is in force. Each claim was tried from inside a sandbox."""
+    """Isolation in force. Each property was tested from inside a sandbox."""
 
     mechanism: Mechanism
     files: bool
-    """The host's files cannot be read, but those that are shown, and nothing outside the sandbox's own folder can be
+    """Whether no files of the host can be read except the visible ones, and nothing outside the sandbox's folder can be
     written."""
     network: bool
-    """No address answers, those of this machine included, nor do its Unix sockets."""
+    """Whether no network address can be reached, including addresses and Unix sockets of this machine."""
     processes: bool
-    """The host's processes cannot be signalled or looked into; all that code starts ends with its sandbox."""
+    """Whether the host's processes cannot be signalled or inspected, and the code's own end with the sandbox."""
     privileges: bool
-    """No capabilities, and no program gives any."""
+    """Whether the code has no capabilities and cannot gain any by running a program."""
     limits: bool
-    """Memory, CPU time, processes, open files and file sizes are limited."""
+    """Whether memory, CPU time, processes, open files and file sizes are limited."""
     own_view: bool
-    """Names and sizes of the host's files, and the ids of its processes, are out of sight too."""
+    """Whether names and sizes of the host's files, and ids of its processes, are hidden too."""
     own_user: bool
-    """Another user for the host than the agent's."""
+    """Whether the code runs as a different user of the host than the agent."""
     system_calls: bool
-    """Those that attacks on a kernel begin with are refused."""
+    """Whether system calls that are common in attacks on a kernel are refused."""
     own_disk: bool
-    """What is written goes to a file system with a size, which vanishes with the sandbox whatever happens."""
+    """Whether files are written to a file system with a size limit that disappears with the sandbox."""
 
     @property
-    def has_minimum(self) -> bool:
-        """Whether code that nobody has read may run: files, network, processes, privileges, limits."""
+    def is_sufficient(self) -> bool:
+        """Whether untrusted code may run: files, network, processes, privileges and limits are all in force."""
         return self.files and self.network and self.processes and self.privileges and self.limits
 
     def __str__(self) -> str:
         return f"{self.mechanism}: {self.describe()}"
 
     def describe(self) -> str:
-        """What is in force, and what is not."""
+        """Return the properties in force, and those that are not."""
         claims = {
             "files of the host out of reach": self.files,
             "no network": self.network,

@@ -1,4 +1,4 @@
-"""Finds out what a sandbox shuts in, by trying to get out of one."""
+"""Measurement of a sandbox's isolation, by attempting to escape from it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 from uuid import uuid4
 
 from agent_loop.errors import SandboxError
+from agent_loop.tools.sandbox.backend import SandboxBackend
 from agent_loop.tools.sandbox.isolation import Isolation
 from agent_loop.tools.sandbox.sandbox import open_sandbox
-from agent_loop.tools.sandbox.source import SandboxSource
 
 NAMESPACES = ("mnt", "net", "pid")
 CAPABILITIES = ("CapEff", "CapPrm", "CapInh", "CapAmb")
-"""Those of the bounding set are out of reach without new privileges."""
+"""Capability sets that must be empty. The bounding set is left out, since it is unusable without new privileges."""
 ATTEMPTS = """
 import json, os, resource, socket
-import colorsys  # of Python's own modules, one that is not loaded yet: they must be readable
+import colorsys  # a module of the standard library that is not loaded yet, to test that it can be read
 
 def works(function, *arguments):
     try:
@@ -60,15 +60,15 @@ print(json.dumps(facts))
 """
 
 
-async def probe_isolation(source: SandboxSource) -> Isolation:
-    """Runs one sandbox and tries what it must not be able to do.
+async def probe_isolation(backend: SandboxBackend) -> Isolation:
+    """Measure the isolation of a backend by running one sandbox that attempts what must fail.
 
     Raises:
-        SandboxError: It could not be run.
+        SandboxError: The sandbox could not be started, or the attempts could not be run.
     """
     with tempfile.TemporaryDirectory(prefix="agent-loop-probe-") as folder, _listening(folder) as given:
         preamble = "".join(f"{key} = {value!r}\n" for key, value in given.items())
-        sandbox = await open_sandbox(source)
+        sandbox = await open_sandbox(backend)
         try:
             reply = await sandbox.run(preamble + ATTEMPTS)
             status = sandbox.host_status()
@@ -76,43 +76,47 @@ async def probe_isolation(source: SandboxSource) -> Isolation:
             await sandbox.close()
     if reply.ending != "done":
         raise SandboxError(
-            f"the probe of the sandbox failed: {reply.end_cause or reply.ending} {reply.output.strip()}"
+            f"the probe of the sandbox failed: {reply.exit_cause or reply.ending} {reply.output.strip()}"
         )
-    return judge(json.loads(reply.output), status=status, source=source)
+    return judge(json.loads(reply.output), status=status, backend=backend)
 
 
-def judge(facts: Mapping[str, Any], *, status: Mapping[str, str], source: SandboxSource) -> Isolation:
-    """What the attempts show.
+def judge(facts: Mapping[str, Any], *, status: Mapping[str, str], backend: SandboxBackend) -> Isolation:
+    """Return the isolation that the results of the attempts prove.
 
     Args:
-        facts: What they printed.
-        status: What the host knows of the sandbox's processes.
-        source: Where the sandbox came from.
+        facts: The results that the attempts printed.
+        status: The host's status of the sandbox's supervisor.
+        backend: The backend that started the sandbox.
     """
     own = {name: facts["namespaces"][name] != os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
-    has_landlock = source.mechanism == "landlock"
-    plan = source.settings.plan(source.mechanism)
+    has_landlock = backend.mechanism == "landlock"
+    spec = backend.settings.spec(backend.mechanism)
     host_user = int(status["Uid"].split()[0])
-    max_processes = plan.max_processes if plan.has_own_user else sys.maxsize  # the supervisor counts them
-    wanted = [plan.memory_bytes, plan.cpu_seconds, max_processes, plan.max_file_bytes]
+    max_processes = spec.max_processes if spec.has_own_user else sys.maxsize  # the supervisor counts them
+    wanted = [spec.memory_bytes, spec.cpu_seconds, max_processes, spec.max_file_bytes]
     return Isolation(
-        mechanism=source.mechanism,
+        mechanism=backend.mechanism,
         files=(own["mnt"] or has_landlock) and not facts["reads"] and not facts["writes"],
         network=(own["net"] or has_landlock) and not facts["reaches_tcp"] and not facts["reaches_unix"],
         processes=own["pid"] or (has_landlock and not facts["signals"] and not facts["looks_into"]),
         privileges=not any(int(status[name], 16) for name in CAPABILITIES) and status["NoNewPrivs"] == "1",
-        limits=host_user != 0  # the kernel counts no processes of root
+        limits=host_user != 0  # the kernel does not limit the number of root's processes
         and all(0 <= found <= limit for found, limit in zip(facts["limits"], wanted, strict=True)),
         own_view=own["mnt"] and own["pid"],
         own_user=host_user != os.geteuid(),
         system_calls=not facts["makes_hidden_memory"],
-        own_disk=facts["writable_bytes"] <= plan.temp_dir_bytes,
+        own_disk=facts["writable_bytes"] <= spec.temp_dir_bytes,
     )
 
 
 @contextlib.contextmanager
 def _listening(folder: str) -> Generator[dict[str, Any]]:
-    """What a sandbox must not reach, open to all users of this machine: a file, and sockets by TCP, name and path."""
+    """Provide what a sandbox must not reach, open to all users of this machine.
+
+    Yields:
+        The names of a file, a TCP port, and Unix sockets by name and by path, as variables of the attempts.
+    """
     name, secret, path = uuid4().hex, f"{folder}/secret", f"{folder}/socket"
     with (
         open(secret, "w"),

@@ -1,4 +1,4 @@
-"""The settings of sandboxes."""
+"""Settings of sandboxes."""
 
 from __future__ import annotations
 
@@ -12,74 +12,74 @@ from pydantic import Field
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section
 from agent_loop.errors import ConfigError
 from agent_loop.tools.sandbox.inside import landlock
-from agent_loop.tools.sandbox.inside.plan import Plan
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 
 MEGABYTE = 2**20
 Mechanism: TypeAlias = Literal["namespaces", "bubblewrap", "landlock", "limits"]
 MECHANISMS: tuple[Mechanism, ...] = get_args(Mechanism)
-"""Best first."""
+"""All mechanisms, strongest first."""
 
 
 class SandboxSettings(Section):
-    """What code may use, and how it is shut in."""
+    """Limits on untrusted code, and the mechanism that isolates it."""
 
     time_limit_s: PositiveSeconds = 20.0
-    """One call."""
+    """Seconds for one call."""
     interrupt_grace_s: PositiveSeconds = 1.0
-    """Code over its time limit is interrupted; if it runs on for so long, it is killed."""
+    """Seconds between the interrupt at the time limit and the kill."""
     memory_mb: Annotated[int, Field(ge=64, le=2**24)] = 1024
-    """Address space of one process, and resident memory of a sandbox's processes together."""
+    """Limit on the address space of one process, and on the resident memory of all processes of a sandbox together."""
     cpu_seconds: Positive = 300
-    """CPU time of one process, over all calls of a trajectory."""
+    """Limit on the CPU time of one process, over all calls of a trajectory."""
     max_processes: Annotated[int, Field(ge=2, le=100_000)] = 32
-    """Processes and threads of one sandbox."""
+    """Maximum number of processes and threads of one sandbox."""
     max_open_files: Annotated[int, Field(ge=16, le=2**20)] = 256
     max_file_mb: Positive = 64
     temp_dir_mb: Positive = 128
-    """All files that a sandbox writes."""
+    """Total size of all files that a sandbox writes."""
     output_limit_bytes: Annotated[int, Field(ge=1000, le=2_000_000)] = 16_384
-    """Output of one call; of more, the first and the last half are kept."""
+    """Limit on the output of one call. Of a longer output, the first and the last half of this size are kept."""
     seed: NotNegative | None = 0
-    """What `random` begins from, so that calls run again give the same; None for something else each time."""
+    """Seed of `random`, so that replayed calls give the same results; None for a different seed each time."""
     python: str = sys.executable
-    """The interpreter, of Python 3.11 or newer; code may import what is installed in its environment."""
+    """Interpreter, Python 3.11 or newer. Code may import the packages installed in its environment."""
     visible: tuple[str, ...] = ()
-    """Files and folders shown read-only at their own places, beside the system's and Python's. Where the agent runs as
-    root they must be readable by everybody."""
+    """Absolute paths of files and folders that are visible read-only, in addition to the system's and Python's. If the
+    agent runs as root, they must be readable by everybody."""
     preload: tuple[str, ...] = ()
-    """Modules imported once and shared by all sandboxes, such as `numpy`: a later import costs nothing."""
+    """Modules imported once and shared by all sandboxes, such as `numpy`, so that importing them is free."""
     mechanism: Mechanism | Literal["auto"] = "auto"
-    """`auto` takes the first that shuts enough in: namespaces, bubblewrap, Landlock."""
+    """Isolation mechanism. `auto` uses the first of namespaces, bubblewrap and Landlock that isolates sufficiently."""
     allow_weaker_isolation: bool = False
-    """Run code also where network, files or processes of the host are within its reach. Only for code you trust."""
+    """Whether code runs even if it can reach the network, files or processes of the host. Only for trusted code."""
     bubblewrap: str = "bwrap"
-    """The command."""
+    """Command of bubblewrap."""
 
-    def shown(self) -> list[str]:
-        """What is shown; with a link, what it leads to.
+    def resolve_visible(self) -> list[str]:
+        """Return the paths in `visible`, and the targets of links among them.
 
         Raises:
-            ConfigError: Something does not exist, or is too much.
+            ConfigError: A path is relative, does not exist, or would expose secrets of the host.
         """
         shown: set[str] = set()
         for path in self.visible:
             real = str(Path(path).resolve())
             if not Path(path).is_absolute() or not Path(path).exists():
-                raise ConfigError(f"visible names {path!r}; give absolute paths of what exists")
+                raise ConfigError(f"visible contains {path!r}; give absolute paths that exist")
             if real in ("/", "/proc", "/sys", "/dev", "/etc", str(Path.home())):
                 raise ConfigError(
-                    f"visible names {path!r}, which would show secrets; name what is needed in it"
+                    f"visible contains {path!r}, which would expose secrets; give the files in it that are needed"
                 )
             shown |= {path.rstrip("/"), real}
         return sorted(shown)
 
-    def plan(self, mechanism: Mechanism) -> Plan:
-        """What the sandbox's processes are told."""
+    def spec(self, mechanism: Mechanism) -> SandboxSpec:
+        """Return the spec that the sandbox's processes receive."""
         inside = "namespaces" if mechanism == "bubblewrap" else mechanism
-        return Plan(
+        return SandboxSpec(
             mechanism=inside,
             landlock_version=landlock.version() if mechanism == "landlock" else 0,
-            visible=self.shown(),
+            visible=self.resolve_visible(),
             preload=list(self.preload),
             seed=self.seed,
             time_limit_s=self.time_limit_s,

@@ -1,1 +1,1 @@
-"""The tool `search`: a local corpus, or a retrieval service."""
+"""The tool `search`: full-text search of a local corpus, or requests to a retrieval service."""

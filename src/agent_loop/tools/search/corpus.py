@@ -1,4 +1,4 @@
-"""Reads the passages of a corpus: JSON lines, Parquet, plain text, or folders of them."""
+"""Reader of the passages of a corpus: JSON lines, Parquet, plain text, or folders of them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from agent_loop.files.plain_values import parse_json
 TITLE_FIELDS = ("title", "name")
 TEXT_FIELDS = ("text", "contents", "content", "body", "passage")
 PASSAGE_WORDS = 120
-"""A plain file is cut into passages of about so many, at the ends of paragraphs."""
+"""Approximate number of words per passage of a plain text file, which is split at paragraphs."""
 
 HALVES = re.compile("[\ud800-\udfff]")
 logger = logging.getLogger(__name__)
 
 
 class Passage(NamedTuple):
-    """What a search finds."""
+    """Passage of a corpus: the unit that a search returns."""
 
     title: str
     text: str
 
 
 def corpus_files(sources: Sequence[str]) -> list[Path]:
-    """The files of a corpus; of a folder, all that can be read.
+    """Return the files of a corpus. A folder contributes all files of a supported kind.
 
     Raises:
-        ConfigError: One does not exist or cannot be read, or there are none.
+        ConfigError: A source does not exist or has an unsupported kind, or the corpus has no files.
     """
     files: list[Path] = []
     for source in sources:
@@ -44,7 +44,7 @@ def corpus_files(sources: Sequence[str]) -> list[Path]:
         else:
             kinds = ", ".join(_READERS)
             raise ConfigError(
-                f"corpus {source!r} is no such file or folder; give {kinds} or a folder of them"
+                f"corpus {source!r} is not a supported file or a folder; give a {kinds} file, or a folder of them"
             )
     if not files:
         raise ConfigError(f"there are no files in the corpus {list(sources)}; give at least one")
@@ -52,20 +52,21 @@ def corpus_files(sources: Sequence[str]) -> list[Path]:
 
 
 def read_passages(file: Path) -> Iterator[Passage]:
-    """The passages of one file, in order.
+    """Yield the passages of one file, in order.
 
     Raises:
-        DataError: It is not what its name says, or a row has no text.
+        DataError: The content does not match the file's suffix, or a row has no text.
     """
     return _READERS[file.suffix](file)
 
 
 def as_passage(document: Any, *, where: str) -> Passage:
-    """A document of a corpus or of a retrieval service. Where it has no title of its own, the first line is it, as
-    in the corpora of Search-R1.
+    """Convert a document of a corpus or of a retrieval service to a passage.
+
+    Without a title field, the first line is the title, as in the corpora of Search-R1.
 
     Raises:
-        DataError: It has no text.
+        DataError: The document has no text.
     """
     fields = cast(Mapping[str, Any], document) if isinstance(document, Mapping) else {"text": document}
     text = next((fields[name] for name in TEXT_FIELDS if isinstance(fields.get(name), str)), None)
@@ -79,10 +80,10 @@ def as_passage(document: Any, *, where: str) -> Passage:
 
 
 def _encodable(text: str, *, where: str) -> str:
-    """Replace halves of surrogates, which JSON can write and no file and no index can hold."""
+    """Replace unpaired surrogates, which JSON can represent but files and indexes cannot store."""
     if not HALVES.search(text):
         return text
-    logger.warning("%s holds half a surrogate; it is replaced by U+FFFD", where)
+    logger.warning("%s contains an unpaired surrogate; it is replaced by U+FFFD", where)
     return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -102,7 +103,7 @@ def _read_json_lines(file: Path) -> Iterator[Passage]:
 
 
 def _read_parquet(file: Path) -> Iterator[Passage]:
-    arrow: Any = import_module("pyarrow")  # late: takes long to import
+    arrow: Any = import_module("pyarrow")  # late, because the import is slow
     parquet: Any = import_module("pyarrow.parquet")
     try:
         number = 0

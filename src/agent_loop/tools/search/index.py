@@ -1,4 +1,4 @@
-"""A full-text index on disk: SQLite's FTS5, ranked by BM25."""
+"""Full-text index on disk: SQLite's FTS5, ranked by BM25."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from agent_loop.errors import ConfigError, ToolError
 from agent_loop.tools.search.corpus import Passage, corpus_files, read_passages
 
 FORMAT = 1
-"""Of the file; an index of another format is built anew."""
+"""Version of the file format. An index with another version is rebuilt."""
 TOKENIZER = "porter unicode61"
 MAX_QUERY_WORDS = 64
 LONG_TEXT = 2000
-"""Characters from which on the part of a text that fits is found here: SQLite's time grows with the square of the
-text."""
+"""Texts with more characters are excerpted in Python, since SQLite's time grows with the square of the length."""
 TITLE_WEIGHT = 2.0
-"""How much more a word counts in a title."""
+"""Weight of a word in a title, relative to the text."""
 _WORD = re.compile(r"\w+")
 logger = logging.getLogger(__name__)
 
 
 class SearchIndex:
-    """The passages of a corpus, by relevance. Any thread or process may ask.
+    """Full-text index of a corpus. It may be searched from any thread or process.
 
-    It is built once and kept in `cache_dir` under a name made of the files' paths, sizes and times, so a corpus that
-    changed gets another. Of several processes that need the same one, one builds it and the others wait.
+    The index is built once and stored in `cache_dir`. Its name depends on the files' paths, sizes and times, so a
+    changed corpus gets a new index. If several processes need the same index, one builds it and the others wait.
 
     Raises:
         ConfigError: The corpus does not exist, or this Python's SQLite has no FTS5.
-        DataError: A file of it cannot be read.
+        DataError: A file of the corpus cannot be read.
     """
 
     def __init__(self, sources: Sequence[str], *, cache_dir: Path) -> None:
@@ -55,19 +54,19 @@ class SearchIndex:
             return int(connection.execute("SELECT count(*) FROM passages").fetchone()[0])
 
     def search(self, query: str, *, limit: int, snippet_words: int | None) -> list[Passage]:
-        """The passages with any of the query's words, the best first.
+        """Return the passages that contain any of the query's words, best first.
 
         Args:
-            query: Any text; only its words count.
-            limit: At most so many.
-            snippet_words: Of a longer text, the part that fits the query best; None gives it whole.
+            query: Any text; only its words are used.
+            limit: Maximum number of passages.
+            snippet_words: Length of the excerpt of a longer text; None returns the whole text.
 
         Raises:
-            ToolError: There is no word in the query.
+            ToolError: The query has no words.
         """
         words = _WORD.findall(query)[:MAX_QUERY_WORDS]
         if not words:
-            raise ToolError(f"the query {query!r} holds no word to search for")
+            raise ToolError(f"the query {query!r} has no words to search for")
         text = "text"
         if snippet_words is not None:
             short = f"snippet(passages, 1, '', '', ' ... ', {snippet_words})"
@@ -92,7 +91,7 @@ class SearchIndex:
         return False
 
     def _build(self, files: Sequence[Path]) -> None:
-        """Builds beside the final place and moves there what is complete."""
+        """Build the index in a temporary file, and rename it to its final path when it is complete."""
         unfinished = self.path.with_suffix(f".{os.getpid()}.tmp")
         unfinished.unlink(missing_ok=True)
         logger.info("building the search index %s", self.path)
@@ -115,14 +114,15 @@ class SearchIndex:
 
 
 def excerpt(text: str, expression: str, *, num_words: int) -> str:
-    """Return the part of a long text that fits a query best, in time linear in the text; a shorter text as it is.
+    """Return the part of a long text that matches a query best, in linear time. A shorter text is returned unchanged.
 
-    The part with the most different words of the query is taken; of several such parts, the one in which these words
-    are most frequent, and of those the first.
+    The excerpt is the part with the most distinct words of the query. Ties are broken by how often these words occur,
+    then by position.
 
     Args:
-        expression: The query, as SQLite's FTS5 takes it.
-        num_words: Length of the part.
+        text: The text to shorten.
+        expression: The query, in the syntax of SQLite's FTS5.
+        num_words: Length of the excerpt in words.
     """
     if len(text) <= LONG_TEXT:
         return text
@@ -151,7 +151,7 @@ def excerpt(text: str, expression: str, *, num_words: int) -> str:
 
 
 def _matching(words: Collection[str], expression: str) -> set[str]:
-    """Return those of the words that a query finds, by the same rules as in the index."""
+    """Return the words that a query matches, by the same rules as in the index."""
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.execute(f"CREATE VIRTUAL TABLE words USING fts5(word, tokenize = '{TOKENIZER}')")
         connection.executemany("INSERT INTO words VALUES (?)", ((word,) for word in words))

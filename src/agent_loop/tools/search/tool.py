@@ -1,4 +1,4 @@
-"""The tool `search`."""
+"""The tool `search`: its config, and its calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic import Field
 
 from agent_loop.config import Positive, PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, ToolError
-from agent_loop.runtime.boundary import OnReplay
+from agent_loop.runtime.instances import OnReplay
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.tools.base import BaseTool, ToolResponse
-from agent_loop.tools.environment import from_environment
+from agent_loop.tools.environment_variables import expand_variables
 from agent_loop.tools.search.corpus import Passage
 from agent_loop.tools.search.index import SearchIndex
 from agent_loop.tools.search.service import SearchService
@@ -42,33 +42,33 @@ SCHEMA: dict[str, Any] = {
 
 
 class SearchConfig(Section):
-    """Give `corpus` or `retrieval_service_url`."""
+    """Config of the tool. Exactly one of `corpus` and `retrieval_service_url` must be set."""
 
     corpus: list[str] = Field(default=[])
     """`.jsonl`, `.parquet`, `.txt` or `.md` files, or folders of them."""
     cache_dir: str = "~/.cache/agent_loop/search"
-    """Where indexes are kept. Old ones may be deleted at any time that nobody searches."""
+    """Folder of the indexes. Old indexes may be deleted whenever no search is running."""
     snippet_words: Annotated[int, Field(ge=1, le=64)] | None = 64
-    """Of a longer passage of the corpus, so many words around what was asked for; None shows it whole."""
+    """Number of words shown of a longer passage of the corpus, around the matches; None shows the whole passage."""
     retrieval_service_url: str | None = None
     method: Literal["post", "get"] = "post"
-    """How the service is asked: see `SearchService`."""
+    """Form of the requests to the service; see `SearchService`."""
     headers: dict[str, str] = Field(default={})
-    """For the service; `$NAME` is an environment variable."""
+    """Headers of requests to the service; `$NAME` is an environment variable."""
     timeout: PositiveSeconds = 30.0
-    """One request to the service."""
+    """Seconds for one request to the service."""
     rate_limit: Positive | None = None
-    """verl's name of the tool's `max_concurrent`."""
+    """verl's name for the tool's `max_concurrent`."""
     num_workers: Positive | None = None
-    """Another; the smaller one holds."""
+    """Another name of verl for `max_concurrent`; the smaller value applies."""
     topk: Positive = 3
     """Passages per query."""
     as_json: bool = False
-    """Answer `{"result": "..."}`, as verl's tool does, and not the text alone."""
+    """Return `{"result": "..."}`, as verl's tool does, instead of plain text."""
 
 
-class Backend(Protocol):
-    """Where passages come from."""
+class SearchBackend(Protocol):
+    """Source of passages: an index or a service."""
 
     async def search(
         self, queries: Sequence[str], *, limit: int, instance_id: str
@@ -76,10 +76,12 @@ class Backend(Protocol):
 
 
 class SearchTool(BaseTool):
-    """Finds passages, in the form of Search-R1. The arguments are `query_list`, or one `query` if the schema says so.
+    """Tool that returns passages in the format of Search-R1.
+
+    The argument is `query_list`, or a single `query` if the schema defines that.
 
     Raises:
-        ConfigError: The config is wrong, or the corpus does not exist.
+        ConfigError: The config is invalid, or the corpus does not exist.
         DataError: The corpus cannot be read.
     """
 
@@ -91,15 +93,15 @@ class SearchTool(BaseTool):
         where = f"the config of tool {self.name!r}"
         settings = parse_section(SearchConfig, config, where=where)
         if bool(settings.corpus) == bool(settings.retrieval_service_url):
-            raise ConfigError(f"{where} needs one of corpus and retrieval_service_url, and not both")
+            raise ConfigError(f"{where} needs exactly one of corpus and retrieval_service_url")
         self._settings = settings
-        headers = from_environment(settings.headers, where=f"{where}: headers")
+        headers = expand_variables(settings.headers, where=f"{where}: headers")
         self._client = WebClient(headers=headers, timeout_s=settings.timeout)
         limits = [limit for limit in (settings.rate_limit, settings.num_workers) if limit is not None]
         self.max_concurrent = min(limits, default=None)
         if settings.retrieval_service_url:
             self.retries = 2
-            self._backend: Backend = SearchService(
+            self._backend: SearchBackend = SearchService(
                 settings.retrieval_service_url, method=settings.method, client=self._client
             )
         else:
@@ -108,7 +110,12 @@ class SearchTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Answers all queries at once."""
+        """Search for all queries.
+
+        Raises:
+            ToolUnavailable: The retrieval service is unavailable.
+            ToolError: There is no query, a query has no words, or the service rejected the request.
+        """
         queries = parameters.get("query_list", parameters.get("query", []))
         queries = [queries] if isinstance(queries, str) else queries
         if not queries:
@@ -121,11 +128,11 @@ class SearchTool(BaseTool):
         return ToolResponse(text=text), None, {"query_count": len(queries), "total_results": num_found}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self._client.leave(instance_id)
+        await self._client.release(instance_id)
 
 
 class LocalSearch:
-    """Searches an index, in threads."""
+    """Search of a local index, in threads."""
 
     def __init__(self, settings: SearchConfig) -> None:
         cache_dir = Path(settings.cache_dir).expanduser()
@@ -133,7 +140,11 @@ class LocalSearch:
         self._snippet_words = settings.snippet_words
 
     async def search(self, queries: Sequence[str], *, limit: int, instance_id: str) -> list[list[Passage]]:
-        """Raises: ToolError: A query holds no word."""
+        """Return the passages of each query, best first.
+
+        Raises:
+            ToolError: A query has no words.
+        """
 
         def search_all() -> list[list[Passage]]:
             return [
@@ -144,7 +155,7 @@ class LocalSearch:
 
 
 def format_results(found: Sequence[Sequence[Passage]]) -> str:
-    """The passages of each query as `Doc 1 (Title: ...)` and so on, queries divided by a line of dashes."""
+    """Format passages as `Doc 1 (Title: ...)` and so on, with a line of dashes between queries."""
     return "\n---\n".join(_format_query(passages) for passages in found)
 
 

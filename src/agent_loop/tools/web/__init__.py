@@ -1,1 +1,1 @@
-"""Tools that talk HTTP."""
+"""Tools that send HTTP requests."""

@@ -1,4 +1,4 @@
-"""Requests of tools: bounded in time and size, and whatever goes wrong comes out as a `ToolError`."""
+"""HTTP client of tools, with limits on time and size. Every failure is raised as a `ToolError`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import aiohttp
 from yarl import URL
 
 from agent_loop.errors import ToolError, ToolUnavailable
-from agent_loop.runtime.boundary import describe_error, one_line
-from agent_loop.tools.shared import Shared
+from agent_loop.runtime.describe import describe_error, one_line
+from agent_loop.tools.shared_resource import SharedResource
 
 MAX_BYTES = 2**22
-"""Of one answer."""
+"""Maximum size of a response."""
 TRY_LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that may be others the next time."""
+"""Status codes after which the same request may succeed later."""
 
 
 @dataclass(frozen=True, slots=True)
-class WebAnswer:
-    """What a service answered with success."""
+class WebResponse:
+    """Response of a web service."""
 
     status: int
     body: bytes
@@ -31,40 +31,46 @@ class WebAnswer:
 
     @property
     def text(self) -> str:
-        with suppress(LookupError, ValueError):  # names of what is no encoding of text, such as base64
+        with suppress(
+            LookupError, ValueError
+        ):  # the name of something other than a text encoding, such as base64
             return self.body.decode(self.charset, "replace")
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Raises: ToolError: It is no JSON."""
+        """Parse the body as JSON.
+
+        Raises:
+            ToolError: The body is not valid JSON.
+        """
         try:
             return json.loads(self.text.removeprefix("\N{BYTE ORDER MARK}"))
         except (ValueError, RecursionError) as error:
             raise ToolError(
-                f"the service answered no JSON: {one_line(self.text, max_length=200)!r}"
+                f"the service did not return valid JSON: {one_line(self.text, max_length=200)!r}"
             ) from error
 
 
 class WebClient:
-    """Connections that a tool's trajectories share; no cookies are kept, so that none sees what another did.
+    """HTTP client shared by all trajectories of a tool. It keeps no cookies, so trajectories are isolated.
 
     Args:
-        headers: Sent with every request.
-        timeout_s: Of one request, from the first byte to the last.
+        headers: Headers sent with every request.
+        timeout_s: Time limit of one request in seconds, until the whole response is received.
     """
 
     def __init__(self, *, headers: Mapping[str, str], timeout_s: float) -> None:
         self._headers = dict(headers)
         self._timeout_s = timeout_s
-        self._shared = Shared(self._open, close_as=_close)
+        self._shared = SharedResource(self._open, close_as=_close)
 
-    async def join(self, instance_id: str) -> None:
-        """Opens what a trajectory needs for its requests; whoever joins must leave."""
-        await self._shared.join(instance_id)
+    async def acquire(self, instance_id: str) -> None:
+        """Open the connections for a trajectory. Call `release` afterwards."""
+        await self._shared.acquire(instance_id)
 
-    async def leave(self, instance_id: str) -> None:
-        """The last one to leave closes the connections."""
-        await self._shared.leave(instance_id)
+    async def release(self, instance_id: str) -> None:
+        """Release the connections, and close them after the last trajectory."""
+        await self._shared.release(instance_id)
 
     async def request(
         self,
@@ -75,28 +81,28 @@ class WebClient:
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         body: Any = None,
-    ) -> WebAnswer:
-        """One request of a URL in which what needs quoting is quoted; a `body` is sent as JSON.
+    ) -> WebResponse:
+        """Send one request and return the response. `url` must be quoted; `body` is sent as JSON.
 
         Raises:
-            ToolUnavailable: There was no connection, no answer in time, or a status that may be another next time.
-            ToolError: The service refused the request, or answered too much.
+            ToolUnavailable: The connection failed, the request timed out, or the status is one of `TRY_LATER`.
+            ToolError: The service rejected the request, or its response exceeds `MAX_BYTES`.
         """
-        session = await self._shared.join(instance_id)
+        session = await self._shared.acquire(instance_id)
         sent: dict[str, Any] = {"params": _query(query or {}), "headers": headers or {}}
         if body is not None:
             sent["json"] = body
         try:
-            async with session.request(method, URL(url, encoded=True), **sent) as answer:
+            async with session.request(method, URL(url, encoded=True), **sent) as response:
                 content = bytearray()
-                while len(content) <= MAX_BYTES and (more := await answer.content.read(2**16)):
+                while len(content) <= MAX_BYTES and (more := await response.content.read(2**16)):
                     content += more
-                return _checked(WebAnswer(answer.status, bytes(content), answer.charset or "utf-8"))
-        except ValueError as error:  # of the URL
-            raise ToolError(f"{url!r} cannot be asked: {describe_error(error)}") from error
+                return _checked(WebResponse(response.status, bytes(content), response.charset or "utf-8"))
+        except ValueError as error:  # the URL is invalid
+            raise ToolError(f"the request to {url!r} cannot be sent: {describe_error(error)}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = (
-                f"no answer in {self._timeout_s:g} s"
+                f"no response in {self._timeout_s:g} s"
                 if isinstance(error, TimeoutError)
                 else describe_error(error)
             )
@@ -104,24 +110,28 @@ class WebClient:
 
     async def _open(self) -> aiohttp.ClientSession:
         limits = aiohttp.ClientTimeout(total=self._timeout_s)
-        watch = aiohttp.TraceConfig()
-        watch.on_request_redirect.append(_stay)
+        trace = aiohttp.TraceConfig()
+        trace.on_request_redirect.append(_refuse_other_host)
         return aiohttp.ClientSession(
             headers=self._headers,
             timeout=limits,
-            trace_configs=[watch] if self._headers else [],
+            trace_configs=[trace] if self._headers else [],
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
 
-async def _stay(
+async def _refuse_other_host(
     session: aiohttp.ClientSession, context: Any, redirect: aiohttp.TraceRequestRedirectParams
 ) -> None:
-    """The tool's headers may hold secrets, which are no other host's business."""
-    answer = redirect.response
-    target = redirect.url.join(URL(answer.headers.get("Location", "")))
+    """Refuse a redirect to another host, since the tool's headers may contain secrets.
+
+    Raises:
+        ToolError: The redirect leads to another host.
+    """
+    response = redirect.response
+    target = redirect.url.join(URL(response.headers.get("Location", "")))
     if target.host != redirect.url.host:
-        answer.close()
+        response.close()
         raise ToolError(f"the service redirects to another host, {target.host!r}")
 
 
@@ -130,7 +140,7 @@ async def _close(session: aiohttp.ClientSession) -> None:
 
 
 def _query(query: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A list is sent as one pair per item; null is left out."""
+    """Return the pairs of a query string. A list becomes one pair per item; None is omitted."""
     pairs: list[tuple[str, str]] = []
     for name, value in query.items():
         values = cast(list[Any], value) if isinstance(value, list) else [value]
@@ -142,11 +152,11 @@ def _query_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _checked(answer: WebAnswer) -> WebAnswer:
-    if answer.status >= 400:
-        kind = ToolUnavailable if answer.status in TRY_LATER else ToolError
-        said = one_line(answer.text, max_length=300)
-        raise kind(f"the service answered with status {answer.status}" + (f": {said}" if said else ""))
-    if len(answer.body) > MAX_BYTES:
-        raise ToolError(f"the service answered with more than {MAX_BYTES} bytes; ask for less")
-    return answer
+def _checked(response: WebResponse) -> WebResponse:
+    if response.status >= 400:
+        kind = ToolUnavailable if response.status in TRY_LATER else ToolError
+        detail = one_line(response.text, max_length=300)
+        raise kind(f"the service returned status {response.status}" + (f": {detail}" if detail else ""))
+    if len(response.body) > MAX_BYTES:
+        raise ToolError(f"the service returned more than {MAX_BYTES} bytes; request less")
+    return response

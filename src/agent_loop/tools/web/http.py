@@ -1,4 +1,4 @@
-"""The tool `http`: one request of a web service."""
+"""The tool `http`: one request to a web service per call."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pydantic import Field
 
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError
-from agent_loop.tools.environment import from_environment
+from agent_loop.tools.environment_variables import expand_variables
 from agent_loop.tools.web.client import WebClient
 from agent_loop.tools.web.operation import BODY_METHODS, Operation, check_names, names_in
 from agent_loop.tools.web.tool import RequestTool
 
 
 class HttpConfig(Section):
-    """A request; the parameters of the tool's schema fill it."""
+    """Template of a request. The parameters of the tool's schema fill it."""
 
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "GET"
     url: str
-    """With `{name}` where a parameter goes; what is put there is quoted."""
+    """URL with `{name}` where a parameter is inserted. Inserted values are quoted."""
     headers: dict[str, str] = Field(default={})
-    """`$NAME` is an environment variable."""
+    """Headers of every request; `$NAME` is an environment variable."""
     query: list[str] | None = None
-    """Parameters that go into the query; None is all that are nowhere else, where the method has no body."""
+    """Parameters that go into the query. For None, all remaining parameters do if the method has no body."""
     body: list[str] | None = None
-    """Parameters that are fields of a JSON body; None is all that are nowhere else, where the method has one."""
+    """Parameters that are fields of a JSON body. For None, all remaining parameters are if the method has a body."""
     select: str = ""
-    """Of a JSON answer, the keys and indexes that lead to what the model is shown, as in `results.0.text`."""
+    """Path of keys and indexes to the part of a JSON response that the model is shown, as in `results.0.text`."""
     request_timeout_s: PositiveSeconds = 20.0
 
 
 class HttpTool(RequestTool):
-    """One request.
+    """Tool that sends one request per call, from a template in its config.
 
     Raises:
-        ConfigError: The config is wrong, or does not fit the schema.
+        ConfigError: The config is invalid, or does not match the schema.
     """
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ class HttpTool(RequestTool):
         where = f"the config of tool {function['name']!r}"
         settings = parse_section(HttpConfig, config, where=where)
         operation = _operation(settings, function.get("parameters") or {}, where=where)
-        headers = from_environment(settings.headers, where=f"{where}: headers")
+        headers = expand_variables(settings.headers, where=f"{where}: headers")
         client = WebClient(headers=headers, timeout_s=settings.request_timeout_s)
         super().__init__(config, tool_schema, operation=operation, client=client)
 
@@ -66,7 +66,7 @@ def _operation(settings: HttpConfig, parameters: Mapping[str, Any], *, where: st
     body = settings.body if settings.body is not None else rest if has_body else []
     lost = set(rest) - {*query, *body}
     if lost:
-        raise ConfigError(f"{where}: the parameter {min(lost)!r} goes nowhere; add it to query or to body")
+        raise ConfigError(f"{where}: the parameter {min(lost)!r} is not used; add it to query or to body")
     return Operation(
         method=settings.method,
         url=settings.url,

@@ -1,4 +1,4 @@
-"""Schemas of OpenAPI 3.0 and 3.1 as plain JSON schemas."""
+"""Conversion of OpenAPI 3.0 and 3.1 schemas to plain JSON schemas."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ _NAMED_SCHEMAS = frozenset({"patternProperties", "properties"})
 
 
 def plain_schema(node: Any, *, where: str) -> Any:
-    """The schema without what only OpenAPI knows: `nullable` becomes a type, exclusive bounds become numbers.
+    """Return a schema without the keywords of OpenAPI: `nullable` becomes a type, exclusive bounds become numbers.
 
     Args:
-        node: A schema whose references have been put in their places.
-        where: Names it in errors.
+        node: A schema with all references resolved.
+        where: Location of the schema, for errors.
 
     Raises:
-        ConfigError: It contains itself, or is too large, as a few references to references can make it.
+        ConfigError: The schema contains itself, or is too large after the references were resolved.
     """
     return _plain(node, where=where, parents=(), nodes=count(1))
 
 
 def _plain(node: Any, *, where: str, parents: tuple[int, ...], nodes: count[int]) -> Any:
     if next(nodes) > MAX_NODES or len(parents) > MAX_DEPTH:
-        raise ConfigError(f"{where}: its schema is larger than any that a model could read; exclude it")
+        raise ConfigError(f"{where}: its schema is too large for a model to read; exclude it")
     if id(node) in parents:
-        raise ConfigError(f"{where}: its schema contains itself, which no model can be shown; exclude it")
+        raise ConfigError(
+            f"{where}: its schema contains itself, so it cannot be shown to a model; exclude it"
+        )
     parents = (*parents, id(node))
     if isinstance(node, list):
         return [_plain(item, where=where, parents=parents, nodes=nodes) for item in cast(list[Any], node)]

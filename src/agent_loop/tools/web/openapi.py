@@ -1,4 +1,4 @@
-"""The tools `openapi`: the operations of a web service that describes itself."""
+"""The tools `openapi`: the operations of a web service, from its OpenAPI specification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 from agent_loop.config import PositiveSeconds, Section, parse_section
 from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.tools.base import BaseTool
-from agent_loop.tools.environment import from_environment
+from agent_loop.tools.environment_variables import expand_variables
 from agent_loop.tools.schema import check_tool_schema
 from agent_loop.tools.web.client import WebClient
 from agent_loop.tools.web.json_schema import plain_schema
@@ -22,34 +22,34 @@ from agent_loop.tools.web.tool import RequestTool
 
 METHODS = ("get", "post", "put", "patch", "delete")
 OWN_HEADERS = frozenset({"accept", "authorization", "content-type"})
-"""What OpenAPI says not to take for parameters. Cookies are none either: they are the service's own business."""
+"""Headers that OpenAPI excludes from parameters. Cookie parameters are ignored too."""
 _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _NO_WORD = re.compile(r"[^A-Za-z0-9]+")
 
 
 class OpenApiConfig(Section):
-    """A specification, and which of it to use."""
+    """Specification, and the selection of its operations."""
 
     spec: str
-    """A JSON or YAML file, or its URL."""
+    """Path or URL of a JSON or YAML file."""
     operations: list[str] | None = None
-    """The `operationId`s to make tools of; None is all."""
+    """`operationId`s of the operations that become tools; None for all."""
     exclude: list[str] = Field(default=[])
-    """The ones to leave out."""
+    """`operationId`s of the operations to leave out."""
     prefix: str = ""
-    """Of the tools' names."""
+    """Prefix of the tools' names."""
     server_url: str | None = None
-    """Where the service is; None is the specification's first server."""
+    """URL of the service; None for the specification's first server."""
     headers: dict[str, str] = Field(default={})
-    """`$NAME` is an environment variable."""
+    """Headers of every request; `$NAME` is an environment variable."""
     request_timeout_s: PositiveSeconds = 20.0
 
 
 def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
-    """A tool for each operation that the config names.
+    """Return a tool for each operation that the config selects.
 
     Raises:
-        ConfigError: The specification cannot be read, or an operation of it cannot be a tool.
+        ConfigError: The specification cannot be read, or an operation cannot become a tool.
     """
     settings = parse_section(OpenApiConfig, config, where="the config of openapi")
     spec = read_specification(settings.spec)
@@ -59,7 +59,7 @@ def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
             raise ConfigError(f"{settings.spec} has no operation {name!r}{did_you_mean(name, described)}")
     chosen = [n for n in settings.operations or described if n not in settings.exclude]
     server_url = settings.server_url or server_url_of(spec, source=settings.spec)
-    headers = from_environment(settings.headers, where="the config of openapi: headers")
+    headers = expand_variables(settings.headers, where="the config of openapi: headers")
     return [
         _make_tool(
             described[name],
@@ -73,29 +73,29 @@ def openapi_tools(config: Mapping[str, Any]) -> list[BaseTool]:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """An operation as the specification has it, references resolved."""
+class SpecOperation:
+    """Operation of the specification, with references resolved."""
 
     name: str
     method: str
     path: str
     fields: Mapping[str, Any]
     shared_parameters: tuple[Any, ...]
-    """Of all operations of its path."""
+    """Parameters of all operations of the path."""
 
 
-def _operations(spec: Mapping[str, Any]) -> Iterable[Described]:
+def _operations(spec: Mapping[str, Any]) -> Iterable[SpecOperation]:
     paths: dict[str, dict[str, Any]] = spec.get("paths") or {}
     for path, item in paths.items():
         for method in METHODS:
             fields = item.get(method)
             if fields is not None:
                 name = fields.get("operationId") or _NO_WORD.sub("_", f"{method}_{path}").strip("_")
-                yield Described(name, method.upper(), path, fields, tuple(item.get("parameters") or ()))
+                yield SpecOperation(name, method.upper(), path, fields, tuple(item.get("parameters") or ()))
 
 
 def _make_tool(
-    described: Described, *, prefix: str, server_url: str, client: WebClient, where: str
+    described: SpecOperation, *, prefix: str, server_url: str, client: WebClient, where: str
 ) -> RequestTool:
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -115,7 +115,9 @@ def _make_tool(
         required += [name] if parameter.get("required") or place == "path" else []
     for name in names_in(described.path, where=f"{where}: its path"):
         if name not in placed["path"]:
-            raise ConfigError(f"{where}: its path needs {name!r}, which it does not describe; exclude it")
+            raise ConfigError(
+                f"{where}: its path needs the parameter {name!r}, which it does not define; exclude it"
+            )
     body, whole_body = _add_body(described, properties, required, where=where)
     function = {
         "name": prefix + _NO_NAME.sub("_", described.name),
@@ -137,16 +139,20 @@ def _make_tool(
 
 
 def _add_body(
-    described: Described, properties: dict[str, Any], required: list[str], *, where: str
+    described: SpecOperation, properties: dict[str, Any], required: list[str], *, where: str
 ) -> tuple[set[str], str | None]:
-    """Adds the parameters of a JSON body: its fields, or `body` where they cannot stand beside the others."""
+    """Add the parameters of a JSON body, and return the names of its fields and of the argument that is the body.
+
+    The fields become parameters. If they conflict with other parameters, or more fields are allowed, the whole body
+    becomes one parameter `body`.
+    """
     request = described.fields.get("requestBody")
     if not request:
         return set(), None
     content: Mapping[str, Any] = request.get("content") or {}
     kind = next((kind for kind in content if kind.partition(";")[0].endswith("json")), None)
     if kind is None:
-        raise ConfigError(f"{where} takes {', '.join(content)} and no JSON; exclude it")
+        raise ConfigError(f"{where} accepts {', '.join(content)}, but not JSON; exclude it")
     schema = plain_schema(content[kind].get("schema") or {}, where=f"{where}: requestBody")
     fields: Mapping[str, Any] = schema.get("properties") or {}
     if fields and not set(fields) & set(properties) and "additionalProperties" not in schema:

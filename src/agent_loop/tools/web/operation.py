@@ -1,4 +1,4 @@
-"""One request that a tool's arguments are put into."""
+"""Request template that is filled with the arguments of a call."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from agent_loop.errors import ConfigError, ToolError, did_you_mean
-from agent_loop.runtime.boundary import OnReplay
-from agent_loop.tools.web.client import WebAnswer, WebClient
+from agent_loop.runtime.instances import OnReplay
+from agent_loop.tools.web.client import WebClient, WebResponse
 
 READING_METHODS = frozenset({"GET", "HEAD"})
 BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 RETRIES = 2
-"""Of requests that only read."""
+"""Number of retries of read-only requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Where each argument goes."""
+    """Request template: where each argument of a call is inserted."""
 
     method: str
     url: str
-    """With `{name}` for what an argument fills."""
+    """URL with `{name}` where an argument is inserted."""
     query: frozenset[str] = frozenset()
     joined: frozenset[str] = frozenset()
-    """Of the query: lists that are one value with commas in it, not one value per item."""
+    """Query arguments whose lists are sent as one value with commas, not as one value per item."""
     headers: frozenset[str] = frozenset()
     body: frozenset[str] = frozenset()
-    """Arguments that are the fields of a JSON object."""
+    """Arguments that are fields of a JSON body."""
     whole_body: str | None = None
     """The argument that is the body itself."""
     select: tuple[str, ...] = field(default=())
-    """Keys and indexes that lead to what the model is shown of a JSON answer."""
+    """Keys and indexes that lead to the part of a JSON response that the model is shown."""
 
     @property
     def on_replay(self) -> OnReplay:
-        """A request that only reads may be sent twice; of any other, only its owner knows."""
+        """`RECORDED` for read-only requests, which may be sent twice; `ONCE` for all others."""
         return OnReplay.RECORDED if self.method in READING_METHODS else OnReplay.ONCE
 
     @property
@@ -47,16 +47,16 @@ class Operation:
         return RETRIES if self.method in READING_METHODS else 0
 
     async def send(self, arguments: Mapping[str, Any], *, client: WebClient, instance_id: str) -> str:
-        """Sends the request and reads the answer.
+        """Send the request and return the selected part of the response.
 
         Raises:
-            ToolUnavailable: As `WebClient.request`.
-            ToolError: As `WebClient.request`; or nothing is where `select` leads.
+            ToolUnavailable: The service is unavailable; see `WebClient.request`.
+            ToolError: The request failed; see `WebClient.request`. Or the response has nothing at `select`.
         """
         body: Any = {name: arguments[name] for name in self.body if name in arguments} or None
         if self.whole_body is not None:
             body = arguments.get(self.whole_body)
-        answer = await client.request(
+        response = await client.request(
             self.method,
             self._filled_url(arguments),
             instance_id=instance_id,
@@ -68,7 +68,7 @@ class Operation:
             },
             body=body,
         )
-        return self._read(answer)
+        return self._read(response)
 
     def _query_value(self, name: str, value: Any) -> Any:
         return in_one_value(value) if name in self.joined and isinstance(value, list) else value
@@ -79,31 +79,31 @@ class Operation:
             url += literal
             if name is not None:
                 value = quote(in_one_value(arguments[name]), safe="")
-                if value in (".", ".."):  # would lead to another place
+                if value in (".", ".."):  # would change the path
                     raise ToolError(f"{name} is {value!r}, which is not allowed here")
                 url += value
         return url
 
-    def _read(self, answer: WebAnswer) -> str:
+    def _read(self, response: WebResponse) -> str:
         if not self.select:
-            return answer.text
-        value = answer.json()
+            return response.text
+        value = response.json()
         for number, key in enumerate(self.select):
-            place = ".".join(self.select[: number + 1])
+            path = ".".join(self.select[: number + 1])
             if isinstance(value, list):
                 items = cast(list[Any], value)
                 if not key.isdecimal() or int(key) >= len(items):
-                    raise ToolError(f"the answer has nothing at {place!r}: a list of {len(items)} items")
+                    raise ToolError(f"the response has nothing at {path!r}: a list of {len(items)} items")
                 value = items[int(key)]
             elif isinstance(value, Mapping) and key in value:
                 value = cast(Mapping[str, Any], value)[key]
             else:
-                raise ToolError(f"the answer has nothing at {place!r}")
+                raise ToolError(f"the response has nothing at {path!r}")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def in_one_value(value: Any) -> str:
-    """An argument as paths and headers have it: a list with commas, what is no text as JSON."""
+    """Format an argument for a path or a header: a list with commas, and any value other than a str as JSON."""
     if isinstance(value, list):
         return ",".join(map(in_one_value, cast(list[Any], value)))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -112,15 +112,15 @@ def in_one_value(value: Any) -> str:
 def _header_value(name: str, value: Any) -> str:
     text = in_one_value(value)
     if not text.isprintable():
-        raise ToolError(f"{name} goes into a header, which holds one line of printable text")
+        raise ToolError(f"{name} is sent in a header, so it must be one line of printable text")
     return text
 
 
 def names_in(url: str, *, where: str) -> list[str]:
-    """The names that a URL's template asks for.
+    """Return the parameter names in a URL template.
 
     Raises:
-        ConfigError: It is no template of `{name}`s.
+        ConfigError: The URL is not a valid template with `{name}` placeholders.
     """
     try:
         parts = list(Formatter().parse(url))
@@ -133,10 +133,14 @@ def names_in(url: str, *, where: str) -> list[str]:
 
 
 def check_names(names: Sequence[str], *, parameters: Mapping[str, Any], where: str) -> None:
-    """Raises: ConfigError: One is no property of a tool's parameters."""
+    """Check that names are parameters of a tool.
+
+    Raises:
+        ConfigError: A name is not a property of the tool's parameters.
+    """
     properties: Mapping[str, Any] = parameters.get("properties", {})
     for name in names:
         if name not in properties:
             raise ConfigError(
-                f"{where}: {name!r} is no parameter of the tool{did_you_mean(name, properties)}"
+                f"{where}: {name!r} is not a parameter of the tool{did_you_mean(name, properties)}"
             )

@@ -1,4 +1,4 @@
-"""Reads OpenAPI specifications."""
+"""Reader of OpenAPI specifications."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FETCH_TIMEOUT_S = 30.0
 
 
 def read_specification(source: str) -> Mapping[str, Any]:
-    """The specification with its references resolved.
+    """Read a specification and resolve its references.
 
     Args:
-        source: A JSON or YAML file, or its URL.
+        source: Path or URL of a JSON or YAML file.
 
     Raises:
-        ConfigError: It cannot be read, or is none.
+        ConfigError: The file cannot be read, or is not an OpenAPI 3 specification.
     """
     try:
         jsonref: Any = import_module("jsonref")
@@ -44,25 +44,31 @@ def read_specification(source: str) -> Mapping[str, Any]:
     if not isinstance(spec, Mapping) or not str(cast(Mapping[str, Any], spec).get("openapi", "")).startswith(
         "3."
     ):
-        raise ConfigError(f"{source!r} is no OpenAPI 3 specification")
+        raise ConfigError(f"{source!r} is not an OpenAPI 3 specification")
     try:
         return jsonref.replace_refs(spec, proxies=False, lazy_load=False, loader=_refuse_to_fetch)
     except jsonref.JsonRefError as error:
-        raise ConfigError(f"a reference in {source!r} leads nowhere: {error}") from error
+        raise ConfigError(f"a reference in {source!r} cannot be resolved: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{source!r} is nested too deeply; write a flatter one") from error
 
 
 def _refuse_to_fetch(uri: str) -> Any:
-    """Raises: ConfigError: Always. What a specification refers to is neither downloaded nor read from this machine."""
-    raise ConfigError(f"it is in another document, {uri!r}, which is not fetched; put it into this one")
+    """Refuse to load another document, which would be downloaded or read from this machine.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"it refers to another document, {uri!r}, which is not fetched; move the definition into this document"
+    )
 
 
 def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
-    """The URL of the first server that it names, variables in it filled with their defaults.
+    """Return the URL of a specification's first server, with the defaults of its variables.
 
     Raises:
-        ConfigError: It names none.
+        ConfigError: The specification has no server URL.
     """
     servers: list[Any] = spec.get("servers") or []
     server: Mapping[str, Any] = servers[0] if servers else {}
@@ -73,12 +79,12 @@ def server_url_of(spec: Mapping[str, Any], *, source: str) -> str:
     if source.startswith(("http://", "https://")):
         url = urljoin(source, url or "/")
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{source!r} does not say where its server is; set server_url")
+        raise ConfigError(f"{source!r} has no server URL; set server_url")
     return url
 
 
 class _JsonValues(yaml.SafeLoader):
-    """Dates stay text, as in JSON."""
+    """YAML loader that keeps dates as text, as in JSON."""
 
 
 _JsonValues.yaml_implicit_resolvers = {
@@ -88,7 +94,7 @@ _JsonValues.yaml_implicit_resolvers = {
 
 
 def _parse_spec(text: str) -> Any:
-    """JSON, which YAML's parser takes a hundred times as long for, or YAML."""
+    """Parse JSON or YAML. JSON is tried first, since the YAML parser takes a hundred times as long for it."""
     with suppress(ValueError):
         return json.loads(text)
     return yaml.load(text, Loader=_JsonValues)

@@ -1,4 +1,4 @@
-"""A tool whose calls are requests."""
+"""Base class of tools whose calls are HTTP requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from agent_loop.tools.web.operation import Operation
 
 
 class RequestTool(BaseTool):
-    """Sends one request per call and answers with what comes back.
+    """Tool that sends one request per call and returns the response.
 
-    A request that only reads may be run twice and is retried; for any other `on_replay` is `once`, until its entry in
-    the registry says otherwise.
+    A read-only request may be sent twice and is retried. For any other request, `on_replay` is `once` unless the
+    entry in the registry sets it.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class RequestTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
-        """Sends the request.
+        """Send the request.
 
         Raises:
-            ToolUnavailable: As `Operation.send`.
-            ToolError: As `Operation.send`.
+            ToolUnavailable: The service is unavailable; see `Operation.send`.
+            ToolError: The request failed; see `Operation.send`.
         """
         text = await self._operation.send(parameters, client=self._client, instance_id=instance_id)
         return ToolResponse(text=text), None, {}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self._client.leave(instance_id)
+        await self._client.release(instance_id)

@@ -1,1 +1,1 @@
-"""What runs in other processes than the agent's: needs the standard library alone, imports nothing from above."""
+"""Code of the sandbox's own processes. It uses the standard library only, and imports nothing from other packages."""

@@ -1,4 +1,4 @@
-"""The folder that a sandbox without a file system of its own writes to."""
+"""Files of a sandbox without its own file system, which writes to a folder of the host."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from itertools import chain
 
 WORK_FOLDERS = ("home", "tmp", "shm")
 ENTRY_BYTES = 4096
-"""What a name costs at least."""
+"""Minimum size that is counted for a directory entry."""
 BLOCK_BYTES = 512
 
 
 def make_work_folders(parent: str) -> None:
-    """Home, temporary and shared-memory folders of a sandbox."""
+    """Create the home, temporary and shared-memory folders of a sandbox."""
     for name in WORK_FOLDERS:
         os.makedirs(f"{parent}/{name}", exist_ok=True)
 
 
 def empty_work_folders(parent: str) -> None:
-    """Removes what they hold."""
+    """Remove the contents of the folders."""
     for name in WORK_FOLDERS:
         remove_folder(f"{parent}/{name}")
     make_work_folders(parent)
 
 
 def remove_folder(path: str) -> None:
-    """Removes a folder, however deep it is and whatever its folders forbid, as far as this user may."""
+    """Remove a folder of any depth and with any permissions, as far as this user may."""
     with contextlib.suppress(OSError, RecursionError):
         shutil.rmtree(path)
     for program in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
@@ -38,13 +38,13 @@ def remove_folder(path: str) -> None:
             subprocess.run([*program, "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
-def exceeds(limit_bytes: int, *, folder: str, pids: Iterable[int]) -> bool:
-    """Whether files take more room than that; also if they are hidden from being counted.
+def files_exceed(limit_bytes: int, *, folder: str, pids: Iterable[int]) -> bool:
+    """Return whether files exceed a total size. Files that cannot be counted count as exceeding it.
 
     Args:
-        limit_bytes: All together.
-        folder: Where they are.
-        pids: Processes that may hold files open that they have removed.
+        limit_bytes: Maximum total size.
+        folder: The folder with the files.
+        pids: Processes that may hold deleted files open.
     """
     total = 0
     try:
@@ -64,7 +64,7 @@ def _sizes_below(top: str) -> Iterator[int]:
         try:
             entries = os.scandir(folder)
         except FileNotFoundError:
-            continue  # it was removed meanwhile
+            continue  # it has been removed
         with entries:
             for entry in entries:
                 try:
@@ -98,7 +98,7 @@ def _open_files(pid: int) -> Iterator[os.stat_result]:
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process has given up its memory; its other belongings are root's from then on."""
+    """Return whether a process has released its memory while exiting; its `/proc` files then belong to root."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return file.read().startswith("0 ")

@@ -1,7 +1,7 @@
-"""The process that runs the model's code, call after call, with the state kept between them.
+"""Process that runs the model's code and keeps state between calls.
 
-Consumes calls from one pipe (a nonce, a length, the code) and produces verdicts on another (the nonce and one byte);
-everything to read goes to its standard output. Nobody trusts this process: the code may do anything to it.
+It consumes calls from one pipe (a nonce, a length, the code) and produces verdicts on another (the nonce and one
+byte). Output goes to its standard output. The process is untrusted, since the code may change anything in it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
 from agent_loop.tools.sandbox.inside import landlock
-from agent_loop.tools.sandbox.inside.plan import Plan
 from agent_loop.tools.sandbox.inside.seccomp import install_filter
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 
 NONCE_BYTES = 16
 LENGTH_BYTES = 4
@@ -31,8 +31,8 @@ DONE, FAILED, INTERRUPTED = b"d", b"f", b"i"
 REQUESTS_FD, RESULTS_FD, OUTPUT_FD = 3, 4, 5
 FIRST_FREE_FD = 64
 SHARED_USER_ALLOWANCE = 2048
-"""Processes and threads beyond those of the machine, where sandboxes are counted with the agent's other processes:
-a bound until the supervisor has counted them."""
+"""Allowed processes and threads in addition to those of the machine, where sandboxes share the agent's user. This is
+the limit until the supervisor counts the processes."""
 CATCHABLE_SIGNALS = tuple(
     number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)
 )
@@ -40,36 +40,36 @@ Handler: TypeAlias = Callable[[int, types.FrameType | None], Any]
 
 
 def become_interpreter(
-    plan: Plan, *, work: str, ruleset: int | None, requests: int, results: int, output: int
+    spec: SandboxSpec, *, work: str, ruleset: int | None, requests: int, results: int, output: int
 ) -> NoReturn:
-    """Turns this process into an interpreter. Never returns.
+    """Turn this process into an interpreter. This function never returns.
 
     Args:
-        plan: Its limits.
-        work: The folder that it may write to.
-        ruleset: Landlock's, if it is what shuts it in.
-        requests: A descriptor to read calls from.
-        results: A descriptor to write verdicts to.
-        output: A descriptor for what the code prints.
+        spec: Limits of the interpreter.
+        work: The folder that the interpreter may write to.
+        ruleset: Descriptor of the Landlock ruleset; None for other mechanisms.
+        requests: Descriptor for reading calls.
+        results: Descriptor for writing verdicts.
+        output: Descriptor for the output of the code.
     """
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    process_limit = plan.max_processes if plan.has_own_user else _count_all_threads() + SHARED_USER_ALLOWANCE
+    process_limit = spec.max_processes if spec.has_own_user else _count_all_threads() + SHARED_USER_ALLOWANCE
     if ruleset is not None:
         landlock.enforce(ruleset)
     _arrange_descriptors(requests, results, output)
     os.chdir(f"{work}/home")
     os.environ |= {"HOME": f"{work}/home", "TMPDIR": f"{work}/tmp"}
-    _seed(plan.seed)
-    _apply_limits(plan, process_limit=process_limit)
-    _filter_system_calls(plan)
+    _seed(spec.seed)
+    _apply_limits(spec, process_limit=process_limit)
+    _filter_system_calls(spec)
     Interpreter().serve()
 
 
 class Interpreter:
-    """Runs calls in one namespace, like a notebook."""
+    """Interpreter that runs calls in one namespace, like a notebook."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -78,16 +78,16 @@ class Interpreter:
         self._namespace = _new_main()
 
     def serve(self) -> NoReturn:
-        """Runs calls until the supervisor goes away."""
+        """Run calls until the supervisor closes the pipe."""
         while True:
             nonce, source = self._read_call()
             self._restore_streams()
             verdict = self._run(source)
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(BaseException):  # streams of the model's own may do anything
+                with contextlib.suppress(BaseException):  # the code may have replaced the streams
                     stream.flush()
             if os.getpid() != self._pid:
-                os._exit(0)  # a copy that the code forked; the call is the original's
+                os._exit(0)  # a process that the code forked; only the original reports the verdict
             os.write(RESULTS_FD, nonce + verdict)
 
     def _read_call(self) -> tuple[bytes, str]:
@@ -104,29 +104,29 @@ class Interpreter:
         self._num_calls += 1
         failure: BaseException | None = None
         try:
-            self._heed_signals()
+            self._restore_handlers()
             _run_cell(source, name=f"<call {self._num_calls}>", namespace=self._namespace)
-        except BaseException as error:  # noqa: BLE001  (told to the model)
+        except BaseException as error:  # noqa: BLE001  (reported to the model)
             failure = error
         finally:
-            self._ignore_signals()
+            self._suspend_handlers()
         if failure is None:
             return DONE
         if isinstance(failure, KeyboardInterrupt):
-            _complain("KeyboardInterrupt")
+            _print_error("KeyboardInterrupt")
             return INTERRUPTED
-        _complain(_short_traceback(failure))
+        _print_error(_short_traceback(failure))
         return FAILED
 
-    def _heed_signals(self) -> None:
-        """The model's own handlers, as an earlier call left them, and the interrupt at the time limit."""
+    def _restore_handlers(self) -> None:
+        """Install the code's own signal handlers from earlier calls, and the interrupt of the time limit."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _ignore_signals(self) -> None:
-        """Between calls no handler may run: it would raise in this class instead of in the model's code."""
+    def _suspend_handlers(self) -> None:
+        """Ignore signals between calls, since a handler would raise in this class instead of in the model's code."""
         is_quiet = False
         while not is_quiet:
             try:
@@ -136,11 +136,11 @@ class Interpreter:
                         self._handlers[number] = handler
                         signal.signal(number, signal.SIG_IGN)
                 is_quiet = True
-            except BaseException:  # noqa: BLE001  (a last handler ran)
+            except BaseException:  # noqa: BLE001  (a pending handler ran)
                 continue
 
     def _restore_streams(self) -> None:
-        """Whatever an earlier call closed or replaced."""
+        """Restore standard output and error, which an earlier call may have closed or replaced."""
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(OUTPUT_FD, number)
             if getattr(getattr(sys, name), "closed", True):
@@ -148,7 +148,7 @@ class Interpreter:
 
 
 def _run_cell(source: str, *, name: str, namespace: dict[str, Any]) -> None:
-    """Runs the code; the value of a last expression is printed, as at a prompt."""
+    """Run the code, and print the value of a last expression as at a prompt."""
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     tree = ast.parse(source, name)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -159,7 +159,7 @@ def _run_cell(source: str, *, name: str, namespace: dict[str, Any]) -> None:
 
 
 def _short_traceback(error: BaseException) -> str:
-    """The traceback with the model's own lines alone."""
+    """Return the traceback with the lines of the model's code only."""
     try:
         report = traceback.TracebackException.from_exception(error)
         part: traceback.TracebackException | None = report
@@ -169,12 +169,12 @@ def _short_traceback(error: BaseException) -> str:
             )
             part = part.__cause__ or part.__context__
         return "".join(report.format())
-    except BaseException as failure:  # noqa: BLE001  (no memory left, or an exception that cannot be shown)
-        return f"{type(error).__name__} ({type(failure).__name__} when it was to be shown)"
+    except BaseException as failure:  # noqa: BLE001  (out of memory, or an exception that cannot be formatted)
+        return f"{type(error).__name__} ({type(failure).__name__} while formatting the traceback)"
 
 
-def _complain(text: str) -> None:
-    with contextlib.suppress(BaseException):  # streams of the model's own may do anything
+def _print_error(text: str) -> None:
+    with contextlib.suppress(BaseException):  # the code may have replaced the stream
         sys.stdout.flush()
     data = memoryview(f"{text.rstrip()}\n".encode(errors="backslashreplace"))
     with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ def _complain(text: str) -> None:
 
 
 def _new_main() -> dict[str, Any]:
-    """An empty `__main__`, in a process that no longer knows the modules of this package."""
+    """Return the namespace of an empty `__main__`, and remove this package from the imported modules."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "agent_loop"]:
         del sys.modules[name]
     module = types.ModuleType("__main__")
@@ -194,12 +194,12 @@ def _new_main() -> dict[str, Any]:
 
 
 def _arrange_descriptors(requests: int, results: int, output: int) -> None:
-    """Puts the descriptors in their places and closes all others."""
+    """Move the file descriptors to their fixed numbers and close all others."""
     null = os.open(os.devnull, os.O_RDONLY)
-    places = {0: null, 1: output, 2: output, REQUESTS_FD: requests, RESULTS_FD: results, OUTPUT_FD: output}
-    copies = {place: fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for place, fd in places.items()}
-    for place, fd in copies.items():
-        os.dup2(fd, place, inheritable=place <= 2)
+    targets = {0: null, 1: output, 2: output, REQUESTS_FD: requests, RESULTS_FD: results, OUTPUT_FD: output}
+    copies = {target: fcntl.fcntl(fd, fcntl.F_DUPFD, FIRST_FREE_FD) for target, fd in targets.items()}
+    for target, fd in copies.items():
+        os.dup2(fd, target, inheritable=target <= 2)
     os.closerange(OUTPUT_FD + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
     sys.stdout, sys.stderr = _open_stream(1), _open_stream(2)
@@ -217,30 +217,30 @@ def _seed(seed: int | None) -> None:
 
 
 def _count_all_threads() -> int:
-    """Of the whole machine."""
+    """Return the number of threads on the whole machine."""
     with open("/proc/loadavg") as file:
         return int(file.read().split()[3].partition("/")[2])
 
 
-def _apply_limits(plan: Plan, *, process_limit: int) -> None:
-    cpu_seconds = plan.cpu_seconds
+def _apply_limits(spec: SandboxSpec, *, process_limit: int) -> None:
+    cpu_seconds = spec.cpu_seconds
     for limit, soft, hard in (
         (resource.RLIMIT_NPROC, process_limit, process_limit),
-        (resource.RLIMIT_AS, plan.memory_bytes, plan.memory_bytes),
-        (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),  # a signal with a name of its own, then the kill
-        (resource.RLIMIT_NOFILE, plan.max_open_files, plan.max_open_files),
-        (resource.RLIMIT_FSIZE, plan.max_file_bytes, plan.max_file_bytes),
-        (resource.RLIMIT_CORE, 1, 1),  # 0 would still feed a core_pattern that is a pipe
+        (resource.RLIMIT_AS, spec.memory_bytes, spec.memory_bytes),
+        (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),  # SIGXCPU, then SIGKILL
+        (resource.RLIMIT_NOFILE, spec.max_open_files, spec.max_open_files),
+        (resource.RLIMIT_FSIZE, spec.max_file_bytes, spec.max_file_bytes),
+        (resource.RLIMIT_CORE, 1, 1),  # 0 would still write to a core_pattern that is a pipe
         (resource.RLIMIT_MEMLOCK, 0, 0),
     ):
         _limit(limit, soft, hard)
 
 
-def _filter_system_calls(plan: Plan) -> None:
-    if plan.mechanism == "landlock":
-        install_filter(shares_namespaces=True, shares_user=not plan.has_own_user)
+def _filter_system_calls(spec: SandboxSpec) -> None:
+    if spec.mechanism == "landlock":
+        install_filter(shares_namespaces=True, shares_user=not spec.has_own_user)
         return
-    with contextlib.suppress(OSError):  # the probe finds out that there is none
+    with contextlib.suppress(OSError):  # the probe detects a missing filter
         install_filter()
 
 

@@ -1,8 +1,8 @@
-"""Landlock: a process gives up, for good and for all it starts, every file but those named. Needs Linux 5.13, and no
-privileges.
+"""Landlock: a process permanently gives up access to all files except the given ones, for itself and its children.
 
-Its rules are about opening, making and removing. The names, sizes and attributes of other files can still be asked
-for; the system calls that would change attributes are left to users and to the filter of system calls.
+Landlock needs Linux 5.13 and no privileges. Its rules cover opening, creating and removing files. The names, sizes and
+attributes of other files can still be read. Changing attributes is restricted by the user and by the filter of system
+calls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 MAKE_CHARACTER_DEVICE, MAKE_BLOCK_DEVICE, TRUNCATE, DEVICE_COMMANDS = 1 << 6, 1 << 11, 1 << 14, 1 << 15
 READ = EXECUTE | READ_FILE | READ_DIR
 OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | DEVICE_COMMANDS
-"""What can be allowed for a file that is no folder."""
+"""Rights that apply to files that are not folders."""
 NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""Rights over files by version; 16 since the fifth."""
+"""Number of file rights by version; 16 since the fifth."""
 BIND_TCP, CONNECT_TCP = 1 << 0, 1 << 1
 ABSTRACT_SOCKETS, SIGNALS = 1 << 0, 1 << 1
 TCP_VERSION, SCOPES_VERSION = 4, 6
@@ -45,15 +45,15 @@ class PathBeneath(ctypes.Structure):
 
 
 def version() -> int:
-    """What this kernel knows of Landlock; 0 where it is missing or switched off."""
+    """Return this kernel's version of Landlock, or 0 if Landlock is missing or disabled."""
     return max(0, _call(SYS_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(ASK_VERSION)))
 
 
 def keep_signals_inside() -> None:
-    """From here on this process and all it starts can signal each other alone. Needs version 6.
+    """Restrict signals of this process and its children to each other. Needs version 6.
 
     Raises:
-        OSError: The kernel refuses, as does every function below.
+        OSError: The kernel refuses. The functions below raise it too.
     """
     ruleset = _create(RulesetAttributes(scopes=SIGNALS))
     enforce(ruleset)
@@ -61,13 +61,13 @@ def keep_signals_inside() -> None:
 
 
 def make_ruleset(*, version: int, shown: Iterable[str], devices: Iterable[str], work: str) -> int:
-    """A descriptor of rules for `enforce`, without network and without signals to others as far as the kernel can.
+    """Return a descriptor of rules for `enforce`, which also restrict network and signals if the kernel supports it.
 
     Args:
-        version: Of Landlock.
-        shown: Files and folders to read and execute; those that do not exist are left out.
-        devices: Files to read and write.
-        work: The folder where everything is allowed but making devices.
+        version: The kernel's version of Landlock.
+        shown: Files and folders that can be read and executed; missing ones are ignored.
+        devices: Files that can be read and written.
+        work: The folder in which everything is allowed except creating devices.
     """
     rights = (1 << NUM_RIGHTS.get(version, 16)) - 1
     attributes = RulesetAttributes(files=rights)
@@ -86,12 +86,12 @@ def make_ruleset(*, version: int, shown: Iterable[str], devices: Iterable[str], 
 
 
 def enforce(ruleset: int) -> None:
-    """Puts rules in force. The process must have given up new privileges."""
+    """Enforce rules on this process, which must have set `PR_SET_NO_NEW_PRIVS`."""
     linux.check(_call(SYS_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint(0)), "landlock_restrict_self")
 
 
 def _create(attributes: RulesetAttributes) -> int:
-    """Kernels refuse fields that they do not know, unless they are left out or zero."""
+    """Create a ruleset. Kernels refuse fields that they do not know, unless the fields are zero."""
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     ruleset = _call(SYS_CREATE_RULESET, ctypes.byref(attributes), size, ctypes.c_uint(0))
     return linux.check(ruleset, "landlock_create_ruleset")

@@ -1,6 +1,6 @@
-"""Where the sandbox's Python begins: enters the namespaces and becomes the zygote, or the supervisor of one sandbox.
+"""Entry point of the sandbox's Python, which becomes the zygote or the supervisor of one sandbox.
 
-Standard input is a socket to the agent's process. The command line holds the mode and the plan.
+Standard input is a socket to the agent's process. The command line contains the mode and the spec.
 """
 
 from __future__ import annotations
@@ -11,57 +11,57 @@ import signal
 import socket
 import sys
 
-from agent_loop.tools.sandbox.inside import linux, wire
+from agent_loop.tools.sandbox.inside import linux, socket_messages
 from agent_loop.tools.sandbox.inside.files import make_work_folders
-from agent_loop.tools.sandbox.inside.newborn import supervise, write_user_map
-from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.root import SANDBOX, enter_new_root
+from agent_loop.tools.sandbox.inside.root_filesystem import SANDBOX, enter_new_root
+from agent_loop.tools.sandbox.inside.setup import supervise, write_user_map
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 from agent_loop.tools.sandbox.inside.zygote import Zygote
 
 NICENESS = 10
-"""The agent's own process goes first."""
+"""Niceness of sandboxes, so that the agent's process has priority."""
 UMASK = 0o022
-"""Whatever the agent's is: what is shown must be readable by the sandbox's user."""
+"""Umask that is independent of the agent's, since the sandbox's user must be able to read the new root."""
 
 
 def main() -> None:
-    """Runs the mode that the command line names."""
+    """Run the mode that the command line names."""
     channel = _take_standard_input()
-    mode, plan = sys.argv[1], Plan(**json.loads(sys.argv[2]))
+    mode, spec = sys.argv[1], SandboxSpec(**json.loads(sys.argv[2]))
     os.nice(NICENESS)
     os.umask(UMASK)
     if mode == "single":
         make_work_folders(SANDBOX)
-        _preload(plan)
-        supervise(channel, plan=plan, work=SANDBOX)
+        _preload(spec)
+        supervise(channel, spec=spec, work=SANDBOX)
         return
     try:
-        user_namespaces = _enter_namespaces() if plan.namespaces else False
+        user_namespaces = _enter_namespaces() if spec.namespaces else False
     except OSError as error:
-        wire.send(channel, {"error": str(error)})
+        socket_messages.send(channel, {"error": str(error)})
         return
-    if plan.namespaces and (zygote := os.fork()) != 0:
+    if spec.namespaces and (zygote := os.fork()) != 0:
         channel.close()
         os.waitpid(zygote, 0)
         return
-    _become_zygote(channel, plan=plan, user_namespaces=user_namespaces)
+    _become_zygote(channel, spec=spec, user_namespaces=user_namespaces)
 
 
-def _become_zygote(channel: socket.socket, *, plan: Plan, user_namespaces: bool) -> None:
+def _become_zygote(channel: socket.socket, *, spec: SandboxSpec, user_namespaces: bool) -> None:
     try:
-        if plan.namespaces:
+        if spec.namespaces:
             linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-            enter_new_root(plan.visible)
-        _preload(plan)
-    except Exception as error:  # noqa: BLE001  (start boundary: told to the agent)
-        wire.send(channel, {"error": f"{type(error).__name__}: {error}"})
+            enter_new_root(spec.visible)
+        _preload(spec)
+    except Exception as error:  # noqa: BLE001  (start boundary: reported to the agent)
+        socket_messages.send(channel, {"error": f"{type(error).__name__}: {error}"})
         return
-    wire.send(channel, {"ready": True})
-    Zygote(channel, plan=plan, user_namespaces=user_namespaces).serve()
+    socket_messages.send(channel, {"ready": True})
+    Zygote(channel, spec=spec, user_namespaces=user_namespaces).serve()
 
 
 def _enter_namespaces() -> bool:
-    """Enters the zygote's own namespaces. True if sandboxes can have user namespaces.
+    """Enter the zygote's own namespaces. Return whether sandboxes can have user namespaces.
 
     Raises:
         OSError: The kernel refuses.
@@ -77,7 +77,10 @@ def _enter_namespaces() -> bool:
 
 
 def _can_make_user_namespaces() -> bool:
-    """Tries it in a process of its own; some systems let them be made and then forbid everything in them."""
+    """Return whether a child process can create and use a user namespace.
+
+    Some systems allow the creation and then forbid everything inside.
+    """
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -90,17 +93,17 @@ def _can_make_user_namespaces() -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def _preload(plan: Plan) -> None:
-    for name in plan.preload:
+def _preload(spec: SandboxSpec) -> None:
+    for name in spec.preload:
         __import__(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(
-            "a preloaded module started threads, which no fork survives; take it out of preload"
+            "a preloaded module started threads, which are lost in a fork; remove the module from preload"
         )
 
 
 def _take_standard_input() -> socket.socket:
-    """The socket, moved away from where it would pass for standard input."""
+    """Return the socket under another descriptor, and replace standard input by `/dev/null`."""
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
     return channel

@@ -1,4 +1,4 @@
-"""The kernel calls that Python has no functions for, through the C library."""
+"""System calls that Python has no functions for, through the C library."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class MountAttributes(ctypes.Structure):
 
 
 def unshare(flags: int) -> None:
-    """Moves this process (its later children, for process ids) into new namespaces.
+    """Move this process into new namespaces; a new process id namespace applies to later children.
 
     Raises:
-        OSError: The kernel refuses, as does every function here.
+        OSError: The kernel refuses. The other functions of this module raise it too.
     """
     check(LIBC.unshare(flags), "unshare")
 
@@ -64,7 +64,7 @@ def unshare(flags: int) -> None:
 def mount(
     source: str, target: str, *, kind: str | None = None, flags: int = 0, options: str | None = None
 ) -> None:
-    """As `mount(2)`."""
+    """Call `mount(2)`."""
     data = options.encode() if options is not None else None
     filesystem = kind.encode() if kind is not None else None
     result = LIBC.mount(os.fsencode(source), os.fsencode(target), filesystem, ctypes.c_ulong(flags), data)
@@ -72,7 +72,7 @@ def mount(
 
 
 def make_read_only(path: str, *, allow_devices: bool = False) -> None:
-    """Makes a mount and all mounts below it read-only, without set-uid programs. Needs Linux 5.12."""
+    """Make a mount and all mounts below it read-only, without set-uid programs. Needs Linux 5.12."""
     attributes = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | (0 if allow_devices else MOUNT_ATTR_NODEV)
     wanted = MountAttributes(attr_set=attributes)
     result = LIBC.syscall(
@@ -87,32 +87,32 @@ def make_read_only(path: str, *, allow_devices: bool = False) -> None:
 
 
 def detach(target: str) -> None:
-    """Takes a mount out of the tree, with all below it."""
+    """Detach a mount and all mounts below it."""
     check(LIBC.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
 def pivot_root(new_root: str, *, old_root: str) -> None:
-    """As `pivot_root(2)`."""
+    """Call `pivot_root(2)`."""
     check(LIBC.pivot_root(os.fsencode(new_root), os.fsencode(old_root)), "pivot_root")
 
 
 def prctl(option: int, argument: int = 0) -> None:
-    """As `prctl(2)`, for options with one argument."""
+    """Call `prctl(2)` for options with one argument."""
     zero = ctypes.c_ulong(0)
     check(LIBC.prctl(option, ctypes.c_ulong(argument), zero, zero, zero), f"prctl {option}")
 
 
 def empty_bounding_set() -> None:
-    """Gives up for good the capabilities that a program could bring; without the right to do so, does nothing."""
+    """Permanently drop the capabilities that a program could grant. Does nothing without the right to do so."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
-            return  # past the last one, or nothing to give up
+            return  # past the last capability, or not permitted
 
 
 def drop_capabilities() -> None:
-    """Gives up all capabilities for good."""
+    """Permanently drop all capabilities."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     empty_bounding_set()
@@ -121,10 +121,10 @@ def drop_capabilities() -> None:
 
 
 def check(result: int, name: str) -> int:
-    """The result of a call of the C library.
+    """Return the result of a call of the C library.
 
     Raises:
-        OSError: It failed.
+        OSError: The call failed.
     """
     if result < 0:
         error = ctypes.get_errno()

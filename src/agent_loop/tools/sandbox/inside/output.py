@@ -1,13 +1,13 @@
-"""The output of a call, cut while it comes."""
+"""Output of a call, truncated while it is received."""
 
 from __future__ import annotations
 
 
 class Output:
-    """Keeps the beginning and the end of a stream, in memory bounded by `limit_bytes` and one chunk.
+    """Buffer of the beginning and the end of a stream. Its memory is limited to `limit_bytes` and one chunk.
 
     Args:
-        limit_bytes: So many bytes are kept, half of them from the beginning.
+        limit_bytes: Number of bytes to keep, half from the beginning and half from the end.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -18,7 +18,7 @@ class Output:
         self._num_bytes = 0
 
     def add(self, data: bytes) -> None:
-        """Takes the next bytes."""
+        """Append the next bytes."""
         self._num_bytes += len(data)
         missing = self._head_bytes - len(self._head)
         self._head += data[:missing]
@@ -26,11 +26,11 @@ class Output:
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes between the two ends that were not kept."""
+        """Number of bytes between the two ends that were dropped."""
         return self._num_bytes - len(self._head) - len(self._tail)
 
     def text(self) -> str:
-        """The output; where something is missing, it says how much."""
+        """Return the output, with a line that states the number of dropped bytes, if any."""
         if not self.dropped_bytes:
             return (self._head + self._tail).decode(errors="replace")
         head, tail = self._head.decode(errors="replace"), self._tail.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The processes of a sandbox, as its supervisor sees them."""
+"""Processes of a sandbox: listing, measuring and killing them, from its supervisor."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from collections.abc import Callable
 from agent_loop.tools.sandbox.inside.users import change_user
 
 PAGE_BYTES = resource.getpagesize()
-PATIENCE_S = 5.0
+KILL_TIMEOUT_S = 5.0
 LISTED_CHILDREN = "/proc/self/task/{}/children"
 
 
 def owns_namespace() -> bool:
-    """Whether this is the first process of a process id namespace, so that all others in it are its own."""
+    """Return whether this is the first process of a process id namespace, so that all others in it are descendants."""
     return os.getpid() == 1
 
 
-def own_processes() -> list[int]:
-    """All processes below this one; those that daemonized too, which the kernel hands to a sub-reaper."""
+def list_descendants() -> list[int]:
+    """Return all descendants of this process, including daemons, which the kernel assigns to a subreaper."""
     if owns_namespace():
         return [pid for pid in _all_processes() if pid != 1]
     children_of = (
@@ -39,45 +39,45 @@ def own_processes() -> list[int]:
 
 
 def resident_bytes(pids: list[int]) -> int:
-    """Memory that the processes hold, shared pages counted for each."""
+    """Return the resident memory of the processes. Shared pages are counted once per process."""
     total = 0
     for pid in pids:
         try:
             with open(f"/proc/{pid}/statm") as file:
                 total += int(file.read().split()[1]) * PAGE_BYTES
         except (OSError, IndexError):
-            continue  # it ended
+            continue  # the process has exited
     return total
 
 
 def count_threads(pids: list[int]) -> int:
-    """Those of all the processes together."""
+    """Return the number of threads of all the processes together."""
     total = 0
     for pid in pids:
         try:
             total += len(os.listdir(f"/proc/{pid}/task"))
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended
+            continue  # the process has exited
     return total
 
 
-def end_processes(*, reaches_own_alone: bool) -> None:
-    """Kills all processes below this one and waits until they are gone.
+def kill_descendants(*, signals_are_contained: bool) -> None:
+    """Kill all descendants of this process and wait until they have exited.
 
     Args:
-        reaches_own_alone: A signal to every process reaches those alone, as it does where this is the first of a
-            namespace; none of them escapes it by starting others.
+        signals_are_contained: Whether a signal to every process reaches only the descendants, as in a process id
+            namespace. No descendant can then escape by forking.
     """
-    _end(lambda: _kill(-1) if reaches_own_alone or owns_namespace() else _kill_tree())
+    _end(lambda: _kill(-1) if signals_are_contained or owns_namespace() else _kill_tree())
 
 
-def end_user(user_id: int) -> None:
-    """Kills all processes of a user's and waits until those below this one are gone."""
+def kill_user_processes(user_id: int) -> None:
+    """Kill all processes of a user, and wait until those below this process have exited."""
     _end(lambda: _kill_all_of(user_id))
 
 
 def reap() -> dict[int, int]:
-    """Collects children that ended. Returns wait statuses by process id."""
+    """Reap exited children. Return their wait statuses by process id."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -90,7 +90,7 @@ def reap() -> dict[int, int]:
 
 
 def _end(kill: Callable[[], None]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
             os.waitpid(-1, os.WNOHANG)
@@ -101,12 +101,12 @@ def _end(kill: Callable[[], None]) -> None:
 
 
 def _kill_tree() -> None:
-    for pid in own_processes():
+    for pid in list_descendants():
         _kill(pid)
 
 
 def _kill_all_of(user_id: int) -> None:
-    """By a process of that user's, which the kernel leaves out itself."""
+    """Kill all processes of a user, from a child process of that user, since the kernel excludes the sender."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -130,7 +130,7 @@ def _all_processes() -> list[int]:
 
 def _listed_children(pid: int) -> list[int]:
     children = list[int]()
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has exited
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += [int(child) for child in file.read().split()]
@@ -138,7 +138,7 @@ def _listed_children(pid: int) -> list[int]:
 
 
 def _found_children() -> Callable[[int], list[int]]:
-    """For kernels that do not list them."""
+    """Return a function that looks up children, for kernels that do not list them."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for pid in _all_processes():
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:

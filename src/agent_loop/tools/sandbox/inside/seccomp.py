@@ -1,7 +1,8 @@
-"""A filter of system calls: what an interpreter has no use for and attacks on a kernel begin with is refused.
+"""Filter of system calls, which refuses those that an interpreter does not need and that attacks on a kernel use.
 
-Everything else is let through. Of sockets, at most those between processes of the sandbox (`AF_UNIX`) are; that closes
-families that a network namespace does not cover, such as `AF_VSOCK`, and where there is none, all of the network.
+Everything else is allowed. Of sockets, at most those between processes of the sandbox (`AF_UNIX`) are allowed. That
+blocks families that a network namespace does not cover, such as `AF_VSOCK`, and without such a namespace the whole
+network.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from agent_loop.tools.sandbox.inside.syscalls import (
     SHARED_RULES,
     SHARED_WITH_THE_HOST,
     SOCKETS_APART,
-    Demand,
+    ArgumentRule,
     Numbers,
-    Rule,
+    SyscallRule,
 )
 
 LOAD, AND, JUMP_EQUAL, JUMP_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
@@ -31,8 +32,8 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET, ARGUMENT_BYTES = 0, 4, 16, 8
 MODE_FILTER = 2
 X32_BIT = 0x40000000
-Line: TypeAlias = tuple[int, int, int, int]
-"""Code, lines to skip if true, lines to skip if false, operand."""
+BpfLine: TypeAlias = tuple[int, int, int, int]
+"""BPF instruction: code, number of lines to skip if true, number of lines to skip if false, operand."""
 
 
 class Instruction(ctypes.Structure):
@@ -53,14 +54,15 @@ class Program(ctypes.Structure):
 
 
 def install_filter(*, shares_namespaces: bool = False, shares_user: bool = False) -> None:
-    """Filters the system calls of this process and all it starts, for good. Needs no privileges.
+    """Permanently filter the system calls of this process and its children. Needs no privileges.
 
     Args:
-        shares_namespaces: The host's sockets and messages are in sight, and must be put out of reach here.
-        shares_user: The agent's files belong to the sandbox's user; attributes of files are left as they are.
+        shares_namespaces: Whether the sandbox shares namespaces with the host, so that sockets and messages of the host
+            must be blocked here.
+        shares_user: Whether the sandbox shares the agent's user, so that changing file attributes must be blocked.
 
     Raises:
-        OSError: The kernel has no such filters, or the architecture is another than `ARCHITECTURES`.
+        OSError: The kernel has no such filters, or the architecture is not one of `ARCHITECTURES`.
     """
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
@@ -75,16 +77,18 @@ def install_filter(*, shares_namespaces: bool = False, shares_user: bool = False
     load(make_program(machine, refused=refused, rules=rules))
 
 
-def make_program(machine: str, *, refused: Mapping[str, Numbers], rules: Iterable[Rule]) -> list[Line]:
-    """The filter's program.
+def make_program(
+    machine: str, *, refused: Mapping[str, Numbers], rules: Iterable[SyscallRule]
+) -> list[BpfLine]:
+    """Return the program of a filter.
 
     Args:
         machine: One of `ARCHITECTURES`.
         refused: System calls that fail with `EPERM`.
-        rules: Those that depend on their arguments.
+        rules: Rules for system calls that are allowed with certain arguments.
     """
     architecture, column = ARCHITECTURES[machine]
-    lines: list[Line] = [
+    lines: list[BpfLine] = [
         (LOAD, 0, 0, ARCHITECTURE_OFFSET),
         (JUMP_EQUAL, 1, 0, architecture),
         (RETURN, 0, 0, KILL),
@@ -95,26 +99,31 @@ def make_program(machine: str, *, refused: Mapping[str, Numbers], rules: Iterabl
     for numbers in refused.values():
         lines += [(JUMP_EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ERRNO | errno.EPERM)]
     for rule in rules:
-        checks = [line for demand in rule.demands for line in _check(demand, error=rule.error)]
+        checks = [line for argument in rule.arguments for line in _check(argument, error=rule.error)]
         lines += [(JUMP_EQUAL, 0, len(checks) + 1, rule.numbers[column]), *checks, (RETURN, 0, 0, ALLOW)]
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
-def load(lines: list[Line]) -> None:
-    """Puts a program in force, which takes no new privileges or the right to administer.
+def load(lines: list[BpfLine]) -> None:
+    """Enforce a program on this process, which must have set `PR_SET_NO_NEW_PRIVS` or have `CAP_SYS_ADMIN`.
 
     Raises:
-        OSError: The kernel takes none.
+        OSError: The kernel does not accept the filter.
     """
     array = (Instruction * len(lines))(*(Instruction(*line) for line in lines))
     program = Program(len(lines), array)
     zero = ctypes.c_ulong(0)
     if linux.LIBC.prctl(linux.PR_SET_SECCOMP, ctypes.c_ulong(MODE_FILTER), ctypes.byref(program), zero, zero):
-        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
+        raise OSError(ctypes.get_errno(), "the kernel does not accept a filter of system calls")
 
 
-def _check(demand: Demand, *, error: int) -> list[Line]:
-    """Goes on behind its last line if the demand is met; only the lower half of an argument is looked at."""
-    jumps = [(JUMP_EQUAL, len(demand.values) - place, 0, value) for place, value in enumerate(demand.values)]
-    offset = ARGUMENTS_OFFSET + demand.place * ARGUMENT_BYTES
-    return [(LOAD, 0, 0, offset), (AND, 0, 0, demand.mask), *jumps, (RETURN, 0, 0, ERRNO | error)]
+def _check(argument: ArgumentRule, *, error: int) -> list[BpfLine]:
+    """Return instructions that continue after their last line if an argument matches, and else return an error.
+
+    Only the lower 32 bits of an argument are checked.
+    """
+    jumps = [
+        (JUMP_EQUAL, len(argument.values) - place, 0, value) for place, value in enumerate(argument.values)
+    ]
+    offset = ARGUMENTS_OFFSET + argument.index * ARGUMENT_BYTES
+    return [(LOAD, 0, 0, offset), (AND, 0, 0, argument.mask), *jumps, (RETURN, 0, 0, ERRNO | error)]

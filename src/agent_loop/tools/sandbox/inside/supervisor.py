@@ -1,7 +1,8 @@
-"""The first process of a sandbox: starts the interpreter, feeds it calls, holds it to its limits.
+"""First process of a sandbox: it starts the interpreter, sends it calls and enforces its limits.
 
-Consumes calls from the control socket; waits for the interpreter, the clock and the limits; produces one reply for
-each call. When the other end of the control socket closes, it returns, and ends everything in the sandbox.
+The supervisor consumes calls from the control socket. It waits for the interpreter, the time limit and the other
+limits, and produces one result per call. When the other end of the control socket closes, it kills everything in the
+sandbox and returns.
 """
 
 from __future__ import annotations
@@ -13,120 +14,122 @@ import socket
 import time
 from dataclasses import asdict, dataclass
 
-from agent_loop.tools.sandbox.inside import wire
-from agent_loop.tools.sandbox.inside.call import Call
-from agent_loop.tools.sandbox.inside.child import WATCH_INTERVAL_S, Child
-from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.processes import count_threads, end_processes, own_processes
+from agent_loop.tools.sandbox.inside import socket_messages
+from agent_loop.tools.sandbox.inside.execution import CodeExecution
+from agent_loop.tools.sandbox.inside.interpreter_process import WATCH_INTERVAL_S, InterpreterProcess
+from agent_loop.tools.sandbox.inside.processes import count_threads, kill_descendants, list_descendants
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 
 WAKEUP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What came of one call."""
+class ExecutionResult:
+    """Result of one call."""
 
     ending: str
-    """`done`; `failed`: the code raised; `interrupted`: at the time limit, state kept; `lost`: the interpreter is
-    gone, and the state with it."""
-    end_cause: str
-    """Why the interpreter is gone, where it is; see `Child`."""
+    """`done`; `failed`: the code raised; `interrupted`: at the time limit, with the state kept; `lost`: the interpreter
+    terminated and the state is lost."""
+    exit_cause: str
+    """Why the interpreter terminated, or empty; see `InterpreterProcess`."""
     output: str
     dropped_bytes: int
     seconds: float
     restarted: str
-    """Why the interpreter of the call before was gone when this one began, with a new one; empty if it was there."""
+    """Why the interpreter terminated after the previous call, so that this call ran in a new one; empty otherwise."""
 
 
 class Supervisor:
-    """See the module.
+    """Supervisor of the interpreter of one sandbox.
 
     Args:
-        control: The socket to the agent's process.
-        plan: The limits.
+        control: Socket to the agent's process.
+        spec: Limits of the sandbox.
         work: The folder that the interpreter may write to.
-        ruleset: Landlock's for interpreters, if it is what shuts them in.
+        ruleset: Descriptor of the Landlock ruleset for interpreters; None for other mechanisms.
     """
 
-    def __init__(self, control: socket.socket, *, plan: Plan, work: str, ruleset: int | None = None) -> None:
+    def __init__(
+        self, control: socket.socket, *, spec: SandboxSpec, work: str, ruleset: int | None = None
+    ) -> None:
         self._control = control
-        self._plan = plan
+        self._spec = spec
         self._work = work
         self._ruleset = ruleset
-        self._child: Child | None = None
+        self._child: InterpreterProcess | None = None
         self._woken, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Answers calls until the other end of the control socket closes."""
+        """Serve calls until the other end of the control socket closes."""
         while self._wait_for_call():
-            received = wire.receive(self._control)
-            reply = None if received is None else self._answer(str(received[0]["code"]))
-            if reply is None:
+            received = socket_messages.receive(self._control)
+            result = None if received is None else self._execute(str(received[0]["code"]))
+            if result is None:
                 break
-            wire.send(self._control, asdict(reply))
-        end_processes(reaches_own_alone=self._plan.reaches_own_alone)
+            socket_messages.send(self._control, asdict(result))
+        kill_descendants(signals_are_contained=self._spec.signals_are_contained)
 
     def _wait_for_call(self) -> bool:
-        """Waits for something to read from the agent; meanwhile, processes left running are watched."""
+        """Wait for data from the agent, and check the limits of processes that still run."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             while True:
-                is_quiet = self._child is None or count_threads(own_processes()) <= 1
+                is_quiet = self._child is None or count_threads(list_descendants()) <= 1
                 ready = {key.fileobj for key, _ in selector.select(None if is_quiet else WATCH_INTERVAL_S)}
                 if self._control in ready:
                     return True
-                self._look_after_child(has_signal=self._woken in ready)
+                self._check_child(has_signal=self._woken in ready)
 
-    def _answer(self, code: str) -> Reply | None:
-        """Runs one call. None when the agent went away meanwhile."""
+    def _execute(self, code: str) -> ExecutionResult | None:
+        """Run one call. Return None if the agent closed its socket during the call."""
         child, restarted = self._prepare_child()
-        call = Call(child, code, plan=self._plan)
+        call = CodeExecution(child, code, spec=self._spec)
         started = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             selector.register(self._woken, selectors.EVENT_READ)
             call.register(selector)
-            while not call.verdict and not child.end_cause:
+            while not call.verdict and not child.exit_cause:
                 ready = call.handle(selector)
                 if self._control in ready:
                     return None
                 if not call.verdict:
-                    self._look_after_child(has_signal=self._woken in ready)
+                    self._check_child(has_signal=self._woken in ready)
                     call.check_clock()
         call.read_rest()
-        if child.end_cause:
+        if child.exit_cause:
             self._drop_child()
-        return Reply(
-            ending="lost" if child.end_cause else call.verdict,
-            end_cause=child.end_cause,
+        return ExecutionResult(
+            ending="lost" if child.exit_cause else call.verdict,
+            exit_cause=child.exit_cause,
             output=call.output.text(),
             dropped_bytes=call.output.dropped_bytes,
             seconds=time.monotonic() - started,
             restarted=restarted,
         )
 
-    def _prepare_child(self) -> tuple[Child, str]:
-        """The interpreter, and why the one before is gone, if it is."""
+    def _prepare_child(self) -> tuple[InterpreterProcess, str]:
+        """Return the interpreter, and why the previous one terminated, or an empty string."""
         restarted = ""
         if self._child is not None:
-            self._look_after_child(has_signal=True)
+            self._check_child(has_signal=True)
             self._child.check_channel()
-            restarted = self._child.end_cause
+            restarted = self._child.exit_cause
             if restarted:
                 self._drop_child()
-        self._child = self._child or Child(self._plan, work=self._work, ruleset=self._ruleset)
+        self._child = self._child or InterpreterProcess(self._spec, work=self._work, ruleset=self._ruleset)
         return self._child, restarted
 
-    def _look_after_child(self, *, has_signal: bool) -> None:
+    def _check_child(self, *, has_signal: bool) -> None:
         if has_signal:
             _drain(self._woken)
         if self._child is not None:
             if has_signal:
-                self._child.note_end()
+                self._child.collect_exits()
             self._child.watch()
 
     def _drop_child(self) -> None:

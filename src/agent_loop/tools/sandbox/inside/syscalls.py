@@ -1,4 +1,4 @@
-"""The system calls that sandboxes do without, by their numbers on x86_64 and aarch64."""
+"""System calls that sandboxes refuse, with their numbers on x86_64 and aarch64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Numbers: TypeAlias = tuple[int, int]
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 """The kernel's number of the architecture, and its column in the tables below."""
 ABSENT = 0xFFFFFFFF
-"""Aarch64 has no such call."""
+"""Number of a call that aarch64 does not have."""
 
 ALWAYS_REFUSED: dict[str, Numbers] = {
     "ptrace": (101, 117),
@@ -56,7 +56,7 @@ ALWAYS_REFUSED: dict[str, Numbers] = {
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
     "vmsplice": (278, 75),
-    # memory that no limit counts
+    # memory that is not counted by any limit
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -65,7 +65,7 @@ ALWAYS_REFUSED: dict[str, Numbers] = {
     "mq_open": (240, 180),
 }
 SHARED_WITH_THE_HOST: dict[str, Numbers] = {
-    # what others made, which namespaces would put out of sight
+    # objects of other processes, which namespaces would hide
     "shmat": (30, 196),
     "shmctl": (31, 195),
     "msgsnd": (69, 189),
@@ -75,7 +75,7 @@ SHARED_WITH_THE_HOST: dict[str, Numbers] = {
     "semtimedop": (220, 192),
     "semctl": (66, 191),
     "mq_unlink": (241, 181),
-    # files that Landlock does not speak of, or not in its first versions
+    # operations on files that Landlock does not restrict, or not in its first versions
     "truncate": (76, 45),
     "inotify_init": (253, ABSENT),
     "inotify_init1": (294, 26),
@@ -104,66 +104,66 @@ OF_OWNERS: dict[str, Numbers] = {
     "removexattrat": (466, 466),
     "file_setattr": (469, 469),
 }
-"""Attributes of files, which their owner may change without opening them."""
+"""Calls that change attributes of files, which the owner may do without opening them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """What an argument must be."""
+class ArgumentRule:
+    """Allowed values of one argument of a system call."""
 
-    place: int
-    """Counted from 0."""
+    index: int
+    """Index of the argument, from 0."""
     values: tuple[int, ...]
     mask: int = 0xFFFFFFFF
-    """The bits that are looked at."""
+    """Bits of the argument that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A system call that is let through if its arguments are as demanded."""
+class SyscallRule:
+    """System call that is allowed if its arguments have the given values."""
 
     numbers: Numbers
-    demands: tuple[Demand, ...]
+    arguments: tuple[ArgumentRule, ...]
     error: int = errno.EPERM
-    """Otherwise."""
+    """Error of the call with other arguments."""
 
 
 ALL_NAMESPACES = 0x7E020000
-NEVER = Demand(0, ())
-UNIX = Demand(0, (socket.AF_UNIX,))
-CONNECTED = Demand(1, (socket.SOCK_STREAM, socket.SOCK_SEQPACKET), mask=0xF)
-"""Of a pair; datagrams could be sent to any other socket of this machine."""
-ITSELF = Demand(0, (0,))
-OWN_PRIORITY = (Demand(0, (0, 1)), Demand(1, (0,)))
-"""Of this process or its group, not of its user, who may be the supervisor's."""
-OWN_DISK_PRIORITY = (Demand(0, (1, 2)), Demand(1, (0,)))
+NEVER = ArgumentRule(0, ())
+UNIX = ArgumentRule(0, (socket.AF_UNIX,))
+CONNECTED = ArgumentRule(1, (socket.SOCK_STREAM, socket.SOCK_SEQPACKET), mask=0xF)
+"""Connected types of a socket pair. Datagrams could be sent to any other socket of this machine."""
+ITSELF = ArgumentRule(0, (0,))
+OWN_PRIORITY = (ArgumentRule(0, (0, 1)), ArgumentRule(1, (0,)))
+"""Priority of this process or its group, but not of its user, who may also run the supervisor."""
+OWN_DISK_PRIORITY = (ArgumentRule(0, (1, 2)), ArgumentRule(1, (0,)))
 TRUNCATION = os.O_ACCMODE | os.O_TRUNC
 NO_HIDDEN_TRUNCATION = tuple(
     mode | truncation for mode in range(4) for truncation in (0, os.O_TRUNC) if mode or not truncation
 )
-"""Opening to read can truncate, and Landlock looks at that since its third version alone."""
+"""Open modes without `O_TRUNC` for reading, which truncates the file. Landlock restricts that since version 3."""
 
 ALWAYS_RULED = (
-    Rule((56, 220), (Demand(0, (0,), mask=ALL_NAMESPACES),)),  # clone
-    Rule(
+    SyscallRule((56, 220), (ArgumentRule(0, (0,), mask=ALL_NAMESPACES),)),  # clone
+    SyscallRule(
         (435, 435), (NEVER,), error=errno.ENOSYS
-    ),  # clone3, whose flags are out of sight: libraries use clone
-    Rule((302, 261), (ITSELF,)),  # prlimit64
-    Rule((142, 118), (ITSELF,)),  # sched_setparam
-    Rule((144, 119), (ITSELF,)),  # sched_setscheduler
-    Rule((203, 122), (ITSELF,)),  # sched_setaffinity
-    Rule((314, 274), (ITSELF,)),  # sched_setattr
-    Rule((141, 140), OWN_PRIORITY),  # setpriority
-    Rule((251, 30), OWN_DISK_PRIORITY),  # ioprio_set
+    ),  # clone3, whose flags a filter cannot read; libraries fall back to clone
+    SyscallRule((302, 261), (ITSELF,)),  # prlimit64
+    SyscallRule((142, 118), (ITSELF,)),  # sched_setparam
+    SyscallRule((144, 119), (ITSELF,)),  # sched_setscheduler
+    SyscallRule((203, 122), (ITSELF,)),  # sched_setaffinity
+    SyscallRule((314, 274), (ITSELF,)),  # sched_setattr
+    SyscallRule((141, 140), OWN_PRIORITY),  # setpriority
+    SyscallRule((251, 30), OWN_DISK_PRIORITY),  # ioprio_set
 )
 SOCKETS_APART = (
-    Rule((41, 198), (UNIX,), error=errno.ENETUNREACH),  # socket
-    Rule((53, 199), (UNIX,), error=errno.ENETUNREACH),  # socketpair
+    SyscallRule((41, 198), (UNIX,), error=errno.ENETUNREACH),  # socket
+    SyscallRule((53, 199), (UNIX,), error=errno.ENETUNREACH),  # socketpair
 )
 SHARED_RULES = (
-    Rule((41, 198), (NEVER,), error=errno.ENETUNREACH),  # socket
-    Rule((53, 199), (UNIX, CONNECTED), error=errno.ENETUNREACH),  # socketpair
-    Rule((2, ABSENT), (Demand(1, NO_HIDDEN_TRUNCATION, mask=TRUNCATION),)),  # open
-    Rule((257, 56), (Demand(2, NO_HIDDEN_TRUNCATION, mask=TRUNCATION),)),  # openat
-    Rule((437, 437), (NEVER,), error=errno.ENOSYS),  # openat2, whose flags are out of sight
+    SyscallRule((41, 198), (NEVER,), error=errno.ENETUNREACH),  # socket
+    SyscallRule((53, 199), (UNIX, CONNECTED), error=errno.ENETUNREACH),  # socketpair
+    SyscallRule((2, ABSENT), (ArgumentRule(1, NO_HIDDEN_TRUNCATION, mask=TRUNCATION),)),  # open
+    SyscallRule((257, 56), (ArgumentRule(2, NO_HIDDEN_TRUNCATION, mask=TRUNCATION),)),  # openat
+    SyscallRule((437, 437), (NEVER,), error=errno.ENOSYS),  # openat2, whose flags a filter cannot read
 )

@@ -1,4 +1,4 @@
-"""Users of the host for sandboxes, where the agent runs as root."""
+"""Host users for sandboxes, if the agent runs as root."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import socket
 
 FIRST_USER_ID = 30_000
 NUM_USER_IDS = 20_000
-"""Systems leave this range free."""
+"""Size of the range of user ids, which systems usually leave free."""
 
 
 class HostUsers:
-    """Gives out user ids, each to one sandbox at a time, of all agents on this machine."""
+    """Allocator of user ids. Each id belongs to one sandbox at a time, across all agents on this machine."""
 
     def __init__(self) -> None:
-        self._last = random.randrange(NUM_USER_IDS)  # other agents begin elsewhere
+        self._last = random.randrange(NUM_USER_IDS)  # other agents start at other ids
 
-    def take(self) -> tuple[int, socket.socket]:
-        """A user's id, and a socket whose name keeps it from others until it is closed everywhere.
+    def acquire(self) -> tuple[int, socket.socket]:
+        """Return a user id, and a socket whose name reserves the id until the socket is closed everywhere.
 
         Raises:
-            OSError: All are taken.
+            OSError: All ids are in use.
         """
         for _ in range(NUM_USER_IDS):
             self._last = (self._last + 1) % NUM_USER_IDS
@@ -40,10 +40,10 @@ class HostUsers:
 
 
 def change_user(user_id: int) -> None:
-    """Becomes another user for good, keeping capabilities where the kernel lets them.
+    """Permanently change the user of this process. Capabilities are kept if the kernel permits.
 
     Raises:
-        OSError: This process may not, or its user namespace has no such user.
+        OSError: The process may not change its user, or its user namespace has no such user.
     """
     try:
         os.setresgid(user_id, user_id, user_id)

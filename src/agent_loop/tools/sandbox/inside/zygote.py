@@ -1,7 +1,7 @@
-"""Makes sandboxes by forking: a small process that has Python and the preloaded modules ready, and nothing else.
+"""Fork server of sandboxes: a small process with Python and the preloaded modules.
 
-It sees the sandbox's file system only. With namespaces it is the first process of a process id namespace, so that
-its end is the end of every sandbox.
+It sees the sandbox's file system only. With namespaces it is the first process of a process id namespace, so every
+sandbox terminates with it.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ import socket
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from agent_loop.tools.sandbox.inside import linux, wire
-from agent_loop.tools.sandbox.inside.newborn import Newborn, write_user_map
-from agent_loop.tools.sandbox.inside.plan import Plan
-from agent_loop.tools.sandbox.inside.root import SANDBOX
+from agent_loop.tools.sandbox.inside import linux, socket_messages
+from agent_loop.tools.sandbox.inside.root_filesystem import SANDBOX
+from agent_loop.tools.sandbox.inside.setup import SandboxSetup, write_user_map
+from agent_loop.tools.sandbox.inside.spec import SandboxSpec
 from agent_loop.tools.sandbox.inside.users import HostUsers
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """A sandbox on its way into its namespaces."""
+    """Sandbox that is entering its namespaces."""
 
     pid: int
     zygote_end: socket.socket
-    """Brings a byte when it is there, and takes one back when its user has a name."""
+    """Socket to the sandbox: receives a byte when the namespaces exist, and sends one when the user is mapped."""
     host_id: int
 
 
 class Zygote:
-    """Serves requests for sandboxes.
+    """Fork server that starts a sandbox for each request.
 
     Args:
-        requests: Each message on it brings the control socket of a new sandbox.
-        plan: How sandboxes are made.
-        user_namespaces: Whether each gets a user namespace of its own.
+        requests: Socket whose messages each carry the control socket of a new sandbox.
+        spec: Isolation and limits of the sandboxes.
+        user_namespaces: Whether each sandbox gets its own user namespace.
     """
 
-    def __init__(self, requests: socket.socket, *, plan: Plan, user_namespaces: bool) -> None:
+    def __init__(self, requests: socket.socket, *, spec: SandboxSpec, user_namespaces: bool) -> None:
         self._requests = requests
-        self._plan = plan
+        self._spec = spec
         self._user_namespaces = user_namespaces
         self._users = HostUsers() if os.geteuid() == 0 else None
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
-        """Starts sandboxes until the other end of the socket closes."""
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects what ended
+        """Start sandboxes until the other end of the socket closes."""
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps exited children
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         gc.freeze()
         self._selector.register(self._requests, selectors.EVENT_READ)
@@ -62,15 +62,15 @@ class Zygote:
                     return
 
     def _begin_start(self) -> bool:
-        """Forks a sandbox. False when there is nobody left who wants one."""
-        received = wire.receive(self._requests, max_fds=1)
+        """Fork a sandbox. Return False when the other end of the socket is closed."""
+        received = socket_messages.receive(self._requests, max_fds=1)
         if received is None:
             return False
         message, fds = received
         with socket.socket(fileno=fds[0]) as control, _reporting_to(control), contextlib.ExitStack() as stack:
             host_id = os.geteuid()
             if self._users is not None:
-                host_id, holder = self._users.take()
+                host_id, holder = self._users.acquire()
                 stack.enter_context(holder)
             ours, theirs = socket.socketpair()
             pid = os.fork()
@@ -78,24 +78,24 @@ class Zygote:
                 for inherited in (self._selector, self._requests, ours):
                     inherited.close()
                 with _ending_this_process(), _reporting_to(control):
-                    newborn = Newborn(
+                    setup = SandboxSetup(
                         control,
                         zygote=theirs,
-                        plan=self._plan,
+                        spec=self._spec,
                         work=str(message.get("work") or SANDBOX),
                         host_id=host_id,
                         user_namespaces=self._user_namespaces,
                     )
-                    newborn.become_sandbox()
+                    setup.run()
             theirs.close()
             start = _Start(pid, zygote_end=ours, host_id=host_id)
             self._selector.register(ours, selectors.EVENT_READ, start)
         return True
 
     def _finish_start(self, start: _Start) -> None:
-        """Names the user of a sandbox that has its namespaces."""
+        """Map the user of a sandbox that has entered its namespaces."""
         self._selector.unregister(start.zygote_end)
-        with start.zygote_end, contextlib.suppress(OSError):  # the sandbox reports that it got no user
+        with start.zygote_end, contextlib.suppress(OSError):  # the sandbox reports the missing user
             if start.zygote_end.recv(1) and self._user_namespaces:
                 write_user_map(start.pid, host_id=start.host_id)
                 start.zygote_end.send(b"m")
@@ -103,17 +103,17 @@ class Zygote:
 
 @contextlib.contextmanager
 def _reporting_to(control: socket.socket) -> Generator[None]:
-    """What goes wrong in the body is sent to the agent."""
+    """Send an exception of the body to the agent."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  (start boundary: told to the agent)
+    except Exception as error:  # noqa: BLE001  (start boundary: reported to the agent)
         with contextlib.suppress(OSError):
-            wire.send(control, {"error": f"{type(error).__name__}: {error}"})
+            socket_messages.send(control, {"error": f"{type(error).__name__}: {error}"})
 
 
 @contextlib.contextmanager
 def _ending_this_process() -> Generator[None]:
-    """A forked process must not go on as a second zygote."""
+    """Exit this process after the body, since a forked process must not continue as a second zygote."""
     try:
         yield
     finally:

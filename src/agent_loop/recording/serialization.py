@@ -1,0 +1,153 @@
+"""Journal form of finished trajectories: plain values and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from msgspec import structs
+
+from agent_loop.trajectory import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    Failure,
+    Feedback,
+    Incident,
+    Segment,
+    Trajectory,
+)
+from agent_loop.trajectory.codec import decode_completion, encode_completion, from_plain, to_plain
+from agent_loop.types import Message, Row, StopReason, TokenOutput
+
+
+class FindEpisode(Protocol):
+    """Function that returns the episode whose recorded tokens the segments are, or None if there is none."""
+
+    def __call__(self, segments: Sequence[Segment]) -> int | None: ...
+
+
+def serialize_completion(output: TokenOutput) -> dict[str, Any]:
+    """Return the form of a completion, with log-probs as float32 as in a segment."""
+    return {"completion": encode_completion(output, logprob_type=np.float32)}
+
+
+def deserialize_completion(form: Mapping[str, Any]) -> TokenOutput:
+    """Return the completion of a form."""
+    return decode_completion(form["completion"])
+
+
+def serialize_trajectories(
+    trajectories: Sequence[Trajectory], *, find_episode: FindEpisode
+) -> dict[str, Any]:
+    """Return the form of the trajectories of one rollout. Tokens that the journal already holds are not repeated."""
+    lanes = [find_episode(trajectory.output.segments) for trajectory in trajectories]
+    segments: dict[int, Segment] = {}
+    if None in lanes:
+        segments = {id(s): s for trajectory in trajectories for s in trajectory.output.segments}
+    places = {key: place for place, key in enumerate(segments)}
+    return {
+        "segments": to_plain(list(segments.values())),
+        "trajectories": [
+            {
+                **_output_form(trajectory.output, prompt=trajectory.row["raw_prompt"]),
+                "lane": None if segments else lane,
+                "segments": [places[id(s)] for s in trajectory.output.segments] if segments else [],
+                "reward": trajectory.reward,
+                "reward_extra": dict(trajectory.reward_extra),
+                "branch": trajectory.branch,
+            }
+            for trajectory, lane in zip(trajectories, lanes, strict=True)
+        ],
+    }
+
+
+def deserialize_trajectories(
+    form: Mapping[str, Any], *, lanes: Mapping[int, Sequence[Segment]], row: Row, group: int, rollout: int
+) -> list[Trajectory]:
+    """Return the trajectories of a form. Args: lanes: The recorded tokens of each episode."""
+    table = from_plain(form["segments"], list[Segment])
+
+    def segments_of(each: Mapping[str, Any]) -> Sequence[Segment]:
+        lane: int | None = each["lane"]
+        if lane is not None:
+            return lanes[lane]
+        places: list[int] = each["segments"]
+        return [table[place] for place in places]
+
+    return [
+        Trajectory(
+            output=_read_output(each, segments=segments_of(each), prompt=row["raw_prompt"]),
+            row=row,
+            group=group,
+            rollout=rollout,
+            reward=each["reward"],
+            reward_extra=each["reward_extra"],
+            branch=each["branch"],
+        )
+        for each in form["trajectories"]
+    ]
+
+
+def serialize_rewards(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the form of what a batch reward function changed in a trajectory."""
+    output, failure = trajectory.output, trajectory.output.failure
+    return {
+        "branch": trajectory.branch,
+        "reward": trajectory.reward,
+        "reward_extra": dict(trajectory.reward_extra),
+        "failure": to_plain(failure),
+        "incidents": to_plain(output.incidents),
+    }
+
+
+def with_recorded_rewards(trajectory: Trajectory, form: Mapping[str, Any]) -> Trajectory:
+    """Return a finished trajectory with the changes of a batch reward function."""
+    output = trajectory.output
+    for incident in from_plain(form["incidents"], list[Incident])[len(output.incidents) :]:
+        output = output.noted(incident)
+    failure = from_plain(form["failure"], Failure) if form["failure"] else None
+    return structs.replace(
+        trajectory,
+        output=output if failure is None else output.failed(failure),
+        reward=form["reward"],
+        reward_extra=form["reward_extra"],
+    )
+
+
+def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[str, Any]:
+    messages = output.messages
+    begins_with_row = len(messages) >= len(prompt) and all(
+        mine is its for mine, its in zip(messages, prompt, strict=False)
+    )
+    return {
+        "stop": str(output.stop_reason),
+        "reward_score": output.reward_score,
+        "tool_schemas": output.tool_schemas,
+        "row_messages": len(prompt) if begins_with_row else 0,
+        "messages": messages[len(prompt) :] if begins_with_row else messages,
+        "metrics": to_plain(output.metrics),
+        "feedback": to_plain(output.feedback),
+        "incidents": to_plain(output.incidents),
+        "failure": to_plain(output.failure),
+        "extra_fields": dict(output.extra_fields),
+        "num_turns": output.num_turns,
+    }
+
+
+def _read_output(
+    form: Mapping[str, Any], *, segments: Sequence[Segment], prompt: Sequence[Message]
+) -> AgentLoopOutput:
+    return AgentLoopOutput(
+        segments=segments,
+        stop_reason=StopReason(form["stop"]),
+        reward_score=form["reward_score"],
+        tool_schemas=form["tool_schemas"],
+        messages=[*prompt[: form["row_messages"]], *form["messages"]],
+        metrics=from_plain(form["metrics"], AgentLoopMetrics),
+        feedback=from_plain(form["feedback"], list[Feedback]),
+        incidents=from_plain(form["incidents"], list[Incident]),
+        failure=from_plain(form["failure"], Failure) if form["failure"] else None,
+        extra_fields=form["extra_fields"],
+        num_turns=form["num_turns"],
+    )

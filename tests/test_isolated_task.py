@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import pytest
+
+from agent_loop.runtime.concurrency import SHIELD_GRACE_S, run_shielded
+from agent_loop.runtime.incidents import IncidentCollector
+from agent_loop.runtime.isolated_task import ABANDON_GRACE_S, Abandoned, DeadlineExpired, num_abandoned
+from agent_loop.runtime.user_code import run_bounded
+from agent_loop.testing import run_virtual
+from agent_loop.trajectory import IncidentKind
+
+LIMIT_S = 3.0
+COLOR: ContextVar[str] = ContextVar("color")
+
+
+class Deaf:
+    """Swallows every cancellation until it is released."""
+
+    def __init__(self) -> None:
+        self.num_cancellations = 0
+        self.released = asyncio.Event()
+
+    async def __call__(self) -> str:
+        while not self.released.is_set():
+            try:
+                await self.released.wait()
+            except asyncio.CancelledError:
+                self.num_cancellations += 1
+        return "late"
+
+    async def release(self) -> None:
+        self.released.set()
+        await asyncio.sleep(1)
+
+
+def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_grace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> float:
+        deaf = Deaf()
+        with IncidentCollector("group=0/rollout=0") as notes:
+            with pytest.raises(Abandoned, match=r"longer than 3 s, still ran 5 s after it was cancelled"):
+                await run_bounded(deaf, timeout_s=LIMIT_S, name="tool 'x'")
+            took_s = asyncio.get_running_loop().time()
+        assert num_abandoned() == 1
+        [incident] = notes.incidents
+        assert incident.kind is IncidentKind.ABANDONED
+        assert incident.detail == "tool 'x' still ran 5 s after it was cancelled and was abandoned"
+        await deaf.release()
+        assert num_abandoned() == 0
+        return took_s
+
+    with caplog.at_level(logging.WARNING):
+        assert run_virtual(scenario()) == LIMIT_S + ABANDON_GRACE_S
+    assert "group=0/rollout=0: tool 'x' still ran 5 s after it was cancelled" in caplog.text
+
+
+def test_a_caller_that_is_cancelled_leaves_code_that_swallows_the_cancellation_after_its_grace() -> None:
+    async def scenario() -> None:
+        deaf = Deaf()
+        caller = asyncio.create_task(run_bounded(deaf, timeout_s=None))
+        await asyncio.sleep(1)
+        caller.cancel()
+        await asyncio.sleep(1)
+        caller.cancel()  # once more, while it waits
+        await asyncio.wait({caller})
+        assert caller.cancelled()
+        assert asyncio.get_running_loop().time() == 1 + ABANDON_GRACE_S
+        await deaf.release()
+
+    run_virtual(scenario())
+
+
+def test_shielded_cleanup_that_swallows_its_cancellation_is_abandoned() -> None:
+    async def scenario() -> None:
+        deaf = Deaf()
+        with pytest.raises(TimeoutError):
+            await run_shielded(deaf, timeout_s=LIMIT_S)
+        assert asyncio.get_running_loop().time() == LIMIT_S + SHIELD_GRACE_S
+        assert num_abandoned() == 1
+        await deaf.release()
+
+    run_virtual(scenario())
+
+
+def test_the_loop_ends_although_an_abandoned_task_still_runs() -> None:
+    deaf: list[Deaf] = []
+
+    async def scenario() -> str:
+        deaf.append(Deaf())
+        with pytest.raises(Abandoned):
+            await run_bounded(deaf[0], timeout_s=0.01, grace_s=0.01)
+        assert num_abandoned() == 1
+        return "ended"
+
+    assert asyncio.run(scenario()) == "ended"
+    assert num_abandoned() == 0  # its event loop is closed
+
+
+def test_code_that_ends_in_its_grace_is_not_abandoned() -> None:
+    async def slow_to_end() -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(ABANDON_GRACE_S - 1)
+
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExpired) as caught:
+            await run_bounded(slow_to_end, timeout_s=LIMIT_S)
+        assert not isinstance(caught.value, Abandoned)
+
+    run_virtual(scenario())
+
+
+async def _raise(error: BaseException) -> None:
+    raise error
+
+
+async def _raise_later(error: BaseException) -> None:
+    await asyncio.sleep(1)
+    raise error
+
+
+class Panic(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("raise_it", [_raise, _raise_later])
+@pytest.mark.parametrize(
+    "error",
+    [
+        GeneratorExit(),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        Panic("x"),
+        asyncio.CancelledError(),
+        StopIteration(1),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_exception_of_the_code_is_more_than_an_error_of_its_call(
+    raise_it: Callable[[BaseException], Awaitable[None]], error: BaseException
+) -> None:
+    async def scenario() -> None:
+        with pytest.raises(RuntimeError, match=f"raised {type(error).__name__}"):
+            await run_bounded(partial(raise_it, error), timeout_s=LIMIT_S)
+
+    run_virtual(scenario())
+
+
+def test_code_that_cancels_its_own_task_cancels_nobody_else() -> None:
+    async def cancels_itself() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    async def scenario() -> str:
+        with pytest.raises(RuntimeError, match="although nobody cancelled it"):
+            await run_bounded(cancels_itself, timeout_s=LIMIT_S)
+        await asyncio.sleep(1)
+        return "goes on"
+
+    assert run_virtual(scenario()) == "goes on"
+
+
+def test_context_variables_flow_into_the_code_and_back() -> None:
+    async def code() -> str:
+        seen = COLOR.get()
+        COLOR.set("blue")
+        return seen
+
+    async def scenario() -> tuple[str, str]:
+        COLOR.set("red")
+        return await run_bounded(code, timeout_s=LIMIT_S), COLOR.get()
+
+    assert run_virtual(scenario()) == ("red", "blue")
+
+
+def test_what_the_code_awaits_is_cancelled_with_its_caller() -> None:
+    async def scenario() -> list[str]:
+        seen: list[str] = []
+
+        async def inner() -> None:
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                raise
+
+        async def outer() -> Any:
+            return await run_bounded(inner, timeout_s=None)
+
+        caller = asyncio.create_task(run_bounded(outer, timeout_s=None))
+        await asyncio.sleep(1)
+        caller.cancel()
+        await asyncio.wait({caller})
+        assert asyncio.get_running_loop().time() == 1
+        return seen
+
+    assert run_virtual(scenario()) == ["cancelled"]

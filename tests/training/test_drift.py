@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from agent_loop.chat.report import Cause
+from agent_loop.servers.scripted import ScriptedReply
+from agent_loop.training.drift import find_drift
+from agent_loop.training.metrics import drift_metrics
+from tests.helpers import calls, encoded, hermes_template, says
+from tests.rollout.harness import Adder, Stage
+
+LETTERS = [token_id for letter in "the fox" for token_id in encoded(letter)]
+MERGED = ScriptedReply([*LETTERS, *encoded("<|im_end|>")])
+DENSE = says('<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>')
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ([says("hello")], None),
+        ([calls("add", a=1, b=2), says("It is 3.")], None),
+        ([DENSE, says("It is 3.")], Cause.RESERIALISED_CALL),
+        (
+            [says('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'), says("3")],
+            None,
+        ),
+        ([MERGED], Cause.MERGED_TOKENS),
+        ([says("<think>hm</think>hello")], Cause.STRIPPED_REASONING),
+        ([says("an answer that is", ends=False)], None),
+    ],
+)
+def test_a_trajectory_is_held_against_a_full_render(script: list[ScriptedReply], cause: Cause | None) -> None:
+    trajectory = Stage(script, tools=[Adder()], max_turn_tokens=500).run_one()
+    assert find_drift(trajectory.output, template=hermes_template()) == cause
+
+
+def test_drift_is_reported_as_shares_by_cause() -> None:
+    replies = iter([says("hello"), MERGED, says("hello"), says("bye")])
+    trajectories = Stage(lambda _: next(replies)).run(
+        [{"raw_prompt": [{"role": "user", "content": "?"}]}] * 4
+    )
+    assert drift_metrics(trajectories, template=hermes_template()) == {
+        "rollout/template_exact_share": 0.75,
+        "rollout/template_drift/merged_tokens": 0.25,
+    }

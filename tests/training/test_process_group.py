@@ -1,0 +1,160 @@
+"""Two processes train what one process would."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from agent_loop.config import Config
+from agent_loop.rollout.batch import RolloutBatch, assemble
+from agent_loop.training import metrics as names
+from agent_loop.training.checkpoint import open_checkpoint, save_checkpoint
+from agent_loop.training.learner import load_learner
+from agent_loop.training.metrics import read_metrics
+from agent_loop.training.ppo_trainer import PPOTrainer
+from agent_loop.training.ranks import start_process_group
+from agent_loop.weights import AdaptedWeights
+from tests.training.fakes import PAD, FakeRollouts, sample_trajectories, tiny_policy, tiny_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_UPDATES = 20
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"actor": {"ppo_mini_batches": 2, "kl_loss_coef": 0.1, "max_tokens_per_micro_batch": 60}},
+    "gae": {
+        "algorithm": {"adv_estimator": "gae"},
+        "actor": {"use_packing": True, "gradient_checkpointing": True, "old_log_probs": "recompute"},
+        "critic": {"use_packing": True},
+    },
+    "one-row": {"actor": {"ppo_mini_batches": 24, "entropy_coeff": 0.01}},
+    "lora": {"model": {"lora_rank": 4}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}, "actor": {"gradient_checkpointing": True, "lr": 1e-4}},
+}
+TOLERANCE = {"bfloat16": 5e-2}
+"""Where sums are rounded to 8 bits, their order shows."""
+
+
+def settings(folder: Path, case: str, *, num_processes: int) -> Config:
+    sections = CASES[case]
+    return Config.model_validate(
+        {
+            "algorithm": sections.get("algorithm", {}),
+            "model": {"path": str(folder / "policy"), "device": "cpu", **sections.get("model", {})},
+            "actor": {"lr": 1e-3, "warmup_steps": 3, **sections.get("actor", {})},
+            "critic": {"lr": 1e-3, **sections.get("critic", {})},
+            "trainer": {"num_processes": num_processes},
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    metrics: list[dict[str, float]]
+    """Of each update."""
+    weights: dict[str, Tensor]
+    checkpoint: Path
+    """Of the middle."""
+    base_ids: list[str]
+    """Of two publishings, where there are adapters."""
+
+
+@cache
+def batch_of(update: int) -> RolloutBatch:
+    return assemble(sample_trajectories(tiny_policy(), seed=update), pad_token_id=PAD)
+
+
+async def train(config: Config, run_dir: Path, *, resume_from: Path | None = None) -> Outcome:
+    """Updates, each on a batch of its own, with a checkpoint in the middle, or from there on."""
+    middle = NUM_UPDATES // 2
+    metrics: list[dict[str, float]] = []
+    checkpoint = resume_from
+    async with start_process_group(config) as process_group:
+        learner = load_learner(
+            config, checkpoint=resume_from and open_checkpoint(resume_from), process_group=process_group
+        )
+        for number in range(middle if resume_from else 0, NUM_UPDATES):
+            if number == middle and checkpoint is None:
+                checkpoint = save_checkpoint(
+                    run_dir,
+                    step=number,
+                    weight_version=number,
+                    learner=learner,
+                    tokenizer=tiny_tokenizer(),
+                    config={},
+                    keep=1,
+                )
+            metrics.append(learner.learn(batch_of(number)))
+        next(iter(learner.weights()))  # a reader that stops early
+        published = [learner.weights() for _ in range(2)]
+        weights = {name: value.clone() for name, value in published[-1]}
+    assert checkpoint is not None
+    base_ids = [each.base_id for each in published if isinstance(each, AdaptedWeights)]
+    return Outcome(metrics, weights, checkpoint, base_ids)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("process_group")
+    tiny_policy().save_pretrained(folder / "policy")
+    return folder
+
+
+def assert_same(ours: Outcome, expected: Outcome, *, tolerance: float) -> None:
+    for one, other in zip(reversed(ours.metrics), reversed(expected.metrics), strict=False):
+        assert one == pytest.approx(other, abs=tolerance, rel=tolerance)
+    assert ours.weights.keys() == expected.weights.keys()
+    for name, value in ours.weights.items():
+        torch.testing.assert_close(value, expected.weights[name], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_have_the_losses_and_weights_of_one_and_go_on_from_its_checkpoint_and_it_from_theirs(
+    folder: Path, case: str
+) -> None:
+    one, two = (settings(folder, case, num_processes=number) for number in (1, 2))
+
+    def run(config: Config, name: str, resume_from: Path | None = None) -> Outcome:
+        return asyncio.run(train(config, folder / f"{case}-{name}", resume_from=resume_from))
+
+    alone, together = run(one, "1"), run(two, "2")
+
+    assert len(together.metrics) == NUM_UPDATES
+    assert together.metrics[-1][names.GRAD_NORM] > 0
+    assert len(together.base_ids) == 2 * (case == "lora")
+    assert len(set(together.base_ids)) <= 1
+    tolerance = TOLERANCE.get(case, 1e-5)
+    assert_same(together, alone, tolerance=tolerance)
+    assert_same(run(two, "2-again", alone.checkpoint), alone, tolerance=tolerance)
+    assert_same(run(one, "1-again", together.checkpoint), alone, tolerance=tolerance)
+
+
+def test_a_run_in_two_processes_has_the_losses_of_one(config: Config) -> None:
+    def losses(num_processes: int) -> list[float]:
+        run_dir = f"{config.trainer.run_dir}-{num_processes}"
+        changes = {"num_processes": num_processes, "total_steps": 4, "save_every": None, "run_dir": run_dir}
+        settings = config.model_copy(
+            update={
+                "trainer": config.trainer.model_copy(update=changes),
+                "actor": config.actor.model_copy(update={"lr": 3e-4}),
+            }
+        )
+        rollouts = FakeRollouts(tiny_policy())
+        trainer = PPOTrainer(settings, manager=rollouts, console=Console(file=io.StringIO()))
+        result = asyncio.run(trainer.fit())
+        lines = read_metrics(result.run_dir / "metrics.jsonl")
+        return [line.get(names.LOSS, 0.0) for line in lines]  # none where no group had any variance
+
+    alone = losses(1)
+
+    assert len(alone) == 4
+    assert sum(loss != 0 for loss in alone) > 1
+    assert losses(2) == pytest.approx(alone, abs=1e-5)

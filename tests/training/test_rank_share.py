@@ -1,0 +1,109 @@
+"""Tests of the micro-batches that each rank computes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from agent_loop.config import Config
+from agent_loop.errors import ConfigError
+from agent_loop.rollout.batch import assemble
+from agent_loop.training.actor import Actor
+from agent_loop.training.learner import Learner
+from agent_loop.training.micro_batches import MicroBatch
+from agent_loop.training.process_group import ProcessGroup
+from agent_loop.training.rank_share import micro_batches_of_rank
+from agent_loop.training.ranks import start_process_group
+from tests.training.fakes import PAD, sample_trajectories, tiny_policy
+
+BATCH = assemble(sample_trajectories(tiny_policy()), pad_token_id=PAD)
+
+
+class OneOfMany(ProcessGroup):
+    """Process group that records what this rank gathers, and returns given values for the other ranks."""
+
+    def __init__(self, *, rank: int, size: int, others: list[int] | None = None) -> None:
+        super().__init__(rank=rank, size=size)
+        self.given: list[int] = []
+        self._others = others or []
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.given.append(value)
+        return [value, *self._others]
+
+
+def shares(rows: torch.Tensor, *, size: int) -> list[list[MicroBatch]]:
+    """Return the micro-batches of each rank."""
+
+    def share(process_group: ProcessGroup) -> list[MicroBatch]:
+        return list(
+            micro_batches_of_rank(
+                BATCH, rows=rows, process_group=process_group, max_tokens=40, device=torch.device("cpu")
+            )
+        )
+
+    asked = [OneOfMany(rank=rank, size=size) for rank in range(size)]
+    for process_group in asked:
+        share(process_group)
+    counts = [count for process_group in asked for count in process_group.given]
+    return [share(OneOfMany(rank=rank, size=size, others=counts)) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(24, 2), (23, 3), (2, 4), (1, 2)])
+def test_each_row_counts_in_one_process_and_all_run_as_many_micro_batches(num_rows: int, size: int) -> None:
+    rows = torch.arange(24)[:num_rows]
+
+    of_processes = shares(rows, size=size)
+
+    assert len({len(share) for share in of_processes}) == 1
+    counted = [m.rows_B for share in of_processes for m in share if not m.is_spare]
+    assert sorted(torch.cat(counted).tolist()) == rows.tolist()
+
+
+def test_shares_are_about_as_many_tokens() -> None:
+    tokens = [
+        sum(int(m.attention_mask_BW.sum()) for m in share if not m.is_spare)
+        for share in shares(torch.arange(24), size=2)
+    ]
+
+    assert max(tokens) - min(tokens) <= int(BATCH["attention_mask"].sum(dim=1).max())
+
+
+def test_a_spare_micro_batch_counts_nowhere() -> None:
+    spare = next(m for share in shares(torch.arange(1), size=2) for m in share if m.is_spare)
+    values_BR = torch.zeros(BATCH["responses"].shape)
+
+    spare.put(torch.ones_like(spare.mask_BR, dtype=torch.float32), into=values_BR)
+
+    assert not spare.mask_BR.any()
+    assert not values_BR.any()
+
+
+def test_images_are_refused_before_other_ranks_get_a_command() -> None:
+    config = Config()
+    learner = Learner(
+        config, actor=Actor(tiny_policy(), config=config.actor), process_group=ProcessGroup(size=2)
+    )
+    batch = BATCH.clone()
+    batch["attachments"] = torch.zeros(len(batch))
+
+    with pytest.raises(ConfigError, match=r"images or videos.*num_processes=1"):
+        learner.learn(batch)
+
+
+def test_a_number_of_processes_that_torchrun_did_not_start_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    config = Config.model_validate({"model": {"device": "cpu"}, "trainer": {"num_processes": 2}})
+
+    async def start() -> None:
+        async with start_process_group(config):
+            pass
+
+    with pytest.raises(ConfigError, match="num_processes is 2, but torchrun started 4"):
+        asyncio.run(start())
