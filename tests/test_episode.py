@@ -206,7 +206,7 @@ def test_what_hears_a_turn_may_end_it() -> None:
             return len(heard) < 3
 
         async with episode:
-            completion = await episode.generate({}, hear=hear)
+            completion = await episode.generate({}, on_token=hear)
             assert completion.token_ids == heard == encoded("one two three")[:3]
             assert not completion.is_cut
             assert await episode.observe(user("go on"))

@@ -1,4 +1,4 @@
-"""What one trajectory talks to beside the model: its tools and its interaction."""
+"""Environment of one trajectory: its tools and its interaction."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from agent_loop.trajectory import Feedback, Incident
 from agent_loop.types import Message, Origin, ToolCall
 
 
-class Surroundings:
-    """The tools and the interaction of one trajectory, and what they found it worth. Single use.
+class TrajectoryEnvironment:
+    """Tools and interaction of one trajectory, and the rewards they gave. Single use.
 
     Args:
         tools: None for an episode without tools.
         interaction: None for one without an interaction.
-        log: Answers what is on record.
+        log: Returns recorded results, and records new ones.
         cancellation: Cuts what is in flight. A cut call or reply raises `CallAborted`, once those beside it have ended.
     """
 
@@ -39,24 +39,24 @@ class Surroundings:
         cancellation: Cancellation,
     ) -> None:
         self.feedback: list[Feedback] = []
-        """Of each call and each reply of the interaction, in order."""
+        """Feedback of each tool call and each reply of the interaction, in order."""
         self.verdicts: list[float] = []
-        """On the whole trajectory."""
+        """Rewards of the whole trajectory, from its tools and its interaction."""
         self._tools = tools
         self._interaction = interaction
         self._log = log
         self._cancellation = cancellation
 
-    def fresh(self, log: TurnLog, *, num_feedback: int) -> Surroundings:
-        """The same, with instances of their own, and the first so many pieces of what was brought so far."""
-        fresh = Surroundings(
+    def new_instance(self, log: TurnLog, *, num_feedback: int) -> TrajectoryEnvironment:
+        """Return an environment with tool and interaction instances of its own and the first feedbacks."""
+        environment = TrajectoryEnvironment(
             tools=None if self._tools is None else self._tools.fresh(),
             interaction=None if self._interaction is None else self._interaction.fresh(),
             log=log,
             cancellation=self._cancellation,
         )
-        fresh.feedback = self.feedback[:num_feedback]
-        return fresh
+        environment.feedback = self.feedback[:num_feedback]
+        return environment
 
     @property
     def has_interaction(self) -> bool:
@@ -64,17 +64,17 @@ class Surroundings:
 
     @property
     def num_open(self) -> int:
-        """Instances that were opened and not yet closed."""
+        """Number of instances that were opened and not yet closed."""
         num_tools = 0 if self._tools is None else self._tools.num_open
         return num_tools + (0 if self._interaction is None else self._interaction.num_open)
 
     @property
     def opens_conversation(self) -> bool:
-        """Whether the interaction has the first words."""
+        """Whether the interaction adds a greeting to the prompt."""
         return self._interaction is not None and self._interaction.opens_conversation
 
     async def opened(self, messages: Sequence[Message]) -> list[Message]:
-        """The prompt, with the first words of the interaction.
+        """Return the prompt with the interaction's greeting.
 
         Raises:
             EpisodeError: There is no interaction.
@@ -84,15 +84,15 @@ class Surroundings:
         if self._interaction is None:
             raise EpisodeError("this episode has no interaction; the row needs interaction_kwargs.name")
         reply = await self._reply_of(self._interaction, self._interaction.greet, num_messages=len(messages))
-        return with_words(messages, f"\n\n{reply.content}") if reply.content else list(messages)
+        return append_to_user_message(messages, f"\n\n{reply.content}") if reply.content else list(messages)
 
     async def call_tools(
         self, calls: Sequence[ToolCall], *, max_parallel: int, place: int | None
     ) -> list[ToolResult]:
-        """One result per call, in order; so many calls run at once.
+        """Run the calls and return one result per call, in order. At most `max_parallel` calls run concurrently.
 
         Args:
-            place: Where in the response the turn that asks for them ends.
+            place: Index in the response of the last token of the turn that made the calls.
 
         Raises:
             EpisodeError: There are no tools.
@@ -108,7 +108,7 @@ class Surroundings:
         if max_parallel == 1 or len(runs) == 1:
             results = [await run() for run in runs]
         else:
-            results = await _run_at_once(runs, max_parallel=max_parallel)
+            results = await _run_concurrently(runs, max_parallel=max_parallel)
         self.feedback += [
             Feedback(
                 Origin.TOOL,
@@ -123,10 +123,10 @@ class Surroundings:
         return results
 
     async def interact(self, messages: Sequence[Message], *, place: int | None) -> InteractionReply:
-        """The interaction's reply to the conversation.
+        """Return the interaction's reply to the conversation.
 
         Args:
-            place: Where in the response the turn that it answers ends.
+            place: Index in the response of the last token of the turn to reply to.
 
         Raises:
             EpisodeError: There is no interaction.
@@ -141,7 +141,7 @@ class Surroundings:
         return reply
 
     async def judge(self) -> None:
-        """Asks for the verdicts.
+        """Collect the rewards of the whole trajectory.
 
         Raises:
             ToolBug: A tool's `calc_reward` raised or took too long.
@@ -170,7 +170,7 @@ class Surroundings:
             self._log.keep_verdicts(await self._tools.verdicts_at_a_cut())
 
     async def close(self) -> list[Incident]:
-        """Closes what was opened, to the end even if cancelled meanwhile; returns what went wrong."""
+        """Close all open instances, even if the caller is cancelled. Return the incidents."""
         incidents: list[Incident] = []
         for part in (self._tools, self._interaction):
             if part is not None:
@@ -209,18 +209,18 @@ class Surroundings:
             )
 
 
-async def _run_at_once(
+async def _run_concurrently(
     calls: Iterable[Callable[[], Awaitable[ToolResult]]], *, max_parallel: int
 ) -> list[ToolResult]:
-    """So many at a time, the rest behind them.
+    """Run at most `max_parallel` calls concurrently; queue the rest.
 
     Raises:
         CallAborted: One was; the others have ended.
     """
-    places = asyncio.Semaphore(max_parallel)
+    slots = asyncio.Semaphore(max_parallel)
 
     async def run(call: Callable[[], Awaitable[ToolResult]]) -> ToolResult | None:
-        async with places:
+        async with slots:
             with suppress(CallAborted):
                 return await call()
 
@@ -230,13 +230,13 @@ async def _run_at_once(
     return [result for result in results if result is not None]
 
 
-def with_words(messages: Sequence[Message], words: str) -> list[Message]:
-    """The messages with words added to the last one, if that is the user's; else as a message of their own."""
+def append_to_user_message(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with `text` appended to the last one if it is the user's, or as a new user message."""
     if not messages or messages[-1]["role"] != "user":
-        return [*messages, {"role": "user", "content": words.lstrip("\n")}]
+        return [*messages, {"role": "user", "content": text.lstrip("\n")}]
     last = dict(messages[-1])
     if isinstance(last["content"], list):
-        last["content"] = [*last["content"], {"type": "text", "text": words}]
+        last["content"] = [*last["content"], {"type": "text", "text": text}]
     else:
-        last["content"] = f"{last['content'] or ''}{words}"
+        last["content"] = f"{last['content'] or ''}{text}"
     return [*messages[:-1], last]

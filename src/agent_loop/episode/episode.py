@@ -1,4 +1,4 @@
-"""The one writer of a trajectory."""
+"""Episode: one running trajectory, and the only writer of its tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from msgspec import structs
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.episode.cancellation import Cancellation
 from agent_loop.episode.deadlines import Deadlines, TimeLimit
+from agent_loop.episode.environment import TrajectoryEnvironment
 from agent_loop.episode.limits import EpisodeLimits
-from agent_loop.episode.sampling import Question, TurnSampler
+from agent_loop.episode.sampling import TurnRequest, TurnSampler
 from agent_loop.episode.stopwatch import Stopwatch
-from agent_loop.episode.environment import Surroundings
 from agent_loop.episode.transcript import Transcript
 from agent_loop.episode.turn_log import TurnLog, Unlogged
 from agent_loop.episode.turns import Completion, EpisodeMark, EpisodeStopped
@@ -42,10 +42,10 @@ ResultT = TypeVar("ResultT")
 
 
 class Episode:
-    """One trajectory while it runs: the only writer of its tokens, the one place where its limits are kept.
+    """One running trajectory: the only writer of its tokens, and the place where its limits are enforced.
 
-    Single use, with `async with`. Entering renders the prompt; leaving closes the tools and the interaction, whatever
-    happened. Verbs: `generate`, `observe`, `call_tools`, `interact`, `finish`, `output`. A verb on an episode that is
+    Single use, with `async with`. Entering renders the prompt; leaving closes the tools and the interaction in any
+    case. Verbs: `generate`, `observe`, `call_tools`, `interact`, `finish`, `output`. A verb on an episode that is
     over raises `EpisodeStopped`, which the worker turns into the trajectory's record; a loop need not catch it.
     """
 
@@ -73,7 +73,7 @@ class Episode:
         self._log = log or Unlogged()
         cancelling = Cancellation(cancellation)
         self._sampler = TurnSampler(server_manager, request_id=self.request_id, signal=cancelling.signal)
-        self._surroundings = Surroundings(
+        self._environment = TrajectoryEnvironment(
             tools=tools, interaction=interaction, log=self._log, cancellation=cancelling
         )
         self._stopwatch = Stopwatch()
@@ -128,9 +128,9 @@ class Episode:
         self._deadlines.end(TimeLimit.TURN)
         try:
             if self.stop_reason is StopReason.CANCELLED:
-                await self._surroundings.keep_verdicts()
+                await self._environment.keep_verdicts()
             else:
-                await self._surroundings.judge()
+                await self._environment.judge()
         finally:
             await self._close(reason)
 
@@ -149,9 +149,9 @@ class Episode:
         sampling_params: Mapping[str, Any] | SamplingParams,
         *,
         stop_token_ids: Sequence[int] = (),
-        hear: Callable[[TokenChunk], bool] | None = None,
+        on_token: Callable[[TokenChunk], bool] | None = None,
     ) -> Completion:
-        """One assistant turn.
+        """Sample one assistant turn.
 
         A turn that is cut by `response_length` or aborted ends the episode. One that is cut by `max_turn_tokens` does
         not: the next `observe` closes it.
@@ -159,8 +159,8 @@ class Episode:
         Args:
             sampling_params: See `SamplingParams`; `max_tokens` is lowered to what the limits leave.
             stop_token_ids: More stop tokens, for this turn alone.
-            hear: Is given each token while the model speaks, and tells whether it may go on; if not, the turn ends
-                there. Not asked about a turn that is on record.
+            on_token: Called with each token as it is sampled; returns whether to continue. If not, the turn ends with
+                that token. Not called for a turn that is replayed from the log.
 
         Raises:
             EpisodeStopped: The episode is over, or a limit allows no further turn.
@@ -178,12 +178,12 @@ class Episode:
         context = ledger.context
         # The log is asked without the seed: a completion that is on record keeps its place in the order of seeds.
         seed = self._server_manager.next_seed(context) if params.seed is None else params.seed
-        question = Question(context, structs.replace(params, seed=seed), ledger.attachments, hear)
+        turn = TurnRequest(context, structs.replace(params, seed=seed), ledger.attachments, on_token)
         if limits.turn_timeout_s is not None:
             self._deadlines.begin(TimeLimit.TURN, seconds=limits.turn_timeout_s)
         if limits.generate_timeout_s is not None:
             self._deadlines.begin(TimeLimit.GENERATE, seconds=limits.generate_timeout_s)
-        sample = partial(self._sampler.sample, question, keep_partial=self._record_turn)
+        sample = partial(self._sampler.sample, turn, keep_partial=self._record_turn)
         now = self._stopwatch.now
         began_at = now()
         try:
@@ -202,7 +202,7 @@ class Episode:
         return completion
 
     async def observe(self, messages: Sequence[Message]) -> bool:
-        """Adds what tools, a user or an environment said; the model speaks next.
+        """Add messages of tools, a user or an environment; the model's turn is next.
 
         Returns:
             Whether it was added. It is not if it does not fit into `response_length`; the episode is over then, as it
@@ -225,10 +225,10 @@ class Episode:
         return was_added
 
     async def call_tools(self, calls: Sequence[ToolCall], *, max_parallel: int = 1) -> list[ToolResult]:
-        """Runs calls on the trajectory's own tool instances and records what they earned.
+        """Run calls on the trajectory's own tool instances and record their rewards.
 
         Args:
-            max_parallel: So many run at once; the rest queue behind them.
+            max_parallel: Number of calls that run concurrently; the rest are queued.
 
         Returns:
             One result per call, in order.
@@ -239,7 +239,7 @@ class Episode:
         """
         self._stopwatch.count("num_tool_calls", len(calls))
         place = self._transcript.ledger.last_sampled
-        calling = self._surroundings.call_tools(calls, max_parallel=max_parallel, place=place)
+        calling = self._environment.call_tools(calls, max_parallel=max_parallel, place=place)
         results = await self._outside(calling)
         for result in results:
             if result.incident is not None:
@@ -247,26 +247,26 @@ class Episode:
         return results
 
     async def interact(self) -> InteractionReply:
-        """Asks the interaction for its reply to the conversation and records the turn's score.
+        """Return the interaction's reply to the conversation, and record the turn's score.
 
         Raises:
             EpisodeStopped: The episode was cancelled before there was one.
             InteractionBug: It raised or took too long.
         """
         messages, place = list(self._transcript.messages), self._transcript.ledger.last_sampled
-        return await self._outside(self._surroundings.interact(messages, place=place))
+        return await self._outside(self._environment.interact(messages, place=place))
 
     def stop(self, reason: StopReason) -> None:
-        """Says why the episode ends; no further turn is possible. The first reason stands."""
+        """Set the stop reason, after which no further turn is possible. The first reason stays."""
         if self.stop_reason is None:
             self.stop_reason = reason
 
     def note(self, kind: IncidentKind, detail: str) -> None:
-        """Records a named loss."""
+        """Record an incident."""
         self._transcript.note(kind, detail)
 
     def record_message(self, message: Message) -> None:
-        """Keeps a message that the model does not see, for the conversation's record."""
+        """Record a message that the model does not see."""
         self._transcript.messages.append(copied(message))
 
     def output(
@@ -276,7 +276,7 @@ class Episode:
         extra_fields: Mapping[str, Any] | None = None,
         failure: Failure | None = None,
     ) -> AgentLoopOutput:
-        """The trajectory's record. An episode that nobody ended has `answered`.
+        """Return the trajectory's record. The stop reason is `answered` if none was set.
 
         Args:
             reward_score: The loop's own reward; None leaves it to the tools and the interaction, and if they have none
@@ -287,12 +287,12 @@ class Episode:
         Raises:
             EpisodeError: Tools or an interaction are open; `await finish()` first.
         """
-        if self._surroundings.num_open and not self._is_abandoned:
+        if self._environment.num_open and not self._is_abandoned:
             raise EpisodeError(
                 "tools or an interaction are still open; await episode.finish() before output()"
             )
-        if reward_score is None and self._surroundings.verdicts:
-            reward_score = sum(self._surroundings.verdicts)
+        if reward_score is None and self._environment.verdicts:
+            reward_score = sum(self._environment.verdicts)
         segments = self._transcript.ledger.segments()
         self._log.holds(segments)
         stop_reason = StopReason.FAILED if failure else self.stop_reason or StopReason.ANSWERED
@@ -303,20 +303,20 @@ class Episode:
             messages=self._transcript.messages,
             tool_schemas=self._transcript.tool_schemas,
             metrics=self._stopwatch.metrics,
-            feedback=self._surroundings.feedback,
+            feedback=self._environment.feedback,
             incidents=self._transcript.incidents,
             failure=failure,
             extra_fields=extra_fields,
         )
 
     def mark(self) -> EpisodeMark:
-        """Where the episode stands, for `branch(at=...)` once it has gone on."""
+        """Return the current position, for a later `branch(at=...)`."""
         return self._transcript.mark(
-            num_feedback=len(self._surroundings.feedback), log_position=self._log.position()
+            num_feedback=len(self._environment.feedback), log_position=self._log.position()
         )
 
     def branch(self, *, at: EpisodeMark | None = None) -> Episode:
-        """An episode that goes on from here in another way, for `async with`: best-of, search, a second opinion.
+        """Return an episode that continues from here on its own, for `async with`: best-of-n, search, self-review.
 
         It has this one's conversation, tokens and turn counts, a session of its own on the servers, and tool and
         interaction instances of its own, made at first use. In a batch, what the two have in common is trained once.
@@ -341,7 +341,7 @@ class Episode:
             cancellation=self._cancelled,
         )
         self._deadlines.end(TimeLimit.TURN)
-        branch._surroundings = self._surroundings.fresh(branch._log, num_feedback=at.num_feedback)
+        branch._environment = self._environment.new_instance(branch._log, num_feedback=at.num_feedback)
         branch._transcript = transcript
         return branch
 
@@ -353,7 +353,7 @@ class Episode:
 
     @property
     def user_turns(self) -> int:
-        """Replies that the model was given."""
+        """Number of replies to the model."""
         return self._transcript.user_turns
 
     @property
@@ -368,26 +368,26 @@ class Episode:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The record of the tokens so far."""
+        """Segments so far."""
         return self._transcript.ledger.segments()
 
     @property
     def feedback(self) -> tuple[Feedback, ...]:
         """Rewards, incidents and extras of all tool calls and interaction replies so far, in order."""
-        return tuple(self._surroundings.feedback)
+        return tuple(self._environment.feedback)
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model was shown any."""
+        """Whether the prompt contains tool schemas."""
         return bool(self._transcript.tool_schemas)
 
     @property
     def has_interaction(self) -> bool:
-        return self._surroundings.has_interaction
+        return self._environment.has_interaction
 
     @property
     def num_tokens_left(self) -> int:
-        """What `response_length` leaves."""
+        """Number of tokens that `response_length` leaves."""
         return self.limits.response_length - self._transcript.ledger.num_response_tokens
 
     @property
@@ -414,8 +414,8 @@ class Episode:
         transcript = self._transcript
         if len(transcript.ledger):  # a branch has its prompt already
             return
-        if self._surroundings.opens_conversation:
-            transcript.messages = await self._outside(self._surroundings.opened(transcript.messages))
+        if self._environment.opens_conversation:
+            transcript.messages = await self._outside(self._environment.opened(transcript.messages))
         encoded = await self._log.tokens(transcript.messages, encode=transcript.encoded_prompt)
         if not transcript.add_prompt(
             encoded, max_tokens=self.limits.prompt_length, truncate=self.limits.truncate_prompt
@@ -452,4 +452,4 @@ class Episode:
         if self._is_closed:
             return
         self._is_closed = True
-        self._transcript.incidents += await self._surroundings.close()
+        self._transcript.incidents += await self._environment.close()

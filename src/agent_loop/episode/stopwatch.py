@@ -1,4 +1,4 @@
-"""Where the time of an episode goes."""
+"""Metrics of one episode: seconds and counts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from agent_loop.trajectory import AgentLoopMetrics
 
 
 class Stopwatch:
-    """The metrics of one episode, in the event loop's time. Single use."""
+    """Metrics of one episode, on the event loop's clock. Single use."""
 
     def __init__(self) -> None:
-        self.now: Callable[[], float] = _refuse_to_tell
+        self.now: Callable[[], float] = _raise_not_open
         """The event loop's time.
 
         Raises: EpisodeError: It was not started.
         """
         self._sums: defaultdict[str, Any] = defaultdict(int)
-        """By the names of the metrics."""
+        """Sums by metric name."""
         self._started_at = 0.0
 
     @property
     def is_started(self) -> bool:
-        return self.now is not _refuse_to_tell
+        return self.now is not _raise_not_open
 
     def start(self) -> None:
         """Raises: EpisodeError: It was started before."""
@@ -38,14 +38,14 @@ class Stopwatch:
 
     @property
     def metrics(self) -> AgentLoopMetrics:
-        """Up to here."""
+        """Metrics up to now."""
         seconds = self.now() - self._started_at if self.is_started else 0.0
         return AgentLoopMetrics(**self._sums, total=seconds)
 
     def count(self, metric: str, amount: float) -> None:
-        """Adds to a metric."""
+        """Add an amount to a metric."""
         self._sums[metric] += amount
 
 
-def _refuse_to_tell() -> float:
+def _raise_not_open() -> float:
     raise EpisodeError("the episode is not open; use it with `async with`")

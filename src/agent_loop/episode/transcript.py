@@ -1,4 +1,4 @@
-"""What was said in an episode."""
+"""Messages and tokens of an episode."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from agent_loop.types import Message, Origin, TokenOutput, ToolCall
 
 
 class Transcript:
-    """The messages of one episode, their tokens, and how many turns they make. Written by the episode alone.
+    """Messages of one episode, their tokens, and the number of turns. Only the episode writes to it.
 
     Args:
         messages: The prompt.
-        template: Writes and reads tokens.
-        tool_schemas: The tools that the model is shown.
+        template: Renders messages to tokens and parses completions.
+        tool_schemas: Schemas of the tools in the prompt.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Transcript:
         self._last_calls: Sequence[ToolCall] = ()
 
     def mark(self, *, num_feedback: int, log_position: Any) -> EpisodeMark:
-        """Where it stands."""
+        """Return the current position."""
         return EpisodeMark(
             num_tokens=len(self.ledger),
             num_messages=len(self.messages),
@@ -55,7 +55,7 @@ class Transcript:
         )
 
     def fork(self, at: EpisodeMark) -> Transcript:
-        """Another one, that goes on from where this one stood."""
+        """Return a copy that ends at an earlier position."""
         fork = Transcript(
             self.messages[: at.num_messages], template=self._template, tool_schemas=self.tool_schemas
         )
@@ -65,22 +65,22 @@ class Transcript:
         return fork
 
     def note(self, kind: IncidentKind, detail: str) -> None:
-        """Records a named loss."""
+        """Record an incident."""
         self.incidents.append(Incident(kind, detail, self.assistant_turns))
 
     def encoded_prompt(self) -> Awaitable[Encoded]:
-        """The tokens of the messages, as the first prompt."""
+        """Encode the messages as the first prompt."""
         encode = partial(self._template.open_encoded, self.messages, tools=self.tool_schemas)
         return self._encoded(self.messages, encode)
 
     def encoded_reply(self, messages: Sequence[Message]) -> Awaitable[Encoded]:
-        """The tokens that these messages add behind the last turn."""
+        """Encode the tokens that the messages add after the last turn."""
         last, calls = self.ledger.last_token_id, self._last_calls
         encode = partial(self._template.bridge_encoded, messages, last_token_id=last, calls=calls)
         return self._encoded(messages, encode)
 
     def add_prompt(self, encoded: Encoded, *, max_tokens: int, truncate: str) -> bool:
-        """Keeps the first prompt; tells whether it fits, perhaps cut on the side that `truncate` names."""
+        """Add the first prompt, cut on the side `truncate` if it is too long. Return whether it was added."""
         num_tokens = len(encoded.token_ids)
         if num_tokens > max_tokens:
             detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
@@ -93,7 +93,7 @@ class Transcript:
         return True
 
     def add_turn(self, sampled: TokenOutput) -> Completion:
-        """Keeps what the model said, and reads it."""
+        """Append the sampled tokens, parse them, and return the turn."""
         context = self.ledger.context
         self.ledger.append_completion(sampled)
         parsed = self._template.parse(sampled.token_ids, tools=self.tool_schemas, context=context)
@@ -106,7 +106,7 @@ class Transcript:
         return Completion(sampled, parsed, is_cut)
 
     def add_reply(self, messages: Sequence[Message], encoded: Encoded, *, max_tokens: int) -> bool:
-        """Keeps what was said to the model; tells whether it fits, without which the model does not see it."""
+        """Add a reply to the model. Return whether it fits; the model does not see a reply that does not."""
         self.messages += copied(list(messages))
         num_tokens = len(encoded.token_ids)
         if num_tokens > max_tokens:
@@ -122,7 +122,7 @@ class Transcript:
         return True
 
     def _encoded(self, messages: Sequence[Message], encode: Callable[..., Encoded]) -> Awaitable[Encoded]:
-        """Reads the images and videos first; the template refuses those that it has nothing to read with."""
+        """Encode the messages, reading their images and videos first."""
         if self._template.media_kinds:
             return self._read_and_encoded(messages, encode)
         return encoded_off_loop(messages, encode)

@@ -114,7 +114,7 @@ class TurnGenerator:
         limit = asyncio.timeout(self._generate_timeout_s)
         try:
             async with limit:
-                return await episode.generate(params, hear=on_chunk)
+                return await episode.generate(params, on_token=on_chunk)
         except TimeoutError:
             if not limit.expired():
                 raise
