@@ -95,7 +95,7 @@ class StepJournal:
             if record.has_succeeded:
                 ended += self._ended(job.row, group=job.group, rollout=job.rollout, is_over=False)
             else:
-                rest.append(replace(job, log=RowLog(job.place, sink=self._sink, record=record)))
+                rest.append(replace(job, log=RowLog(job.job_id, sink=self._sink, record=record)))
         return ended, rest
 
     async def keep_rewards(self, trajectories: Sequence[Trajectory]) -> None:
