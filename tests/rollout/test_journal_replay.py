@@ -216,7 +216,7 @@ def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_s
     assert len(tool.executed) == 4
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
-    assert "tool 'add' had been used, and does not say that it can be replayed" in incident.detail
+    assert "tool 'add' had been used, and its on_replay does not allow a replay" in incident.detail
 
 
 class Sums:
@@ -340,7 +340,7 @@ def test_a_loop_that_asks_something_else_begins_its_row_anew_and_that_is_said(tm
     trajectory, _ = resume_fickle(tmp_path / "j", on_replay=OnReplay.RECORDED)
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
-    assert "turn 3 of episode 0 asks for another interaction than the first time" in incident.detail
+    assert "turn 3 of episode 0 requests another interaction than the recorded" in incident.detail
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 

@@ -23,7 +23,7 @@ class Unstorable(Exception):
 
 
 def pack(value: Any) -> bytes:
-    """A value as bytes.
+    """Return a value as bytes.
 
     What JSON knows, NaN and half surrogates included, comes back as it is, but tuples come back as lists and keys as
     text. Arrays of numbers, bytes and Pillow images come back equal.
@@ -63,7 +63,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given.
+    """Return the value that `pack` was given.
 
     Raises:
         ValueError: These bytes are not from `pack`.
