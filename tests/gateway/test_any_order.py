@@ -162,7 +162,7 @@ ACTIONS = st.tuples(
     sayings=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=5),
 )
 @example(threads=[[("begin", 0, 0, 1), ("repeat", 0, 0, 3), ("go_on", 0, 0, 3)]], sayings=[(0, 0)])
-def test_the_tokens_are_what_the_server_saw_and_the_texts_what_the_program_sent(
+def test_recorded_tokens_match_the_server_and_texts_match_the_program(
     threads: list[list[tuple[str, int, int, int]]], sayings: list[tuple[int, int]]
 ) -> None:
     asked: list[tuple[list[int], list[int]]] = []
