@@ -1,4 +1,4 @@
-"""A turn's rewards are found at the turn's last token, and reach the policy's advantages."""
+"""Rewards of turns: their position at the turn's last token, and their effect on advantages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rollout.harness import Stage
 
 
 class Payer(BaseTool):
-    """Earns what it is asked for."""
+    """Tool whose calls get the reward in their arguments."""
 
     on_replay = "recorded"
 
