@@ -175,7 +175,11 @@ class TokenOutput:
         prefill_s: float | None = None,
         extras: TokenArrays | None = None,
     ) -> None:
-        """Raises: ValueError: There is not one log-prob for every token."""
+        """Make a completion of one chunk.
+
+        Raises:
+            ValueError: The number of log-probs is not the number of tokens.
+        """
         if log_probs is not None and len(log_probs) != len(token_ids):
             raise ValueError(f"{len(token_ids)} token ids but {len(log_probs)} log-probs")
         chunk = TokenChunk(

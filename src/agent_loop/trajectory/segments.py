@@ -157,7 +157,11 @@ _SPEAKER = {Origin.PROMPT: "prompt", Origin.MODEL: "model", Origin.TOOL: "reply"
 
 
 def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
-    """Raises: EpisodeError: These are not token ids."""
+    """Return token ids as an array.
+
+    Raises:
+        EpisodeError: The values are not token ids.
+    """
     given: Any = token_ids
     try:
         ids = np.asarray(given)
@@ -179,7 +183,11 @@ def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
 
 
 def _check_extras(segment: Segment) -> None:
-    """Raises: EpisodeError: An array does not have one entry per token, or the tokens are not the model's."""
+    """Check the shapes of the extras.
+
+    Raises:
+        EpisodeError: An array does not have one entry per token, or the segment is not a model segment.
+    """
     if segment.origin is not Origin.MODEL:
         raise EpisodeError(f"{segment.origin} segment with extras; only model segments have values per token")
     for name, array in segment.extras.items():
@@ -190,7 +198,11 @@ def _check_extras(segment: Segment) -> None:
 
 
 def _check_attachments(segment: Segment) -> None:
-    """Raises: EpisodeError: A run is not where the tokens are."""
+    """Check the positions of attachments.
+
+    Raises:
+        EpisodeError: A run of an attachment is outside the tokens, or has no placeholder.
+    """
     end = 0
     for attachment in segment.attachments:
         kind, run = attachment.kind, segment.token_ids[attachment.start : attachment.end]
