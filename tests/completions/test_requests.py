@@ -1,4 +1,4 @@
-"""Requests that are refused name what is wrong with them."""
+"""Error messages of refused requests."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def python(code: str) -> list[str]:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process is over, or is so within some seconds."""
+    """Return whether a process ends within some seconds."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

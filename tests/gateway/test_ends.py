@@ -21,7 +21,7 @@ from tests.helpers import calls, encoded, says, user
 
 
 async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-    """Goes on for as long as it may."""
+    """Send requests until one is refused."""
     create = client_of(base_url, api_key, http_client).chat.completions.create
     messages: list[Any] = user("1 + 2?")
     while True:

@@ -1,4 +1,4 @@
-"""Many programs at once on the embedded engine: what a model really says, whatever it is."""
+"""Many concurrent programs on the embedded engine, with a real model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) ->
 
 @cache
 def rolled_out(agent: Any) -> list[Trajectory]:
-    """The trajectories of 64 programs at once, on two servers."""
+    """Return the trajectories of 64 concurrent programs on two servers."""
     servers = [embedded(f"embedded-{number}", max_model_len=512) for number in range(2)]
     stage = Stage(servers, prompt_length=400, response_length=100)
 

@@ -1,4 +1,4 @@
-"""Clients that hang up, servers that fail, and what is told of both."""
+"""Clients that disconnect, servers that fail, and how both are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER = says("never", latency_s=math.inf)
 
 
 def send(served: Site, path: str, body: dict) -> socket.socket:
-    """A connection on which a request was sent, and nothing read yet."""
+    """Return a connection on which a request was sent and nothing was read."""
     where = urlsplit(served.url)
     connection = socket.create_connection((where.hostname, where.port), timeout=30)
     data = json.dumps(body).encode()
