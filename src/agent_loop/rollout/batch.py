@@ -60,9 +60,9 @@ def assemble(
     Returns:
         int64: `input_ids` [B, W], and its views `prompts` [B, P], padded left, and `responses` [B, R], padded right;
         `response_mask` [B, R] (1 = sampled by the model; in segments that branches share, 1 in the first scored
-        branch only), `attention_mask`, `position_ids` [B, W] (0 where there is no token), `group`, `rollout`, `branch` (-1
-        where the loop returned a single output), `num_turns` [B]; where a trajectory has images with positions of their
-        own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
+        branch only), `attention_mask`, `position_ids` [B, W] (0 where there is no token), `group`, `rollout`, `branch`
+        (-1 where the loop returned a single output), `num_turns` [B]; if a trajectory has images with positions of
+        their own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
         int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
         and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
         one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at the last
