@@ -80,18 +80,18 @@ def find(
     text: str | None = None,
     sort: str | None = None,
 ) -> Any:
-    """The scalar columns of the trajectories for which all of this holds, as a pyarrow Table.
+    """Return the scalar columns of the matching trajectories as a pyarrow Table.
 
     Args:
-        run: Where they are.
-        split: Only of this one.
-        step: Only of this one.
-        where: All of them hold.
-        text: Is in what was said, whatever the case.
-        sort: By this column, the smallest first; the largest with a `-` before it.
+        run: The stored trajectories.
+        split: Only trajectories of this split.
+        step: Only trajectories of this step.
+        where: Conditions that a trajectory must fulfil.
+        text: Text that one of the columns `SEARCHED` must contain, in any case.
+        sort: Column to sort by, smallest first; largest first with a `-` before the name.
 
     Raises:
-        DataError: There is no such column.
+        DataError: A column does not exist.
     """
     table = run.scalars(split=split, step=step)
     if text is not None:
@@ -106,7 +106,11 @@ def find(
 
 
 def check_column(name: str) -> None:
-    """Raises: DataError: There is no such column, or it holds more than one value."""
+    """Check that a column can be compared.
+
+    Raises:
+        DataError: The column does not exist, or holds more than one value per row.
+    """
     if name not in SCALARS:
         known = ", ".join(SCALARS)
         raise DataError(
