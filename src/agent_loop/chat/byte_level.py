@@ -137,8 +137,8 @@ def _token_bytes(ids: Mapping[str, int]) -> list[bytes]:
 
 
 def _byte_of_char() -> dict[int, int]:
-    """Return the byte of each character of byte-level vocabularies: printable bytes are written as themselves, the others
-    from U+0100 on."""
+    """Return the byte of each character of byte-level vocabularies. Printable bytes are written as themselves, the
+    others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}

@@ -66,8 +66,8 @@ def find_differences(
 ) -> Iterator[RenderDifference]:
     """Yield the differences of a comparison; a cause may occur more than once.
 
-    Each text of the messages is searched on both sides. A text that is missing or in another order shows a cause, and so
-    does the text between two texts that are adjacent on both sides.
+    Each text of the messages is searched on both sides. A text that is missing or in another order shows a cause, and
+    so does the text between two texts that are adjacent on both sides.
 
     Args:
         comparison: Comparison whose tokens are not equal.

@@ -1,7 +1,7 @@
 """Check of whether two regular-expression engines split texts at the same positions, character by character.
 
-The engines implement different versions of Unicode. A pattern depends only on the classes of a character. So two engines
-that split a character equally beside one character of each kind split the character equally everywhere.
+The engines implement different versions of Unicode. A pattern depends only on the classes of a character. So two
+engines that split a character equally beside one character of each kind split the character equally everywhere.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _IDEOGRAPH = "\u4e2d"
 class SplitCheck:
     """Compares the splits of the pre-tokenizer of `tokenizers` and of a pattern of `tiktoken`.
 
-    Both encode with a small vocabulary that joins the last byte of any character and the first byte of the next, so that
-    every split shows in the ids.
+    Both encode with a small vocabulary that joins the last byte of any character and the first byte of the next, so
+    that every split shows in the ids.
 
     Args:
         tokenizer: Tokenizer with the pre-tokenizer.
