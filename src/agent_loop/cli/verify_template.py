@@ -16,7 +16,14 @@ from agent_loop.cli.arguments import refuse_no_model
 from agent_loop.errors import ChatTemplateError
 
 if TYPE_CHECKING:
-    from agent_loop.chat.report import Cause, RenderDifference, CauseKind, ProbeResult, TemplateReport, TemplateVerdict
+    from agent_loop.chat.report import (
+        Cause,
+        CauseKind,
+        ProbeResult,
+        RenderDifference,
+        TemplateReport,
+        TemplateVerdict,
+    )
     from agent_loop.chat.template import ChatTemplate
 
 EXIT_UNSUPPORTED = 1
