@@ -1,4 +1,4 @@
-"""The exceptions, named after the boundary at which things went wrong.
+"""Exceptions, named after the boundary at which an error occurred.
 
 Every message says what is wrong, what was found, and what to do. The command line prints an `AgentLoopError`
 without a traceback.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AgentLoopError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
 
 class ConfigError(AgentLoopError):
@@ -36,9 +36,9 @@ class RequestError(AgentLoopError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-        """The field of the request that is at fault."""
+        """The invalid field of the request."""
         self.code = code
-        """What programs tell it by."""
+        """Machine-readable kind of the error."""
 
 
 class ChatTemplateError(AgentLoopError):
@@ -46,47 +46,47 @@ class ChatTemplateError(AgentLoopError):
 
 
 class EpisodeError(AgentLoopError):
-    """An episode or a trajectory record was used against its contract."""
+    """An episode or a trajectory record was used in a way that its contract does not allow."""
 
 
 class ToolError(AgentLoopError):
-    """Raised by a tool to tell the model that the call did not work; the episode goes on."""
+    """Raised by a tool to report a failed call to the model. The episode continues."""
 
 
 class ToolUnavailable(ToolError):
-    """What a tool needs could not be reached, broke off or was too busy: the same call may work later."""
+    """A resource of a tool is unreachable, was disconnected or is busy. The same call may succeed later."""
 
 
 class ToolBug(AgentLoopError):
-    """A tool raised something else than `ToolError`, or broke its contract; the episode fails."""
+    """A tool raised an exception other than `ToolError`, or broke its contract. The episode fails."""
 
 
 class SandboxError(AgentLoopError):
-    """A sandbox could not be started, or ended by itself."""
+    """A sandbox could not be started, or terminated unexpectedly."""
 
 
 class InteractionBug(AgentLoopError):
-    """An interaction raised, broke its contract or took too long; the episode fails."""
+    """An interaction raised an exception, broke its contract or took too long. The episode fails."""
 
 
 class InteractionUnavailable(AgentLoopError):
-    """What an interaction needs could not be reached, or refused to answer; the episode fails."""
+    """A resource of an interaction is unreachable, or refused a request. The episode fails."""
 
 
 class EnvironmentBug(AgentLoopError):
-    """An environment's `reset` or `get_reward` raised, broke its contract or took too long; the episode fails."""
+    """An environment's `reset` or `get_reward` raised, broke its contract or took too long. The episode fails."""
 
 
 class ContractError(AgentLoopError):
-    """A conformance suite found that something does not keep its contract."""
+    """A conformance suite found a violation of a contract."""
 
 
 class RewardError(AgentLoopError):
-    """A reward function raised, took too long, or returned something else than a number or a mapping."""
+    """A reward function raised, took too long, or returned neither a number nor a mapping."""
 
 
 class ServerError(AgentLoopError):
-    """An LLM server refused or failed a request; `__cause__` is what the engine raised, if it raised."""
+    """An LLM server refused or failed a request. `__cause__` is the engine's exception, if there is one."""
 
     def __init__(self, message: str, *, server: str = "", request_id: str = "") -> None:
         where = " ".join(
@@ -98,13 +98,14 @@ class ServerError(AgentLoopError):
 
 
 class BadPrompt(ServerError):
-    """The prompt is empty, longer than the model takes, or holds ids or attachments that the model does not know."""
+    """The prompt is empty, exceeds the model's context, or holds ids or attachments that the model does not support."""
 
 
 class ServerDied(ServerError):
-    """The engine's process ended, or it cannot be reached any more: this server answers nothing from here on.
+    """The engine's process has ended or is unreachable: every later request to this server fails.
 
-    `chunks` holds what it is known to have sampled of the completion."""
+    `chunks` holds the tokens of the completion that are known to be sampled.
+    """
 
     def __init__(
         self, message: str, *, server: str = "", request_id: str = "", chunks: Sequence[TokenChunk] = ()
@@ -114,11 +115,11 @@ class ServerDied(ServerError):
 
 
 class ServerTimeout(ServerError):
-    """The server did not come up, or did not answer, within its time limit."""
+    """The server did not start, or did not reply, within its time limit."""
 
 
 class BadServerReply(ServerError):
-    """The engine answered something that is no completion of what it was asked."""
+    """The engine's reply is not a valid completion of the request."""
 
 
 class RolloutError(AgentLoopError):
@@ -126,7 +127,7 @@ class RolloutError(AgentLoopError):
 
 
 class TrainingError(AgentLoopError):
-    """The rollout of a step holds nothing to learn from."""
+    """The rollout of a step gives no learning signal."""
 
 
 class AlgorithmError(AgentLoopError):
@@ -154,7 +155,7 @@ class CheckpointError(AgentLoopError):
 
 
 def did_you_mean(got: str, options: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or the list of options if none is near."""
+    """Return `; did you mean 'x'?`, or the list of options if none is similar."""
     options = sorted(options)
     near = difflib.get_close_matches(got, options, n=1, cutoff=0.6)
     if near:

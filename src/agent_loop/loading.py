@@ -1,4 +1,4 @@
-"""Loads what users name in a configuration: `file.py:name`, `module:name` or `module.name`."""
+"""Loading of objects that a configuration names as `file.py:name`, `module:name` or `module.name`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agent_loop.errors import ConfigError, did_you_mean
 
 
 def load_object(reference: str, *, key: str) -> Any:
-    """The object that a reference names.
+    """Return the object that a reference names.
 
     Args:
         reference: `path/to/file.py:name`, `package.module:name` or `package.module.name`.
-        key: The configuration key it comes from, for the error.
+        key: The setting with the reference, for errors.
 
     Raises:
-        ConfigError: There is no such file, module or name, or importing it raised.
+        ConfigError: The file, module or name does not exist, or the import raised.
     """
     source, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not source or not name:
@@ -38,10 +38,10 @@ def load_object(reference: str, *, key: str) -> Any:
 
 
 def load_module(source: str, *, key: str) -> ModuleType:
-    """Imports a module by its dotted name or a file by its path; a file is imported once.
+    """Import a module by its dotted name, or a file by its path. A file is imported once.
 
     Raises:
-        ConfigError: It does not exist, or importing it raised.
+        ConfigError: The module or file does not exist, or the import raised.
     """
     try:
         return (
@@ -54,14 +54,15 @@ def load_module(source: str, *, key: str) -> ModuleType:
 
 
 def import_extra(module: str, *, extra: str, by: str) -> Any:
-    """Imports a module of a package that is optional.
+    """Import a module of an optional package.
 
     Args:
-        extra: What installs it, as in `agent-loop[vision]`.
-        by: Who needs it.
+        module: Dotted name of the module.
+        extra: Extra that installs the package, as `vision` in `agent-loop[vision]`.
+        by: Feature that needs the package, for the error.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The package is not installed.
     """
     try:
         return importlib.import_module(module)

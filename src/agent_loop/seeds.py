@@ -1,4 +1,4 @@
-"""Seeds of completions and trajectories. They follow from what they are for, not from when they are asked for."""
+"""Seeds of completions and trajectories. They depend on their purpose and not on the order of requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hashlib import blake2b
 from agent_loop.types import IntArray
 
 SEED_BYTES = 8
-"""Seeds have one bit less, for engines that take signed integers."""
+"""Size of a hash. Seeds have one bit less, for engines that accept signed integers only."""
 
 
 def derived_seed(*parts: int | str | bytes) -> int:
@@ -27,35 +27,35 @@ def derived_seed(*parts: int | str | bytes) -> int:
 class CompletionSeeds:
     """The seeds of one trajectory's completions.
 
-    A completion's seed depends on the tokens before it, so that turns, branches and sub-agents may ask in any order.
-    Completions of equal tokens are numbered.
+    A completion's seed depends on the tokens before it, so the order in which turns, branches and sub-agents request
+    completions does not matter. Completions of equal contexts are numbered.
 
     Args:
-        seed: Of the trajectory.
+        seed: Seed of the trajectory.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._num_asked: Counter[bytes] = Counter()
+        self._num_requested: Counter[bytes] = Counter()
 
     def next(self, context: IntArray) -> int:
         """Return the seed of the next completion of a context, shape [num_tokens]."""
         context_hash = blake2b(context.tobytes(), digest_size=SEED_BYTES).digest()
-        number = self._num_asked[context_hash]
-        self._num_asked[context_hash] += 1
+        number = self._num_requested[context_hash]
+        self._num_requested[context_hash] += 1
         return derived_seed(self._seed, context_hash, number)
 
 
 def trajectory_seed(*parts: int | str) -> int | None:
     """Return a seed of the trajectory that the running code belongs to, for randomness of tools and interactions.
 
-    It is the same whenever the trajectory is run with the same settings, and after an interruption.
+    The seed is the same whenever the trajectory runs with the same settings, also after an interruption.
 
     Args:
-        parts: What the seed is for, so that two uses do not draw alike.
+        parts: Purpose of the seed. Different purposes get different seeds.
 
     Returns:
-        None outside of trajectories, and in those that have no seed.
+        None outside of trajectories, and in trajectories without a seed.
     """
     seed = _CURRENT.get()
     return None if seed is None else derived_seed(seed, *parts)
@@ -63,7 +63,7 @@ def trajectory_seed(*parts: int | str) -> int | None:
 
 @contextmanager
 def seeded_trajectory(seed: int | None) -> Generator[None]:
-    """Let `trajectory_seed` derive from this seed in the body, tasks and threads included."""
+    """Derive the seeds of `trajectory_seed` from this seed within the body, including its tasks and threads."""
     token = _CURRENT.set(seed)
     try:
         yield

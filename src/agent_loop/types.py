@@ -49,7 +49,7 @@ class StopReason(StrEnum):
 
 
 class AgentState(StrEnum):
-    """Where the tool loop stands."""
+    """State of the tool loop."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -68,26 +68,26 @@ class Origin(StrEnum):
 
 
 class SamplingParams(Struct, frozen=True):
-    """How one completion is sampled. Loops pass plain mappings; servers receive this."""
+    """Sampling parameters of one completion. Loops pass plain mappings; servers receive this class."""
 
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
     top_k: int = -1
-    """At most this many candidates; -1 is no limit."""
+    """Maximum number of candidates; -1 is no limit."""
     max_tokens: int | None = None
-    """At most this many new tokens; None is whatever the server allows."""
+    """Maximum number of new tokens; None is the server's limit."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the completion, beside the model's own end tokens. A sampled stop token is returned."""
+    """Tokens that end the completion, in addition to the model's end tokens. A sampled stop token is returned."""
     seed: int | None = None
-    """Makes this completion reproducible, whatever runs beside it."""
+    """Makes this completion reproducible, independent of concurrent requests."""
     ignore_eos: bool = False
-    """Go on past the model's own end tokens (`stop_token_ids` still end it)."""
+    """Continue after the model's end tokens. `stop_token_ids` still end the completion."""
     repetition_penalty: float = 1.0
-    """Only 1.0 (none) is exact to train on; servers refuse what they do not offer."""
+    """Only 1.0 (no penalty) gives exact log-probs for training. Servers refuse values that they do not offer."""
     num_sampled: int = 0
-    """So many tokens at the end of the prompt are the beginning of this completion: they were sampled before it was
-    interrupted. A server with `Ability.FREE_SEEDS` then draws what it would have drawn without the interruption."""
+    """Number of tokens at the end of the prompt that were sampled before this completion was interrupted. A server with
+    `Ability.FREE_SEEDS` then samples the tokens that it would have sampled without the interruption."""
     top_logprobs: int = 0
     """Number k of the likeliest tokens to return for each sampled token. The completion then has the extras
     `top_token_ids`, int32, and `top_logprobs`, float32, both [num_tokens, k], likeliest first. They are the k largest
@@ -116,7 +116,7 @@ class SamplingParams(Struct, frozen=True):
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | SamplingParams) -> SamplingParams:
-        """Reads a mapping.
+        """Return the parameters in a mapping.
 
         Raises:
             SamplingParamsError: A key is unknown or a value is out of range.
@@ -135,7 +135,7 @@ class SamplingParams(Struct, frozen=True):
             raise SamplingParamsError(f"sampling parameters are {values!r}: {error}; give numbers") from error
 
     def limited(self, max_tokens: int, *, more_stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
-        """The same with another `max_tokens` and more stop tokens.
+        """Return the same parameters with another `max_tokens` and more stop tokens.
 
         Raises:
             SamplingParamsError: `max_tokens` is less than 1.
@@ -145,7 +145,7 @@ class SamplingParams(Struct, frozen=True):
         )
 
     def after(self, num_sampled: int) -> SamplingParams:
-        """The parameters with which the rest of a completion is sampled, once so many of its tokens were."""
+        """Return the parameters for the rest of a completion, of which `num_sampled` tokens were sampled."""
         return structs.replace(
             self,
             max_tokens=None if self.max_tokens is None else self.max_tokens - num_sampled,
@@ -175,7 +175,11 @@ class TokenOutput:
         prefill_s: float | None = None,
         extras: TokenArrays | None = None,
     ) -> None:
-        """Raises: ValueError: There is not one log-prob for every token."""
+        """Make a completion of one chunk.
+
+        Raises:
+            ValueError: The number of log-probs is not the number of tokens.
+        """
         if log_probs is not None and len(log_probs) != len(token_ids):
             raise ValueError(f"{len(token_ids)} token ids but {len(log_probs)} log-probs")
         chunk = TokenChunk(
@@ -280,14 +284,14 @@ def top_logprob_arrays(token_ids: Any, logprobs: Any, *, num_top: int) -> TokenA
 
 
 class ToolCall(Struct, frozen=True):
-    """A call that the model wrote and that could be read."""
+    """Tool call in a completion."""
 
     name: str
     arguments: dict[str, Any]
     id: str = ""
 
     def as_message(self) -> Message:
-        """The OpenAI form, as chat templates expect it (arguments as a mapping)."""
+        """Return the call in OpenAI's form, with arguments as a mapping, as chat templates expect it."""
         return {
             "type": "function",
             "id": self.id,
@@ -296,15 +300,15 @@ class ToolCall(Struct, frozen=True):
 
 
 class MalformedCall(Struct, frozen=True):
-    """Something that the model meant as a call and that could not be read."""
+    """Tool call in a completion that could not be parsed."""
 
     text: str
     error: str
-    """What is wrong with it, in words that the model is answered with."""
+    """What is wrong with the call. The model gets this text as the reply."""
 
 
 class ParsedCompletion(Struct, frozen=True):
-    """What a completion says: text, reasoning, and calls in the order they were written."""
+    """Parsed completion: text, reasoning, and calls in order."""
 
     content: str
     calls: tuple[ToolCall | MalformedCall, ...] = ()
@@ -319,7 +323,7 @@ class ParsedCompletion(Struct, frozen=True):
         return [call for call in self.calls if isinstance(call, MalformedCall)]
 
     def as_message(self) -> Message:
-        """The assistant message for the conversation's record."""
+        """Return the assistant message for the conversation."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -335,12 +339,12 @@ def _packer(code: Literal["i", "f"], dtype: Any) -> Callable[[Sequence[float] | 
         try:  # as numpy does it, in less than half of the time
             return np.frombuffer(struct.pack(f"{len(numbers)}{code}", *numbers), dtype)
         except (struct.error, OverflowError):
-            return np.asarray(numbers, dtype)  # it takes what is nearly a number, or says what is wrong
+            return np.asarray(numbers, dtype)  # accepts more types, or raises an error that explains
 
     return packed
 
 
 as_token_ids: Callable[[TokenIds], IntArray] = _packer("i", np.int32)
-"""A packed int32 array of the ids, read-only where it can be; no copy if it is one already."""
+"""Return token ids as an int32 array. The array is read-only unless it is the argument itself."""
 as_logprobs: Callable[[Sequence[float] | FloatArray], FloatArray] = _packer("f", np.float32)
-"""A packed float32 array of them, as for the ids."""
+"""Return log-probs as a float32 array. See `as_token_ids`."""

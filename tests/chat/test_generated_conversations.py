@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from agent_loop.chat.probes import PROBE_TOOLS
-from agent_loop.chat.report import Verdict
+from agent_loop.chat.report import TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message, ToolCall
@@ -156,7 +156,7 @@ def num_equal(name: str, *, has_tools: bool) -> tuple[int, int]:
 def test_no_conversation_differs_where_a_template_is_exact(name: str) -> None:
     report = report_of(name)
     for has_tools, verdict in ((False, report.without_tools), (True, report.with_tools)):
-        if verdict is Verdict.EXACT:
+        if verdict is TemplateVerdict.EXACT:
             num_written, equal = num_equal(name, has_tools=has_tools)
             assert equal == num_written >= NUM_CONVERSATIONS / 2
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from agent_loop.chat import byte_level
 from agent_loop.chat.byte_level import GPT2_PATTERN, OtherTokenizer, read_byte_level
 from agent_loop.chat.encoding import ControlledEncoder
-from agent_loop.chat.splitting import SplitProof
+from agent_loop.chat.split_check import SplitCheck
 from agent_loop.chat.tiktoken_encoder import MAX_CHARACTERS, tiktoken_encoder
 from agent_loop.errors import ConfigError
 from tests.chat.byte_level import (
@@ -184,16 +184,16 @@ def test_other_tokenizers_encode_themselves_and_the_log_says_why(
 def test_a_pattern_that_splits_elsewhere_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a version of `tokenizers` came with another pattern of its own."""
     monkeypatch.setattr(byte_level, "GPT2_PATTERN", GPT2_PATTERN.replace(" ?\\p{N}+", "\\p{N}"))
-    with pytest.raises(OtherTokenizer, match="splits plain text elsewhere"):
+    with pytest.raises(OtherTokenizer, match="splits ASCII text at other positions"):
         tiktoken_encoder(trained(untrained(), controls=[AddedToken("<only here>")]))
 
 
 def test_a_character_that_two_patterns_class_differently_is_found_out() -> None:
     """As if one engine knew an older version of Unicode."""
-    proof = SplitProof(like("qwen2"), pattern=QWEN3_5)
+    proof = SplitCheck(like("qwen2"), pattern=QWEN3_5)
     assert not proof.covers("a\u0301")
     assert proof.covers("aé你")
-    assert SplitProof(like("qwen2"), pattern=QWEN2).covers("a\u0301")
+    assert SplitCheck(like("qwen2"), pattern=QWEN2).covers("a\u0301")
 
 
 @pytest.mark.parametrize("text", ["new \U00016105 script", "a" * (MAX_CHARACTERS + 1), "\u0378"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agent_loop.chat.probes import PROBE_TOOLS, Probe, plain_probes, tool_probes
-from agent_loop.chat.report import Cause, Kind, ProbeResult, TemplateReport, Verdict
+from agent_loop.chat.report import Cause, CauseKind, ProbeResult, TemplateReport, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import verify_template
 from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
@@ -58,7 +58,7 @@ def every_template(test: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def differing(report: TemplateReport) -> list[ProbeResult]:
-    return [result for result in report.results if result.verdict is Verdict.DIFFERS]
+    return [result for result in report.results if result.verdict is TemplateVerdict.DIFFERS]
 
 
 def test_the_package_ships_many_templates() -> None:
@@ -75,11 +75,11 @@ def test_the_page_of_templates_is_what_the_generator_writes() -> None:
 @every_template
 def test_every_template_gets_a_verdict_with_named_causes(name: str) -> None:
     report = report_of(name)
-    assert report.without_tools is not Verdict.UNSUPPORTED
+    assert report.without_tools is not TemplateVerdict.UNSUPPORTED
     for result in report.results:
-        assert bool(result.error) == (result.verdict is Verdict.UNSUPPORTED)
-        assert bool(result.causes) or result.verdict is not Verdict.DIFFERS
-        assert not result.causes or result.verdict is not Verdict.EXACT
+        assert bool(result.error) == (result.verdict is TemplateVerdict.UNSUPPORTED)
+        assert bool(result.causes) or result.verdict is not TemplateVerdict.DIFFERS
+        assert not result.causes or result.verdict is not TemplateVerdict.EXACT
         assert Cause.OTHER not in result.causes
         assert len(set(result.causes)) == len(result.causes)
 
@@ -132,7 +132,7 @@ def test_calls_that_a_template_leaves_out_are_named_and_their_replies_are_writte
             assert reply["content"] in written
         assert result.is_bridge_exact
     assert report.causes[0] is Cause.DROPPED_CALL
-    assert report.kinds(tools=True)[0] is Kind.LEFT_OUT
+    assert report.kinds(tools=True)[0] is CauseKind.LEFT_OUT
 
 
 def test_a_call_that_is_left_out_beside_another_is_shown_by_its_argument() -> None:
@@ -146,8 +146,8 @@ def test_schemas_that_are_left_out_come_before_every_other_cause() -> None:
     assert report.causes[0] is Cause.IGNORED_TOOLS
     assert {Cause.GENERATION_PROMPT, Cause.REGROUPED_TOOLS} < set(report.causes)
     assert (report.kinds(tools=False), report.kinds(tools=True)) == (
-        (Kind.REWRITTEN,),
-        (Kind.LEFT_OUT, Kind.REWRITTEN),
+        (CauseKind.REWRITTEN,),
+        (CauseKind.LEFT_OUT, CauseKind.REWRITTEN),
     )
 
 
@@ -166,16 +166,16 @@ def test_text_and_a_call_before_a_user_regroup_no_tools(name: str) -> None:
 def test_merged_newlines_are_told_from_rewritten_history() -> None:
     report = report_of("qwen3_8")
     assert report.causes == (Cause.MERGED_TOKENS,)
-    assert report.kinds() == (Kind.MERGED,)
+    assert report.kinds() == (CauseKind.MERGED,)
     [(_, example), *_] = report.examples(Cause.MERGED_TOKENS)
     assert (example.kept, example.rendered) == ("\n|\n|</think>", "\n\n|</think>|\n\n")
     rewritten = report_of("qwen3_5_think")
-    assert rewritten.kinds() == (Kind.REWRITTEN, Kind.MERGED)
+    assert rewritten.kinds() == (CauseKind.REWRITTEN, CauseKind.MERGED)
 
 
 @every_template
 def test_newlines_merge_in_four_templates_that_are_exact_but_for_that(name: str) -> None:
-    assert (report_of(name).kinds() == (Kind.MERGED,)) == (name in MERGE_NEWLINES)
+    assert (report_of(name).kinds() == (CauseKind.MERGED,)) == (name in MERGE_NEWLINES)
 
 
 def only_appends(template: ChatTemplate, probe: Probe) -> bool:
@@ -267,7 +267,7 @@ def test_masks_change_nothing_of_what_a_template_writes(name: str, in_parts: boo
 
 @every_template
 def test_tools_that_are_announced_can_be_answered(name: str) -> None:
-    if report_of(name).with_tools is Verdict.UNSUPPORTED:
+    if report_of(name).with_tools is TemplateVerdict.UNSUPPORTED:
         pytest.skip("it takes no tools")
     template = template_of(name)
     messages = [{"role": "user", "content": "hi"}]

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from agent_loop.chat.report import Cause, Kind, Verdict
+from agent_loop.chat.report import Cause, CauseKind, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.chat.verify import require_template, verify_template
 from agent_loop.cli.placeholder_tokenizer import placeholder_tokenizer
@@ -82,7 +82,7 @@ def causes(chat_template: str, *, tools: bool = False) -> tuple[Cause, ...]:
 
 def test_a_template_that_appends_is_exact_with_and_without_tools() -> None:
     report = verify_template(small_tokenizer(), tools=True)
-    assert report.verdict is report.without_tools is report.with_tools is Verdict.EXACT
+    assert report.verdict is report.without_tools is report.with_tools is TemplateVerdict.EXACT
     assert report.causes == report.limits == ()
 
 
@@ -106,7 +106,7 @@ def test_a_family_without_tool_schemas_is_exact_without_tools(
     chat_template: str, others: tuple[Cause, ...]
 ) -> None:
     report = verify_template(family(chat_template), tools=True)
-    assert (report.without_tools, report.with_tools) == (Verdict.EXACT, Verdict.DIFFERS)
+    assert (report.without_tools, report.with_tools) == (TemplateVerdict.EXACT, TemplateVerdict.DIFFERS)
     assert report.causes == (Cause.IGNORED_TOOLS, *others)
 
 
@@ -119,8 +119,8 @@ def test_every_cause_is_reported_with_an_example_and_what_is_left_out_comes_firs
         Cause.GENERATION_PROMPT,
         Cause.END_TOKEN,
     }
-    assert report.kinds() == (Kind.LEFT_OUT, Kind.REWRITTEN)
-    assert report.kinds(tools=False) == (Kind.LEFT_OUT, Kind.REWRITTEN)
+    assert report.kinds() == (CauseKind.LEFT_OUT, CauseKind.REWRITTEN)
+    assert report.kinds(tools=False) == (CauseKind.LEFT_OUT, CauseKind.REWRITTEN)
     shown = {cause: report.examples(cause)[0][1] for cause in report.causes}
     assert shown[Cause.IGNORED_SYSTEM_PROMPT].kept == "Answer briefly."
     assert shown[Cause.DROPPED_CALL].kept == "Oslo"
@@ -130,16 +130,16 @@ def test_every_cause_is_reported_with_an_example_and_what_is_left_out_comes_firs
 
 def test_what_is_left_out_is_reported_where_all_tokens_are_equal() -> None:
     results = {result.name: result for result in verify_template(family(ONE_CALL), tools=True).results}
-    assert (results["tool"].verdict, results["tool"].causes) == (Verdict.EXACT, ())
+    assert (results["tool"].verdict, results["tool"].causes) == (TemplateVerdict.EXACT, ())
     parallel = results["parallel tools"]
     assert (parallel.position, parallel.num_kept_tokens) == (None, 0)
-    assert (parallel.verdict, parallel.causes) == (Verdict.DIFFERS, (Cause.DROPPED_CALL,))
+    assert (parallel.verdict, parallel.causes) == (TemplateVerdict.DIFFERS, (Cause.DROPPED_CALL,))
     assert (parallel.differences[0].kept, parallel.differences[0].is_in_no_render) == ("Oslo", True)
 
 
 def test_text_that_moves_behind_the_replies_has_a_cause_of_its_own() -> None:
     report = verify_template(family(MOVES_TEXT), tools=True)
-    assert report.without_tools is Verdict.EXACT
+    assert report.without_tools is TemplateVerdict.EXACT
     assert report.causes == (Cause.MOVED_TEXT,)
     assert {result.name for result, _ in report.examples(Cause.MOVED_TEXT)} == {
         result.name for result in report.results if "text and" in result.name and "without" not in result.name
@@ -163,14 +163,14 @@ def test_a_template_that_knows_no_reasoning_is_tried_without() -> None:
 
 def test_what_is_tried_when_a_run_starts_is_never_called_exact() -> None:
     report = require_template(hermes_template(), tools=True)
-    assert report.without_tools is report.with_tools is report.verdict is Verdict.LIKELY_EXACT
+    assert report.without_tools is report.with_tools is report.verdict is TemplateVerdict.LIKELY_EXACT
     assert len(report.results) < len(verify_template(hermes_template(), tools=True).results) / 2
 
 
 def test_what_a_template_refuses_beside_the_essential_is_a_limit() -> None:
     report = verify_template(family(NINE_LETTER_IDS), tools=False)
     assert [(limit.name, limit.verdict) for limit in report.limits] == [
-        ("system prompt", Verdict.UNSUPPORTED)
+        ("system prompt", TemplateVerdict.UNSUPPORTED)
     ]
     assert "no role system" in report.limits[0].error
 
@@ -221,4 +221,4 @@ def test_a_placeholder_tokenizer_holds_the_control_tokens_of_its_template() -> N
     template = ChatTemplate(placeholder_tokenizer(HERMES_TEMPLATE))
     for text in ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_response>"):
         assert len(template.encoder.encode(text)) == 1
-    assert verify_template(template, tools=True).verdict is Verdict.EXACT
+    assert verify_template(template, tools=True).verdict is TemplateVerdict.EXACT

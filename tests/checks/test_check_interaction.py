@@ -33,8 +33,8 @@ class Tutor(Gsm8kInteraction):
 
 
 def failures(interaction: BaseInteraction, **options: Any) -> list[str]:
-    asked = {"interaction_kwargs": {"ground_truth": "42"}, "answers": ANSWERS, **options}
-    report = asyncio.run(check_interaction(interaction, timeout_s=1.0, **asked))
+    arguments = {"interaction_kwargs": {"ground_truth": "42"}, "answers": ANSWERS, **options}
+    report = asyncio.run(check_interaction(interaction, timeout_s=1.0, **arguments))
     return [result.name for result in report.failures]
 
 

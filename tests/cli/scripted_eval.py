@@ -29,8 +29,8 @@ def names(file, number):
     return Path(file).is_file() and number in Path(file).read_text()
 
 def answer(request):
-    asked = tokenizer.decode(request.prompt_ids.tolist())
-    number = asked.split("question ")[1][0]
+    prompt = tokenizer.decode(request.prompt_ids.tolist())
+    number = prompt.split("question ")[1][0]
     with open("calls.log", "a") as log:
         log.write(number + " " + str(request.sampling_params.temperature) + chr(10))
     calls = Path("calls.log").read_text().split()[::2].count(number)

@@ -37,11 +37,11 @@ def add(a: int, b: int) -> str:
     return str(a + b)
 
 def answer(request):
-    asked = tokenizer.decode(request.prompt_ids.tolist())
-    number = int(asked.split("question ")[1][0])
+    prompt = tokenizer.decode(request.prompt_ids.tolist())
+    number = int(prompt.split("question ")[1][0])
     call = json.dumps({"name": "add", "arguments": {"a": 1, "b": number}})
     text = f"<tool_call>" + chr(10) + call + chr(10) + "</tool_call>"
-    if "<tool_response>" in asked:
+    if "<tool_response>" in prompt:
         text = "now " + str(number) if Path("other").exists() else "sum " + str(1 + number)
     ids = tokenizer.backend_tokenizer.encode(text + "<|im_end|>", add_special_tokens=False).ids
     return ScriptedReply(ids, logprobs=[-0.5 for _ in ids])

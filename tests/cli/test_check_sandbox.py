@@ -52,9 +52,9 @@ def test_the_command_prints_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "says"),
+    ("setting", "message"),
     [("mechanisms=x", "did you mean 'mechanism'"), ("mechanism=[x", "'mechanism=.x' cannot be read")],
 )
-def test_a_wrong_setting_is_named(setting: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_a_wrong_setting_is_named(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         run(setting)

@@ -69,10 +69,10 @@ def test_rollout_writes_complete_trajectories(command: Command) -> None:
     records = [json.loads(line) for line in Path("out/sampled.jsonl").read_text().splitlines()]
     assert [(r["group"], r["rollout"]) for r in records] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     for record in records:
-        prompt, said = record["segments"]
+        prompt, sampled = record["segments"]
         assert prompt["origin"] == "prompt"
-        assert len(said["token_ids"]) == len(said["logprobs"]) <= 8
-        assert record["reward"] == len(said["token_ids"]) % 2
+        assert len(sampled["token_ids"]) == len(sampled["logprobs"]) <= 8
+        assert record["reward"] == len(sampled["token_ids"]) % 2
 
 
 def test_a_stopped_rollout_keeps_its_finished_trajectories(command: Command) -> None:

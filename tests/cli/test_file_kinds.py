@@ -149,13 +149,13 @@ def test_a_file_of_another_kind_is_refused_with_its_kind(command: Command, name:
     for file, kind in KINDS.items():
         if kind is None or kind in READERS[name] or file == "torn.jsonl":
             continue
-        exit_code, said = command(*name.split(), file, *MORE.get(name, []))
-        said = " ".join(said.split())
+        exit_code, output = command(*name.split(), file, *MORE.get(name, []))
+        output = " ".join(output.split())
         assert exit_code == 2, (name, file)
-        assert file in said
-        assert "Traceback" not in said
-        assert kind.what in said or "is a folder; give" in said or "holds no run" in said, said
-        assert "remove" not in said, said
+        assert file in output
+        assert "Traceback" not in output
+        assert kind.what in output or "is a folder; give" in output or "holds no run" in output, output
+        assert "remove" not in output, output
 
 
 def test_a_missing_step_is_refused_with_the_stored_steps(command: Command) -> None:
@@ -166,32 +166,32 @@ def test_a_missing_step_is_refused_with_the_stored_steps(command: Command) -> No
         ["rescore", "evaluated", "--reward", "script.py:reward", "--step", "99"],
         ["replay", "evaluated", "group=0/rollout=0", "--step", "99", "--config", "config.yaml"],
     ):
-        exit_code, said = command(*arguments)
+        exit_code, output = command(*arguments)
         assert exit_code == 2
-        assert "there are eval: step 0" in said
+        assert "there are eval: step 0" in output
 
 
 def test_the_only_run_in_a_folder_is_used(command: Command) -> None:
     for arguments in (["show", "runs/demo"], ["view", "runs/demo", "--export", "page.html"]):
-        exit_code, said = command(*arguments)
-        assert exit_code == 0, said
-    exit_code, said = command("show", ".")
-    assert exit_code == 2 or "trajectories" in said
+        exit_code, output = command(*arguments)
+        assert exit_code == 0, output
+    exit_code, output = command("show", ".")
+    assert exit_code == 2 or "trajectories" in output
 
 
 def test_serve_names_the_model_in_a_run(command: Command) -> None:
-    exit_code, said = command("serve", "runs/demo/train", "--port", "0")
+    exit_code, output = command("serve", "runs/demo/train", "--port", "0")
     assert exit_code == 2
-    assert "is the folder of a training run" in said
-    assert "runs/demo/train/checkpoints/step-000003/model" in said
+    assert "is the folder of a training run" in output
+    assert "runs/demo/train/checkpoints/step-000003/model" in output
 
 
 def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_option(
     command: Command,
 ) -> None:
-    exit_code, said = command("serve", "model", "--max-model-len", "40000", "--port", "0")
+    exit_code, output = command("serve", "model", "--max-model-len", "40000", "--port", "0")
     assert exit_code == 2
-    assert "--max-model-len is 40000, but the model ends at 32768 positions; give at most 32768" in said
+    assert "--max-model-len is 40000, but the model ends at 32768 positions; give at most 32768" in output
 
 
 @pytest.mark.parametrize(
@@ -209,6 +209,6 @@ def test_a_context_longer_than_that_of_the_model_is_refused_by_the_name_of_the_o
     ids=lambda arguments: " ".join(arguments)[:40],
 )
 def test_an_invalid_option_is_refused(command: Command, arguments: list[str]) -> None:
-    exit_code, said = command(*arguments)
+    exit_code, output = command(*arguments)
     assert exit_code == 2
-    assert "Traceback" not in said
+    assert "Traceback" not in output

@@ -80,6 +80,6 @@ def test_ctrl_c_ends_a_rollout_that_waits_for_code_that_swallows_its_cancellatio
         if "deaf" in line:
             break
     running.send_signal(signal.SIGINT)
-    said = running.communicate(timeout=120)[0]
-    assert running.returncode not in (0, None), said
-    assert "stopped" in said
+    output = running.communicate(timeout=120)[0]
+    assert running.returncode not in (0, None), output
+    assert "stopped" in output

@@ -32,9 +32,9 @@ def test_ctrl_c_stops_within_seconds_and_resume_continues_at_the_same_step(tmp_p
             break
     interrupted_at = time.monotonic()
     running.send_signal(signal.SIGINT)
-    said = running.communicate(timeout=60)[0]
+    output = running.communicate(timeout=60)[0]
     assert time.monotonic() - interrupted_at < 5
-    assert running.returncode == 130, said
+    assert running.returncode == 130, output
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     last = steps[-1]
     assert steps == list(range(1, last + 1))

@@ -68,28 +68,28 @@ DATA = [argument for source in SOURCES for argument in ("--data", source)]
 
 
 def test_rollout_reads_rows_of_every_source(command: Command) -> None:
-    exit_code, said = command("rollout", "config.yaml", PATH, *DATA, "-n", "1", "--out", "sampled.jsonl")
+    exit_code, output = command("rollout", "config.yaml", PATH, *DATA, "-n", "1", "--out", "sampled.jsonl")
 
-    assert exit_code == 0, said
+    assert exit_code == 0, output
     records = [json.loads(line) for line in Path("sampled.jsonl").read_text().splitlines()]
     assert [record["group"] for record in records] == list(range(8))
 
 
 def test_eval_reads_rows_of_every_source(command: Command) -> None:
-    exit_code, said = command("eval", "config.yaml", PATH, *DATA, "-n", "1", "--out", "evaluated", "--json")
+    exit_code, output = command("eval", "config.yaml", PATH, *DATA, "-n", "1", "--out", "evaluated", "--json")
 
-    assert exit_code == 0, said
+    assert exit_code == 0, output
     assert len(json.loads(Path("evaluated/summary.json").read_text())["evaluation"]["rows"]) == 8
 
 
 def test_train_reads_rows_of_every_source(command: Command) -> None:
     files = f"data.train_files=[{','.join(SOURCES)}]"
 
-    exit_code, said = command(
+    exit_code, output = command(
         "train", "config.yaml", PATH, files, "trainer.total_steps=1", "trainer.save_every=1"
     )
 
-    assert exit_code == 0, said
+    assert exit_code == 0, output
     state = json.loads(Path("run/checkpoints/step-000001/state.json").read_text())
     files_of_rows = [(file["name"], file["num_rows"]) for file in state["rows"]["train"]["files"]]
     assert files_of_rows == [
@@ -104,18 +104,18 @@ def test_train_reads_rows_of_every_source(command: Command) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_check_interaction_reads_rows_of_every_source(command: Command, source: str) -> None:
-    exit_code, said = command("check", "interaction", "config.yaml", f"data.train_files=['{source}']", PATH)
+    exit_code, output = command("check", "interaction", "config.yaml", f"data.train_files=['{source}']", PATH)
 
-    assert exit_code == 0, said
-    assert "no row of the data names it" not in said
+    assert exit_code == 0, output
+    assert "no row of the data names it" not in output
 
 
 @pytest.mark.parametrize("name", ["rollout", "eval", "train"])
 def test_an_unreadable_source_is_refused_on_one_line(command: Command, name: str) -> None:
     source = ["data.train_files=[shards/*.jsonl]"] if name == "train" else ["--data", "shards/*.jsonl"]
 
-    exit_code, said = command(name, "config.yaml", *source)
+    exit_code, output = command(name, "config.yaml", *source)
 
     assert exit_code == 2
-    assert "'shards/*.jsonl' matches nothing" in said
-    assert "Traceback" not in said
+    assert "'shards/*.jsonl' matches nothing" in output
+    assert "Traceback" not in output

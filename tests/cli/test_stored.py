@@ -179,7 +179,7 @@ class AsksTwice(AgentLoopBase):
     Path("loops.py").write_text(script.split("tokenizer =")[0] + loop, encoding="utf-8")
     overrides = ["rollout.agent.loop_files=[loops.py]", "rollout.agent.default_agent_loop=asks_twice"]
     text = run("replay", "run", ROW, *overrides, exit_code=1).output
-    assert "the loop asks for another completion than the 2 that were recorded" in text
+    assert "the loop requests another completion, but only 2 were recorded" in text
 
 
 def test_replay_from_a_turn_continues_with_the_real_model_and_real_tools() -> None:

@@ -24,7 +24,7 @@ def request(**fields) -> dict:
 
 
 @pytest.mark.parametrize("make", [lambda server: server, lambda server: AsyncLLMServerManager([server])])
-def test_a_server_and_a_pool_answer_alike(make) -> None:
+def test_a_server_and_a_pool_return_the_same_completion(make) -> None:
     async def scenario() -> None:
         server = ScriptedServer([calls("add", a=1)])
         who = make(server)
@@ -40,7 +40,7 @@ def test_a_server_and_a_pool_answer_alike(make) -> None:
     run_virtual(scenario())
 
 
-def test_a_session_of_the_callers_stays_open_and_its_others_do_not() -> None:
+def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
     async def scenario() -> None:
         server = ScriptedServer(lambda _: says("Yes."))
         pool = AsyncLLMServerManager([server])
@@ -53,7 +53,7 @@ def test_a_session_of_the_callers_stays_open_and_its_others_do_not() -> None:
     run_virtual(scenario())
 
 
-def test_leaving_a_stream_gives_the_place_back() -> None:
+def test_closing_a_stream_releases_the_lease() -> None:
     async def scenario() -> None:
         server = ScriptedServer(
             lambda r: says("No.", latency_s=0.0 if len(server.requests) == 1 else math.inf)
@@ -98,7 +98,7 @@ def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> N
     run_virtual(scenario())
 
 
-def test_an_aborted_completion_is_no_answer() -> None:
+def test_an_aborted_completion_is_an_error() -> None:
     async def scenario() -> None:
         server = ScriptedServer([says("one two", latency_s=10)])
         async with asyncio.TaskGroup() as group:
@@ -130,7 +130,10 @@ def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> N
     ("message", "words"),
     [
         ({"role": "user", "content": [{"type": "input_audio"}]}, r"messages\[0\].content\[0\]: type is"),
-        ({"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}, "only assistant messages may have tool calls"),
+        (
+            {"role": "user", "content": "x", "tool_calls": [{"id": "1"}]},
+            "only assistant messages may have tool calls",
+        ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             r"tool_calls\[0\].function.arguments is not valid JSON",
@@ -142,7 +145,7 @@ def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> N
         ({"role": "assistant", "tool_calls": [{}]}, "not a function call with a name"),
     ],
 )
-def test_messages_that_cannot_be_read_are_named(message: dict, words: str) -> None:
+def test_invalid_messages_are_refused_with_the_reason(message: dict, words: str) -> None:
     server = ScriptedServer([says("Yes.")])
     with pytest.raises(RequestError, match=words):
         run_virtual(server.chat_completion(request(messages=[message]), template=TEMPLATE))
@@ -175,7 +178,7 @@ def test_text_parts_are_one_text_and_arguments_are_mappings() -> None:
     assert server.requests[0].prompt_ids.tolist() == TEMPLATE.open(expected).tolist()
 
 
-def test_a_request_is_read_once_and_says_what_is_wrong_with_it() -> None:
+def test_an_invalid_request_is_refused_with_the_reason() -> None:
     read = ChatCompletionRequest.read(request(stop="x", n=2, max_tokens=5, seed=1))
     assert ChatCompletionRequest.read(read) is read
     assert read.sampling_params(max_tokens=5, choice=1).seed == 2

@@ -31,7 +31,7 @@ def streamed(ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
 
 
 @given(st.text(max_size=60), st.lists(st.integers(1, 5), max_size=60))
-def test_whole_characters_come_however_the_tokens_are_cut(text: str, sizes: list[int]) -> None:
+def test_only_whole_characters_are_returned(text: str, sizes: list[int]) -> None:
     ids = BYTE_TOKENS.encode(text, add_special_tokens=False).ids
     parts = streamed(ids, sizes)
     assert "".join(parts) == decode(ids)
@@ -40,7 +40,7 @@ def test_whole_characters_come_however_the_tokens_are_cut(text: str, sizes: list
 
 
 @given(st.lists(st.integers(9, len(small_tokenizer()) - 1), max_size=200), st.lists(st.integers(1, 9)))
-def test_any_tokens_give_the_text_that_the_tokenizer_gives(ids: list[int], sizes: list[int]) -> None:
+def test_streamed_text_equals_the_tokenizers_text(ids: list[int], sizes: list[int]) -> None:
     assert "".join(streamed(ids, sizes)) == decode(ids)
 
 
@@ -85,7 +85,7 @@ def test_a_text_ends_where_the_first_stop_text_begins(
         assert given == completed[0][: len(completed[0]) - longest]
 
 
-def test_what_may_be_the_beginning_of_a_stop_text_waits() -> None:
+def test_a_possible_start_of_a_stop_text_is_held_back() -> None:
     stream = StopTextMatcher(["END"])
     assert [stream.feed(text) for text in ("one E", "N", "T E", "ND two")] == ["one ", "", "ENT ", ""]
     assert stream.is_hit

@@ -1,4 +1,4 @@
-"""Requests that are refused name what is wrong with them."""
+"""Error messages of refused requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELLO = {"role": "user", "content": "hello"}
         ({"messages": [{**HELLO, "x-id": 1}]}, "unknown parameter 'messages[0].x-id'", "messages[0].x-id"),
     ],
 )
-def test_a_chat_request_names_its_fault(fields: dict[str, Any], message: str, param: str) -> None:
+def test_an_invalid_chat_request_names_the_field(fields: dict[str, Any], message: str, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         ChatCompletionRequest.read({"model": "m", "messages": [HELLO], **fields})
     assert message in str(caught.value)
@@ -43,7 +43,7 @@ def test_a_chat_request_names_its_fault(fields: dict[str, Any], message: str, pa
 @pytest.mark.parametrize(
     ("prompt", "param"), [([1, -1], "prompt[1]"), ([], "prompt"), ([[1], []], "prompt[1]"), (3, "prompt")]
 )
-def test_a_prompt_of_several_forms_is_judged_by_the_one_that_fits_best(prompt: Any, param: str) -> None:
+def test_an_invalid_prompt_gets_the_error_of_the_best_fitting_type(prompt: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         CompletionRequest.read({"model": "m", "prompt": prompt})
     assert caught.value.param == param

@@ -32,14 +32,14 @@ def calls_in(form: Format) -> list[ToolCall]:
     return [ToolCall("add", {"a": "x y", "b": [1, 2]}, ids[0]), ToolCall("add", {}, ids[1])]
 
 
-def test_text_reasoning_and_calls_are_told_apart() -> None:
+def test_text_reasoning_and_calls_are_separated() -> None:
     text = f"<think>\nWhich?\n</think>\n\nLet me add. {call_text('add', a=1)}\n{call_text('add', a=2)}"
     assert whole(text) == ParsedDelta(
         "Let me add.", "Which?", (ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2}))
     )
 
 
-def test_text_flows_until_it_may_be_the_beginning_of_a_call() -> None:
+def test_text_is_returned_until_it_may_be_the_start_of_a_call() -> None:
     reader = StreamParser(HERMES, tools=[ADD])
     said = [
         reader.feed(part).content for part in ("So: 1 <", " 2 and <tool", "box> then", " <tool_c", "all>{")
@@ -47,34 +47,34 @@ def test_text_flows_until_it_may_be_the_beginning_of_a_call() -> None:
     assert said == ["So: 1", " < 2 and", " <toolbox> then", "", ""]
 
 
-def test_reasoning_flows_too_and_the_prompt_may_have_opened_it() -> None:
+def test_reasoning_is_streamed_even_if_the_prompt_opened_it() -> None:
     reader = StreamParser(HERMES, prompt_end="<|im_start|>assistant\n<think>\n")
     parts = [reader.feed(part) for part in ("\nI thi", "nk.\n", "So.\n</th", "ink>\n", "\nYes", ".")]
     assert [part.reasoning for part in parts] == ["I thi", "nk.", "\nSo.", "", "", ""]
     assert "".join(part.content for part in parts) == "Yes."
 
 
-def test_reasoning_that_is_cut_is_no_content() -> None:
+def test_unfinished_reasoning_is_not_content() -> None:
     assert whole("Hm, <tool_call>", prompt_end="<think>\n") == ParsedDelta(reasoning="Hm, <tool_call>")
 
 
-def test_a_call_inside_reasoning_is_none() -> None:
+def test_a_call_inside_reasoning_is_ignored() -> None:
     assert whole(f"<think>{call_text('add')}</think>No.") == ParsedDelta("No.", call_text("add"))
 
 
-def test_calls_that_cannot_be_read_stay_in_the_content_as_they_were_written() -> None:
+def test_malformed_calls_stay_in_the_content_unchanged() -> None:
     for broken in ("<tool_call>\n{'name': 'add'}\n</tool_call>", '<tool_call>{"name": "add", "argum'):
         assert whole(f"Now: {broken}") == ParsedDelta(f"Now: {broken}")
     mixed = whole(f"Now: {call_text('add', a=1)}<tool_call>nonsense</tool_call>")
     assert mixed == ParsedDelta("Now:\nnonsense", "", (ToolCall("add", {"a": 1}),))
 
 
-def test_without_tools_nothing_is_a_call() -> None:
+def test_without_tools_calls_are_content() -> None:
     text = f"Write {call_text('add', a=1)} to add."
     assert whole(text, tools=[]) == ParsedDelta(text)
 
 
-def test_a_parser_whose_marks_are_unknown_is_asked_at_the_end() -> None:
+def test_a_parser_with_unknown_markers_parses_at_the_end() -> None:
     class Shouting(ToolParser):
         def parse(self, text, *, tools=()):
             words = text.split()
@@ -98,7 +98,7 @@ def test_a_parser_whose_marks_are_unknown_is_asked_at_the_end() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @given(data=st.data())
-def test_however_a_completion_is_cut_it_reads_the_same(form: Format, data: st.DataObject) -> None:
+def test_the_result_does_not_depend_on_how_the_text_is_split(form: Format, data: st.DataObject) -> None:
     parser = ToolParser.get(form.name)
     calls = calls_in(form)
     pieces = st.sampled_from(
@@ -123,7 +123,7 @@ def test_however_a_completion_is_cut_it_reads_the_same(form: Format, data: st.Da
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_what_is_streamed_is_what_the_parser_of_the_loops_reads(form: Format) -> None:
+def test_the_streamed_result_equals_the_tool_parsers(form: Format) -> None:
     parser = ToolParser.get(form.name)
     calls = calls_in(form)
     opening, closing = form.reasoning

@@ -1,4 +1,4 @@
-"""Programs that know nothing but a base URL, run by a worker on scripted servers; nothing must be left behind."""
+"""Runs agent programs with a worker on scripted servers, and checks that nothing is left open."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ ADD = {
 
 
 def in_order(*replies: ScriptedReply) -> Script:
-    """Answers the first request with the first reply, and so on, whoever asks; the last one again and again."""
+    """Return a script that sends the replies in order, and then repeats the last one."""
     waiting = list(replies)
     return lambda _: waiting.pop(0) if len(waiting) > 1 else waiting[0]
 
 
 class Stage:
-    """One worker, and the programs that it runs."""
+    """Worker that runs programs."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class Stage:
         )
 
     async def run(self, *programs: Any, **columns: Any) -> list[Trajectory]:
-        """Runs programs, one row each, and checks what every trajectory must be."""
+        """Run programs, one row each, and check the invariants of every trajectory."""
         trajectories = await self.worker.run(
             [job(program, group=group, **columns) for group, program in enumerate(programs)]
         )
         self.assert_nothing_is_left()
-        self.assert_the_tokens_are_true([t.output for t in trajectories])
+        self.assert_tokens_match_the_servers([t.output for t in trajectories])
         return trajectories
 
     def run_virtual(self, *programs: Any, **columns: Any) -> list[Trajectory]:
@@ -92,8 +92,8 @@ class Stage:
         assert asyncio.get_running_loop() not in _servers
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    def assert_the_tokens_are_true(self, outputs: Sequence[AgentLoopOutput]) -> None:
-        """Whatever stands before a model segment is what a server was sent for it."""
+    def assert_tokens_match_the_servers(self, outputs: Sequence[AgentLoopOutput]) -> None:
+        """Check that the tokens before each model segment are a prompt that a server received."""
         if not isinstance(self.server, ScriptedServer):
             return
         sent = {tuple(r.prompt_ids.tolist()) for server in self.servers for r in server.requests}
@@ -120,7 +120,7 @@ def origins(output: AgentLoopOutput) -> list[str]:
 
 
 def echo(message: Any) -> Mapping[str, Any]:
-    """An assistant message as clients send it back."""
+    """Return an assistant message as clients send it back."""
     return message.model_dump(exclude_none=True)
 
 

@@ -1,4 +1,4 @@
-"""Programs that tests name by reference."""
+"""Programs that tests refer to by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def asks_once(row: Any, *, base_url: str, api_key: str) -> float:
 
 
 async def leads_three_conversations(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:
-    """Calls tools in one, goes back to its beginning, and has a helper with a system prompt of its own."""
+    """Call tools in one conversation, branch at its start, and ask a helper with its own system prompt."""
     client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
     ask = partial(client.chat.completions.create, model="m", tools=[ADD])
     opening: list[Any] = [{"role": "user", "content": str(row["question"])}]

@@ -91,7 +91,7 @@ def test_streamed_events_are_the_message() -> None:
     assert origins(streamed.output) == ["prompt", "model", "tool", "model"]
 
 
-def test_thoughts_in_the_middle_of_a_text_do_not_break_the_conversation() -> None:
+def test_thinking_blocks_between_texts_do_not_break_the_conversation() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         messages = client_of(anthropic_base_url, api_key, http_client).messages
         asked: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "thinking": {"type": "adaptive"}}
@@ -106,7 +106,7 @@ def test_thoughts_in_the_middle_of_a_text_do_not_break_the_conversation() -> Non
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
 
 
-def test_a_stop_sequence_is_named() -> None:
+def test_a_stop_sequence_is_reported() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         reply = await client_of(anthropic_base_url, api_key, http_client).messages.create(
             model=MODEL, max_tokens=64, messages=user("?"), stop_sequences=["END"]
@@ -117,7 +117,7 @@ def test_a_stop_sequence_is_named() -> None:
     assert trajectory.output.failure is None
 
 
-def test_errors_have_the_shape_of_the_dialect_and_limits_stop_the_program() -> None:
+def test_errors_have_anthropics_format_and_limits_stop_the_program() -> None:
     async def program(row: Any, *, anthropic_base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(anthropic_base_url, api_key, http_client).messages.create
         with pytest.raises(anthropic.BadRequestError, match="is not supported") as caught:
@@ -140,7 +140,7 @@ def test_errors_have_the_shape_of_the_dialect_and_limits_stop_the_program() -> N
     assert trajectory.output.failure is None
 
 
-def test_both_dialects_lead_the_same_conversation() -> None:
+def test_a_conversation_may_use_both_apis() -> None:
     import openai
 
     async def program(

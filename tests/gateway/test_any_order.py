@@ -1,5 +1,4 @@
-"""Whatever a program does, in whatever order: the tokens are those that the server saw, and the conversation is the one
-that the program sent."""
+"""Property tests: recorded tokens match the server and texts match the program, for any sequence of requests."""
 
 from __future__ import annotations
 
@@ -27,16 +26,16 @@ SYSTEMS = ["lead", "help"]
 
 @dataclass
 class Conversation:
-    """What a program knows of a conversation."""
+    """Conversation as a program knows it."""
 
     messages: list[dict[str, Any]]
-    """As they were said."""
+    """Messages as they were sent and received."""
     tokens: list[int] = field(default_factory=list)
-    """The prompt of the last answer, and that answer."""
+    """Token ids of the last prompt and its completion."""
 
 
-class Speaker:
-    """Says one of the sayings after the other, each after some time."""
+class CyclingScript:
+    """Script that returns the given texts in turn, each with a latency."""
 
     def __init__(self, choices: Sequence[tuple[int, int]]) -> None:
         self._choices = choices
@@ -49,18 +48,18 @@ class Speaker:
 
 
 class Client:
-    """Leads conversations through one session, and checks each answer."""
+    """Client that runs conversations in one session, and checks each completion."""
 
     def __init__(self, create: Any) -> None:
         self._create = create
         self.known: list[Conversation] = []
         self.asked: list[tuple[list[int], list[int]]] = []
-        """Prompt and completion of each answer."""
+        """Prompt and completion of each request."""
         self.sent: list[tuple[list[dict[str, Any]], Any]] = []
         self.retried: list[tuple[list[dict[str, Any]], Any]] = []
 
     async def do(self, action: str, which: int, what: int, style: int) -> None:
-        """One step of a program."""
+        """Run one step of a program."""
         past = self.known[which % len(self.known)] if self.known else None
         if action == "retry" and self.sent:
             await self._retry(which)
@@ -80,14 +79,20 @@ class Client:
             await self._ask(Conversation(past.messages[:-1]), style=style)
 
     async def _ask(self, conversation: Conversation, *, style: int, past: Conversation | None = None) -> None:
-        """Args: past: What it goes on with, if it does."""
+        """Send a conversation and check the completion.
+
+        Args:
+            conversation: The conversation to send.
+            style: How the client rewrites the messages.
+            past: Conversation that this one continues, if any.
+        """
         messages = [_restyled(message, style) for message in conversation.messages]
         reply = await self._send(messages, retries=0)
         self.sent.append((messages, reply.choices[0]))
         self._check(reply, conversation, past=past)
 
     async def _retry(self, which: int) -> None:
-        """The same request once more gives an answer that is given to it anyway."""
+        """Send a request again as a retry."""
         messages, _ = self.sent[which % len(self.sent)]
         self.retried.append((messages, (await self._send(messages, retries=1)).choices[0]))
 
@@ -107,7 +112,7 @@ class Client:
         shown = template.decode(prompt)
         assert _without_space(shown) == _without_space(template.decode(template.open(read, tools=[ADD])))
         if past is not None:
-            # It may have been led twice, with and without a space at an end: then either of them goes on.
+            # The conversation may be known twice, with and without a space at an end. Either may be continued.
             starts = [known.tokens for known in self.known if known.messages == past.messages]
             assert any(prompt[: len(start)] == start for start in starts)
         self.asked.append((prompt, choice.token_ids))
@@ -116,7 +121,7 @@ class Client:
 
 
 def _without_space(text: str) -> str:
-    """Space at the end of a message may come or go."""
+    """Remove the space at the end of a message, which may differ."""
     return text.replace(" <|im_end|>", "<|im_end|>")
 
 
@@ -127,7 +132,7 @@ def _replies(past: Conversation, what: int) -> list[dict[str, Any]]:
 
 
 def _restyled(message: dict[str, Any], style: int) -> dict[str, Any]:
-    """The message as another client would write it."""
+    """Return the message as another client would write it."""
     message = dict(message)
     if message["role"] == "user" and style & 1:
         text = message["content"].rstrip() if style & 2 else message["content"]
@@ -162,7 +167,7 @@ ACTIONS = st.tuples(
     sayings=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=5),
 )
 @example(threads=[[("begin", 0, 0, 1), ("repeat", 0, 0, 3), ("go_on", 0, 0, 3)]], sayings=[(0, 0)])
-def test_the_tokens_are_what_the_server_saw_and_the_texts_what_the_program_sent(
+def test_recorded_tokens_match_the_server_and_texts_match_the_program(
     threads: list[list[tuple[str, int, int, int]]], sayings: list[tuple[int, int]]
 ) -> None:
     asked: list[tuple[list[int], list[int]]] = []
@@ -182,7 +187,7 @@ def test_the_tokens_are_what_the_server_saw_and_the_texts_what_the_program_sent(
                 group.create_task(lead(actions))
         asked.extend(speaker.asked)
 
-    stage = Stage(Speaker(sayings))
+    stage = Stage(CyclingScript(sayings))
     trajectories = stage.run_virtual(program)
     assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
     records = [tokens(t.output) for t in trajectories]

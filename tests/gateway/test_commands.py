@@ -32,7 +32,7 @@ def python(code: str) -> list[str]:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process is over, or is so within some seconds."""
+    """Return whether a process ends within some seconds."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -43,7 +43,7 @@ def ends(pid: int) -> bool:
         os.close(process)
 
 
-def test_a_program_has_ended_when_it_has_and_what_it_started_is_killed(tmp_path: Path) -> None:
+def test_a_program_ends_when_it_exits_and_its_children_are_killed(tmp_path: Path) -> None:
     async def scenario() -> None:
         code = LEAVES_A_CHILD.format(apart=False, pids=str(tmp_path / "pid"))
         finished = await run_command(python(code), env={}, stdin=b"")
@@ -55,7 +55,7 @@ def test_a_program_has_ended_when_it_has_and_what_it_started_is_killed(tmp_path:
     assert time.monotonic() - began < 30
 
 
-def test_an_output_that_a_daemon_holds_open_is_read_for_a_while(
+def test_an_output_that_a_daemon_holds_open_is_read_for_a_limited_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert DRAIN_S < 30
@@ -87,14 +87,14 @@ def test_a_caller_that_is_cancelled_as_the_program_exits_leaves_no_children(
     asyncio.run(scenario())
 
 
-def test_a_program_may_leave_its_input_unread_and_say_more_than_is_kept() -> None:
+def test_a_program_may_ignore_its_input_and_write_more_than_is_kept() -> None:
     code = "import sys; sys.stdout.write('x' * 2**20); sys.stdout.buffer.write(b'\\xff' + b'end')"
     finished = asyncio.run(run_command(python(code), env={}, stdin=b"y" * 2**20))
     assert len(finished.stdout.encode(errors="replace")) < 2**17
     assert finished.stdout.endswith("x\N{REPLACEMENT CHARACTER}end")
 
 
-def test_the_last_line_of_a_program_is_a_line_whatever_characters_it_holds() -> None:
+def test_the_last_line_is_split_only_at_newlines() -> None:
     said = json.dumps({"reward": 1, "said": "one\u2028two"}, ensure_ascii=False)
     code = f"""
 import json, os, sys
@@ -110,6 +110,6 @@ sys.stdout.buffer.write({said!r}.encode())
 
 
 @pytest.mark.parametrize("command", ["python agent.py", [], ["python", 1], 3])
-def test_a_command_is_a_list_of_texts(command: Any) -> None:
+def test_a_command_must_be_a_list_of_strings(command: Any) -> None:
     [trajectory] = asyncio.run(Stage(in_order(says("x"))).worker.run([job(None, command=command)]))
     assert "as a list of strings: [python, agent.py]" in trajectory.output.failure.error

@@ -21,7 +21,7 @@ from tests.helpers import calls, encoded, says, user
 
 
 async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
-    """Goes on for as long as it may."""
+    """Send requests until one is refused."""
     create = client_of(base_url, api_key, http_client).chat.completions.create
     messages: list[Any] = user("1 + 2?")
     while True:
@@ -32,7 +32,7 @@ async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any)
         messages = [*messages, echo(reply), *answers]
 
 
-def test_a_turn_limit_ends_the_program_and_not_as_a_failure() -> None:
+def test_a_turn_limit_ends_the_program_without_a_failure() -> None:
     stage = Stage(in_order(calls("add", a=1, b=2)), max_assistant_turns=2, reward=lambda o, row: 0.25)
     [trajectory] = stage.run_virtual(never_ends)
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
@@ -42,7 +42,7 @@ def test_a_turn_limit_ends_the_program_and_not_as_a_failure() -> None:
     assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.FAILED_REQUEST]
 
 
-def test_the_length_limit_cuts_the_answer_and_then_has_a_code_that_stops_programs() -> None:
+def test_the_length_limit_cuts_the_completion_and_refuses_the_next_request() -> None:
     seen: list[Any] = []
 
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
@@ -61,7 +61,7 @@ def test_the_length_limit_cuts_the_answer_and_then_has_a_code_that_stops_program
     assert len(trajectory.output.response_ids) == 5
 
 
-def test_a_prompt_that_is_too_long_is_refused_by_code_and_named() -> None:
+def test_a_prompt_that_is_too_long_is_refused_and_recorded() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         await client_of(base_url, api_key, http_client).chat.completions.create(
             model=MODEL, messages=user("?" * 99)
@@ -72,7 +72,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_code_and_named() -> None:
     assert trajectory.output.failure is None
 
 
-def test_a_conversation_that_never_began_is_named_on_the_one_that_did() -> None:
+def test_a_conversation_that_never_started_is_an_incident_of_the_first_one() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         await create(model=MODEL, messages=user("?"))
@@ -113,7 +113,7 @@ def test_a_program_that_raises_fails_alone_with_its_traceback_and_its_tokens() -
     assert (good.reward, good.output.extra_fields) == (1.0, {"steps": 3})
 
 
-def test_a_program_that_asks_nothing_is_told_so() -> None:
+def test_a_program_that_sends_no_request_fails_with_the_reason() -> None:
     async def idle(row: Any) -> float:
         return 1.0
 
@@ -121,7 +121,7 @@ def test_a_program_that_asks_nothing_is_told_so() -> None:
     assert "make it use the base URL" in trajectory.output.failure.error
 
 
-def test_a_return_value_that_is_no_reward_is_a_failure() -> None:
+def test_a_return_value_that_is_not_a_reward_is_a_failure() -> None:
     async def odd(row: Any, *, base_url: str, api_key: str, http_client: Any) -> str:
         await client_of(base_url, api_key, http_client).chat.completions.create(
             model=MODEL, messages=user("?")
@@ -189,7 +189,7 @@ def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
     run_virtual(scenario())
 
 
-def test_a_program_may_not_lead_conversations_without_end() -> None:
+def test_the_number_of_conversations_is_limited() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         for number in range(100):
@@ -212,7 +212,7 @@ class WithoutLogProbs(ScriptedServer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_that_the_server_does_not_give_are_refused_by_name(stream: bool) -> None:
+def test_logprobs_are_refused_if_the_server_returns_none(stream: bool) -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         with pytest.raises(openai.BadRequestError, match="the server returns no log-probs"):
@@ -235,7 +235,7 @@ def test_programs_that_are_cancelled_together_end_with_their_tokens() -> None:
     run_virtual(scenario())
 
 
-def test_a_program_may_take_the_whole_address() -> None:
+def test_a_program_may_take_all_endpoint_parameters() -> None:
     async def program(row: Any, **address: Any) -> None:
         assert sorted(address) == ["anthropic_base_url", "api_key", "base_url", "http_client"]
         del address["anthropic_base_url"]
@@ -245,7 +245,7 @@ def test_a_program_may_take_the_whole_address() -> None:
     assert trajectory.output.failure is None
 
 
-def test_a_stream_is_what_the_same_answer_in_one_piece_is() -> None:
+def test_a_stream_equals_the_whole_completion() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         client = client_of(base_url, api_key, http_client)
         whole = await client.chat.completions.create(model=MODEL, messages=user("a"), tools=[ADD])

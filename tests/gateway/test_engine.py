@@ -1,4 +1,4 @@
-"""Many programs at once on the embedded engine: what a model really says, whatever it is."""
+"""Many concurrent programs on the embedded engine, with a real model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) ->
 
 @cache
 def rolled_out(agent: Any) -> list[Trajectory]:
-    """The trajectories of 64 programs at once, on two servers."""
+    """Return the trajectories of 64 concurrent programs on two servers."""
     servers = [embedded(f"embedded-{number}", max_model_len=512) for number in range(2)]
     stage = Stage(servers, prompt_length=400, response_length=100)
 
@@ -61,7 +61,7 @@ def rolled_out(agent: Any) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("agent", [program, solve])
-def test_tokens_and_logprobs_are_what_the_model_makes_of_the_same_context(agent: Any) -> None:
+def test_tokens_and_logprobs_match_the_model(agent: Any) -> None:
     """A program on the plain OpenAI client, and an unmodified LangGraph graph."""
     trajectories = rolled_out(agent)
     assert len(trajectories) == NUM_ROWS
@@ -69,7 +69,7 @@ def test_tokens_and_logprobs_are_what_the_model_makes_of_the_same_context(agent:
     assert_is_token_exact(tiny_lm(), trajectories, temperature=TEMPERATURE)
 
 
-def test_the_programs_are_told_the_tokens_that_are_trained_on() -> None:
+def test_programs_receive_the_token_ids_that_are_trained_on() -> None:
     trajectories = rolled_out(program)
     for trajectory in trajectories:
         output = trajectory.output
@@ -82,7 +82,7 @@ def test_the_programs_are_told_the_tokens_that_are_trained_on() -> None:
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_a_stream_of_a_greedy_model_is_its_whole_answer(stops: bool) -> None:
+def test_a_greedy_stream_equals_the_whole_completion(stops: bool) -> None:
     async def both(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
         asked: dict[str, Any] = {

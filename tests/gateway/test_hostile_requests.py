@@ -104,7 +104,7 @@ async def answers(path: str, bodies: Iterable[bytes]) -> list[tuple[int, bytes, 
 
 
 @pytest.mark.parametrize(("path", "body"), [("/chat/completions", CHAT), ("/messages", MESSAGES)])
-def test_a_request_with_one_wrong_part_is_answered_or_refused(path: str, body: Any) -> None:
+def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(path: str, body: Any) -> None:
     bodies = [*(json.dumps(changed).encode() for changed in mutated(body)), *RAW]
     found = run_virtual(answers(path, bodies))
     faults = [(status, sent[:300], reply[:300]) for status, sent, reply in found if status not in (200, 400)]
@@ -122,7 +122,7 @@ def test_a_request_with_one_wrong_part_is_answered_or_refused(path: str, body: A
     ("path", "fields"),
     [("/messages", {"max_tokens": 8}), ("/chat/completions", {"continue_final_message": True})],
 )
-def test_an_answer_that_a_program_began_is_refused_with_the_reason(path: str, fields: dict[str, Any]) -> None:
+def test_a_prefilled_completion_is_refused_with_the_reason(path: str, fields: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "It is"}]
     body = json.dumps({"model": MODEL, "messages": messages, **fields}).encode()
     [(status, _, reply)] = run_virtual(answers(path, [body]))

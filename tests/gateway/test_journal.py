@@ -37,7 +37,7 @@ def test_a_journal_brings_every_conversation_back(tmp_path: Path) -> None:
     assert [facts(t) for t in again] == [facts(t) for t in first]
 
 
-def test_nothing_is_sampled_again_not_even_on_a_branch_from_a_place_that_was_left(tmp_path: Path) -> None:
+def test_all_completions_are_replayed_also_on_a_branch_from_an_earlier_position(tmp_path: Path) -> None:
     first = run_journaled(tmp_path / "j", stage(1), ROWS)
     payloads = scan((tmp_path / "j").read_bytes()).payloads
     kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
@@ -64,7 +64,7 @@ def test_completions_from_before_the_crash_are_replayed(tmp_path: Path, share: f
     assert talker.num_requests <= NUM_REQUESTS - len(kept)
 
 
-def test_a_program_that_asks_something_else_begins_anew(tmp_path: Path) -> None:
+def test_a_program_with_other_requests_than_recorded_restarts(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "program": "tests.gateway.programs:asks_something_else_each_time"}]
     run_journaled(tmp_path / "j", stage(1), rows)
     data = (tmp_path / "j").read_bytes()

@@ -33,7 +33,7 @@ def test_parallel_calls_of_a_graph_are_answered_in_one_turn() -> None:
     assert "KeyError" in unknown
 
 
-def test_a_graph_over_a_real_port_needs_no_client_of_ours() -> None:
+def test_a_graph_over_a_real_port_uses_its_own_client() -> None:
     async def program(row: Any, *, base_url: str, api_key: str) -> None:
         await solve({"raw_prompt": user("?")}, base_url=base_url, api_key=api_key, http_client=None)
 

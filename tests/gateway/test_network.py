@@ -50,7 +50,7 @@ def command(code: str, tmp_path: Path) -> list[str]:
     return [sys.executable, str(file)]
 
 
-def test_a_command_is_given_its_row_and_the_address_and_says_its_reward_at_the_end(tmp_path: Path) -> None:
+def test_a_command_gets_its_row_and_endpoint_and_prints_its_reward(tmp_path: Path) -> None:
     stage = Stage(in_order(says("one"), says("two")))
     [trajectory] = asyncio.run(stage.run(None, command=command(PROGRAM, tmp_path), question="Why?"))
     assert trajectory.output.failure is None
@@ -60,7 +60,7 @@ def test_a_command_is_given_its_row_and_the_address_and_says_its_reward_at_the_e
     assert trajectory.output.messages[0]["content"] == "Why?"
 
 
-def test_a_command_that_fails_leaves_the_end_of_what_it_complained(tmp_path: Path) -> None:
+def test_a_failed_command_leaves_the_end_of_its_standard_error(tmp_path: Path) -> None:
     code = """
         import openai
         openai.OpenAI(max_retries=0).chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
@@ -124,7 +124,7 @@ class TellingServer(ScriptedServer):
         self.was_aborted.set()
 
 
-def test_a_client_that_hangs_up_in_a_stream_aborts_the_completion() -> None:
+def test_a_client_that_disconnects_in_a_stream_aborts_the_completion() -> None:
     text = "one two three four five six seven eight nine ten"
 
     async def program(row: Any, *, base_url: str, api_key: str) -> float:
@@ -171,7 +171,7 @@ def context() -> LoopContext:
     )
 
 
-def test_only_who_has_the_key_gets_in_and_nobody_once_the_session_is_closed() -> None:
+def test_a_session_requires_its_key_and_refuses_requests_once_closed() -> None:
     def status(url: str, key: str) -> tuple[int, str]:
         body = json.dumps({"model": "m", "messages": user("?")}).encode()
         request = Request(f"{url}/chat/completions", data=body, headers={"content-type": "application/json"})
@@ -209,7 +209,7 @@ def test_a_session_can_be_used_without_a_worker() -> None:
     asyncio.run(scenario())
 
 
-def test_a_loop_without_a_program_is_refused_by_name() -> None:
+def test_a_loop_without_a_program_is_refused() -> None:
     stage = Stage(in_order(says("x")))
     [trajectory] = asyncio.run(stage.worker.run([job(None)]))
     assert "needs a program or a command" in trajectory.output.failure.error

@@ -18,7 +18,7 @@ FIRST_TRY = {"x-stainless-retry-count": "0"}
 RETRY = {"x-stainless-retry-count": "1"}
 
 
-def test_a_retry_of_an_answered_request_gets_the_same_answer() -> None:
+def test_a_retry_of_a_completed_request_gets_the_same_completion() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         first = await create(model=MODEL, messages=user("?"), tools=[ADD], extra_headers=FIRST_TRY)
@@ -35,7 +35,7 @@ def test_a_retry_of_an_answered_request_gets_the_same_answer() -> None:
     assert len(stage.server.requests) == 2
 
 
-def test_a_retry_in_flight_is_answered_with_the_first_one() -> None:
+def test_a_retry_joins_the_completion_in_flight() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         first = asyncio.ensure_future(create(model=MODEL, messages=user("?")))
@@ -51,7 +51,7 @@ def test_a_retry_in_flight_is_answered_with_the_first_one() -> None:
     assert trajectory.output.answer == "slow"
 
 
-def test_a_retry_of_one_of_several_samples_is_a_sample_of_its_own() -> None:
+def test_a_retry_of_one_of_several_samples_gets_its_own_sample() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         client = client_of(base_url, api_key, http_client, max_retries=1)
 
@@ -68,7 +68,7 @@ def test_a_retry_of_one_of_several_samples_is_a_sample_of_its_own() -> None:
     assert sorted(t.output.answer for t in trajectories) == ["b", "c", "d"]
 
 
-def test_a_client_that_gives_up_aborts_the_completion_and_may_ask_again() -> None:
+def test_a_client_that_disconnects_aborts_the_completion_and_may_retry() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         with pytest.raises(TimeoutError):
@@ -84,7 +84,7 @@ def test_a_client_that_gives_up_aborts_the_completion_and_may_ask_again() -> Non
     assert (good.output.stop_reason, good.output.answer) == (StopReason.ANSWERED, "quick")
 
 
-def test_a_server_that_fails_is_a_typed_error_and_the_retry_goes_on_in_the_same_conversation() -> None:
+def test_a_server_failure_is_a_typed_error_and_the_retry_continues_the_conversation() -> None:
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
         first = (await create(model=MODEL, messages=user("?"))).choices[0].message

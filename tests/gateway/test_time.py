@@ -44,7 +44,7 @@ def test_a_completion_that_takes_too_long_ends_its_conversation_and_keeps_the_to
     assert kinds == [IncidentKind.CUT_TURN, IncidentKind.GENERATE_TIMEOUT, IncidentKind.FAILED_REQUEST]
 
 
-def test_a_program_that_takes_its_cancellation_for_a_fault_gets_no_further_turn() -> None:
+def test_a_program_that_ignores_its_cancellation_gets_no_further_turn() -> None:
     refusals: list[str | None] = []
 
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> float:

@@ -1,4 +1,4 @@
-"""A model whose words depend on its context alone, tools that remember what they did, and runs in parts."""
+"""A model whose completions depend on the context alone, tools that record their calls, and runs in parts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ OPENING = encoded("<|im_start|>assistant\n")
 
 
 def speak(turns: Sequence[str]) -> Any:
-    """A script that says the next of these turns, or the rest of one that is begun in the context.
+    """Return a script that samples the next of these turns, or the rest of a turn that the context begins.
 
-    Log-probs tell the place of their tokens in the context.
+    The log-prob of a token is derived from its position in the context.
     """
     replies = [encoded(f"{turn}<|im_end|>") for turn in turns]
 
@@ -51,7 +51,7 @@ def logprob_at(place: int) -> float:
 
 
 class World:
-    """What tools did, whichever instance of them it was."""
+    """Calls of all tool instances."""
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class World:
 
 
 class Doer(BaseTool):
-    """Counts its calls in the world, and those of one trajectory in its answer."""
+    """Counts all calls in the world, and the calls of its trajectory in its reply."""
 
     def __init__(
         self, name: str, world: World, *, on_replay: OnReplay, latency_s: float, reward: float | None = None
@@ -98,7 +98,7 @@ class SlowUser(ScriptedInteraction):
 
 
 class Setting:
-    """One row and all around it; each part of its trajectory gets tools and a loop of its own, as in a new process."""
+    """One row, its tools and its server. Each part of its trajectory has new tools and a new loop."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Setting:
     async def run(
         self, *, cancel_after_s: float | None = None, partial_output: AgentLoopOutput | None = None
     ) -> AgentLoopOutput:
-        """One part: to the end, or until it is cancelled; with a round trip through bytes."""
+        """Run one part to the end, or until it is cancelled, and pickle and unpickle its output."""
         tools = {
             name: self._tool_class(name, self.world, on_replay=on_replay, latency_s=latency_s, reward=0.25)
             for name, (on_replay, latency_s) in self._tools.items()
@@ -159,7 +159,7 @@ class Setting:
         return pickle.loads(pickle.dumps(output))
 
     async def run_in_parts(self, cuts_s: Sequence[float]) -> tuple[AgentLoopOutput, list[AgentLoopOutput]]:
-        """The whole, and what there was at each cut: so many seconds into each part."""
+        """Run a trajectory, and cancel each part after the given seconds. Return the result and each part's output."""
         parts: list[AgentLoopOutput] = []
         output: AgentLoopOutput | None = None
         for cut_s in cuts_s:
@@ -171,7 +171,7 @@ class Setting:
 
 
 def random_turns(of: random.Random, *, many: Sequence[str], one: str) -> list[str]:
-    """Some turns with calls in them, some without, some that cannot be read, and in the end an answer.
+    """Return turns with calls, without calls and with malformed calls, and an answer at the end.
 
     Args:
         many: Tools that a turn may call more than once.
@@ -190,7 +190,7 @@ def random_turns(of: random.Random, *, many: Sequence[str], one: str) -> list[st
 
 
 def facts(output: AgentLoopOutput) -> dict[str, Any]:
-    """All that must not depend on how often a trajectory was cut."""
+    """Return the facts that must not depend on how often a trajectory was cancelled."""
     logprobs = output.response_logprobs
     return {
         "prompt": output.prompt_ids.tolist(),

@@ -16,7 +16,7 @@ from tests.rollout.harness import Adder, Stage
 
 
 class Shop:
-    """Sells things; written for TRL's `environment_factory`, as its documentation has it."""
+    """A shop, written for TRL's `environment_factory` as TRL's documentation shows."""
 
     made: list[Shop]
     stock = 2
@@ -33,7 +33,7 @@ class Shop:
         return f" You have {budget} coins."
 
     def buy(self, price: int, what: str = "tea") -> str:
-        """Buys something.
+        """Buy something.
 
         Args:
             price: In coins.
@@ -50,7 +50,7 @@ class Shop:
         return f"Bought {what}."
 
     async def look(self) -> dict[str, int]:
-        """Looks into the purse."""
+        """Look into the purse."""
         return {"coins": self.budget}
 
     def _secret(self) -> None:
@@ -105,7 +105,7 @@ def test_the_models_tools_are_the_public_methods() -> None:
     factory = EnvironmentFactory(Closing, where="shop")
     assert sorted(factory.schemas) == ["buy", "look"]
     buy = factory.schemas["buy"]["function"]
-    assert buy["description"] == "Buys something."
+    assert buy["description"] == "Buy something."
     assert buy["parameters"]["required"] == ["price"]
     assert buy["parameters"]["properties"]["what"] == {
         "type": "string",
@@ -138,7 +138,7 @@ def test_calls_of_one_turn_run_one_after_the_other() -> None:
         at_once = 0
 
         def buy(self, price: int) -> str:
-            """Buys.
+            """Buy.
 
             Args:
                 price: In coins.
@@ -201,7 +201,7 @@ def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
 
     class Stuck(Shop):
         def buy(self, price: int) -> str:
-            """Buys.
+            """Buy.
 
             Args:
                 price: In coins.
@@ -239,7 +239,7 @@ def test_a_tool_of_the_same_name_is_refused() -> None:
 def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
     class Camera(Shop):
         def look(self) -> list[dict[str, Any]]:  # type: ignore[override]
-            """Looks."""
+            """Look."""
             return [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "a cat"}]
 
     failure = play(Camera, [calls("look"), says("A cat.")]).output.failure

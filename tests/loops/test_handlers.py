@@ -1,4 +1,4 @@
-"""Each state of the tool loop is a handler of its own, and its state can be read while it runs."""
+"""Handlers of the tool loop, and the state that they read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Doubter(BaseInteraction):
 
 @register("watched")
 class Watched(ToolAgentLoop):
-    """Keeps what it reads at the end of each state."""
+    """Records the state that it reads after each handler."""
 
     async def _handle_pending_state(
         self, agent_data: AgentData, sampling_params: dict[str, Any]

@@ -32,7 +32,7 @@ TOOLS = {
 
 
 def random_setting(seed: int) -> Any:
-    """Makes the same setting again and again."""
+    """Return a function that makes the same setting each time."""
     of = random.Random(seed)
     turns = random_turns(of, many=["look", "book"], one="step")
     kwargs: dict[str, Any] = {
@@ -67,7 +67,7 @@ def test_a_trajectory_cancelled_anywhere_and_resumed_equals_one_without_a_cancel
 
 
 def assert_grows(outputs: list[AgentLoopOutput]) -> None:
-    """Each part holds all tokens of the one before, and the log-probs are those of the tokens' places."""
+    """Check that each part holds all tokens of the part before, with the log-probs of their positions."""
     for before, after in pairwise(outputs):
         num_tokens = len(before.response_ids)
         assert before.response_ids.tolist() == after.response_ids[:num_tokens].tolist()
@@ -83,7 +83,7 @@ def assert_grows(outputs: list[AgentLoopOutput]) -> None:
 
 
 def cut_in(phase: str, setting: Setting) -> AgentLoopOutput:
-    """The first part of a trajectory, cut while it samples its first turn, or runs the calls of that."""
+    """Return the first part of a trajectory, cancelled while it samples its first turn or runs its calls."""
     moments = {"completion": 10.5 * TOKEN_S, "calls": len(encoded(f"{ASKING}<|im_end|>")) * TOKEN_S + 0.5}
     return run_virtual(setting.run(cancel_after_s=moments[phase]))
 
@@ -187,7 +187,7 @@ def test_a_trajectory_whose_tool_cannot_be_replayed_starts_again_and_keeps_the_i
     output = run_virtual(setting.run(partial_output=again))
     for each in (again, output):
         [incident] = [i for i in each.incidents if i.kind is IncidentKind.RESTARTED]
-        assert "does not say that it can be replayed" in incident.detail
+        assert "its on_replay does not allow a replay" in incident.detail
     assert output.stop_reason is StopReason.ANSWERED
     assert len(again.response_ids) == 8
 

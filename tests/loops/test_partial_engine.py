@@ -1,4 +1,4 @@
-"""CallAborted and resumed on an engine with a model: the embedded one."""
+"""Trajectories that are cancelled and resumed on the embedded engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming after calls to tools whose state cannot be brought back: the tokens stay as long as nothing reads it."""
+"""Resuming after calls of tools whose state cannot be restored: tokens are kept until something reads it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SILENT = {"look": (OnReplay.RESTART, LATENCY_S)}
 
 
 class Judge(Doer):
-    """Finds a trajectory worth the number of its calls."""
+    """Rewards a trajectory with the number of its calls."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         self._world.begun["verdict"] += 1
@@ -31,7 +31,7 @@ class Judge(Doer):
 
 
 class FailsEarly(Judge):
-    """Has no verdict before the third call."""
+    """Raises instead of a reward before the third call."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         if self.open[instance_id] < 2:
@@ -40,7 +40,7 @@ class FailsEarly(Judge):
 
 
 class VerlTool(verl.BaseTool):
-    """As verl's tools are written: with state, a reward of it, and nothing about replays."""
+    """A tool as written for verl: with state, a reward that reads it, and no `on_replay`."""
 
     begun: ClassVar[list[str]] = []
 
@@ -68,7 +68,7 @@ class VerlTool(verl.BaseTool):
 
 
 def after_calls(*turns: str, tokens: int = 3, latency_s: float = LATENCY_S) -> float:
-    """The moment so many tokens into the completion that follows these turns, each of which calls one tool."""
+    """Return the time at which a number of tokens after these turns is sampled. Each turn calls one tool."""
     sampled = sum(len(encoded(f"{turn}<|im_end|>")) for turn in turns)
     return (sampled + tokens + 0.5) * TOKEN_S + len(turns) * latency_s
 
@@ -95,9 +95,7 @@ def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() 
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
     output = run_virtual(setting.run(partial_output=part))
     [reason] = restarts(output)
-    assert (
-        "tool 'look' is called after tool 'look' had been used, whose state cannot be brought back" in reason
-    )
+    assert "tool 'look' is called after tool 'look' had been used, whose state cannot be restored" in reason
     assert output.stop_reason is StopReason.ANSWERED
     assert setting.world.begun["look"] == 3
 
@@ -107,7 +105,7 @@ def test_an_aborted_call_starts_the_trajectory_again() -> None:
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
     assert part.extra_fields["state"] == "processing_tools"
     output = run_virtual(setting.run(partial_output=part))
-    assert "had been used, and does not say that it can be replayed" in restarts(output)[0]
+    assert "had been used, and its on_replay does not allow a replay" in restarts(output)[0]
 
 
 @pytest.mark.parametrize(

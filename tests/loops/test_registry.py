@@ -30,7 +30,7 @@ class FromAFile(Patient):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test registers goes with it."""
+    """Remove the loops that a test registers after the test."""
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
 
 

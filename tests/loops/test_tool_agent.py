@@ -29,7 +29,7 @@ def replies(trajectory: Trajectory) -> list[str]:
 
 
 def assert_token_truth(trajectory: Trajectory, stage: Stage) -> None:
-    """Every request's context is a prefix of the record, and the record holds every completion where it was said."""
+    """Check that each request's context is a prefix of the record, which holds each completion at its position."""
     record = np.concatenate([segment.token_ids for segment in trajectory.output.segments])
     for request in stage.server.requests:
         assert record[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()

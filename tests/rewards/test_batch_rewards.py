@@ -1,4 +1,4 @@
-"""One call of a reward function for all trajectories of a row."""
+"""Reward functions that are called once for all trajectories of a row."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BatchReward = Callable[[list[AgentLoopOutput], list[Row]], Any]
 
 
 class Talker:
-    """Says a new number at every request, and takes a different time for each."""
+    """Returns a new number for every request, after a different time."""
 
     def __init__(self) -> None:
         self.num_requests = 0
@@ -50,7 +50,7 @@ class Talker:
 
 
 class Judge:
-    """Rewards each output with the number that it says, and keeps what it was asked."""
+    """Rewards each output with the number in its answer, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], list[int]]] = []
@@ -62,7 +62,7 @@ class Judge:
 
 @register("fails_at_times")
 class FailsAtTimes(AgentLoopBase):
-    """Fails where it says a number of `failing`; with `all_fail`, always. `own` is its own reward."""
+    """Fails if its answer is a number in `failing`, or always with `all_fail`. `own` is the loop's own reward."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async with self.episode(row["raw_prompt"]) as episode:

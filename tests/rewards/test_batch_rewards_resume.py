@@ -1,4 +1,4 @@
-"""Rewards of whole groups in a journal: kept once they are known, computed where they are not."""
+"""Rewards of whole groups in a journal: recorded rewards are reused, and missing rewards are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RecordPosition = tuple[int, int]
 
 
 class Trial:
-    """A manager whose every sample is another one, and a judge that keeps what it was asked."""
+    """A manager whose samples all differ, and a judge that records its calls."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trial:
     def run(
         self, path: Path, *, killed_after_s: float | None = None, resume: bool = True
     ) -> list[Trajectory]:
-        """Runs the rows with a journal; nothing of a run that is killed comes back."""
+        """Run the rows with a journal. Return nothing if the run is killed."""
 
         async def scenario() -> list[Trajectory]:
             async with open_journal(path, key=key_of(ROWS), rows=ROWS, resume=resume) as journal:
@@ -202,7 +202,7 @@ def test_rewards_are_recorded_once_before_they_are_reported(tmp_path: Path) -> N
 
 
 def test_the_recorded_reward_of_a_trajectory_that_was_run_again_is_not_used(tmp_path: Path) -> None:
-    """As after damage that cost the end of a row: the row ran once more, and was killed before it was scored."""
+    """Simulates damage that lost the end of a row: the row ran again, and was killed before it was scored."""
     path = tmp_path / "journal"
     Trial().run(path)
     records = records_of(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Workers on scripted servers, and what must be left when they are done: nothing."""
+"""Workers on scripted servers, and checks that they leak nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMA = {
 
 
 class Adder(BaseTool):
-    """Adds; counts what is open; sleeps, fails and ends as its config says."""
+    """Adds two numbers. Counts open instances; sleeps, fails and ends the episode as its config says."""
 
     def __init__(self, config: Mapping[str, Any] | None = None, *, name: str = "add") -> None:
         super().__init__(config or {}, {**SCHEMA, "function": {**SCHEMA["function"], "name": name}})
@@ -139,7 +139,7 @@ class Stage:
         )
 
     def run_one(self, **row: Any) -> Trajectory:
-        """Runs one row in virtual time and checks that nothing is left behind."""
+        """Run one row in virtual time and check that nothing leaked."""
         [trajectory] = self.run([{"raw_prompt": user("What is 1 + 2?"), **row}])
         return trajectory
 

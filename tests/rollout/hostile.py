@@ -1,4 +1,4 @@
-"""Foreign code that does everything wrong: what it does (`DEEDS`, `VALUES`), and the parts in which it does it."""
+"""User code that does everything wrong: its actions (`DEEDS`, `VALUES`), and the components that perform them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rollout.harness import Adder
 
 
 class Released:
-    """What frees everything that hangs, at the end of a test."""
+    """Events that release all hanging code at the end of a test."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
@@ -46,11 +46,11 @@ RELEASED: list[Released] = []
 
 
 class Panic(BaseException):
-    """As extensions in other languages raise it."""
+    """An exception such as extensions in other languages raise."""
 
 
 class EvilError(Exception):
-    """Its text cannot be had."""
+    """An exception whose `__str__` raises."""
 
     def __str__(self) -> str:
         raise SystemExit(7)
@@ -59,18 +59,18 @@ class EvilError(Exception):
 
 
 class OddError(Exception):
-    """Its text is no text."""
+    """An exception whose `__str__` does not return a str."""
 
     def __str__(self) -> str:
         return 5  # type: ignore[return-value]
 
 
 class EvilStop(StopIteration):
-    """No future takes it."""
+    """A StopIteration, which a future cannot hold."""
 
 
 class Evil:
-    """Every method of it raises."""
+    """An object whose methods all raise."""
 
     def __getattribute__(self, name: str) -> Any:
         raise KeyboardInterrupt(name)
@@ -108,7 +108,7 @@ class EvilFloat(float):
 
 
 class BadYield:
-    """Awaits what nothing can be awaited on."""
+    """Yields an object that an event loop cannot wait for."""
 
     def __await__(self) -> Any:
         yield 7
@@ -251,7 +251,7 @@ def _extra(value: str | None) -> dict[Any, Any]:
 
 
 class HostileTool(Adder):
-    """Adds, and does its deed where the row says."""
+    """Adds two numbers, and misbehaves in the method that the row names."""
 
     has_verdict = True
 
@@ -307,7 +307,7 @@ class HostileTool(Adder):
 
 
 class HostileInteraction(BaseInteraction):
-    """Says one thing, and does its deed in the method that the row names."""
+    """Replies once, and misbehaves in the method that the row names."""
 
     def __init__(self) -> None:
         super().__init__({"name": "hostile"})
@@ -349,7 +349,7 @@ class HostileInteraction(BaseInteraction):
 
 @register("hostile_loop")
 class HostileLoop(AgentLoopBase):
-    """One turn, then what the row says."""
+    """Samples one turn, and then misbehaves as the row says."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         deed, returns = row.get("deed"), row.get("returns")
@@ -428,7 +428,7 @@ class HostileLoop(AgentLoopBase):
 
 
 class HostileServer(ScriptedServer):
-    """Answers by what is in the prompt, and replies wrongly to prompts that ask for it."""
+    """Returns completions that depend on the prompt, and invalid responses to prompts that ask for them."""
 
     async def generate(self, prompt_ids: Any, sampling_params: Any, request_id: str, **more: Any) -> Any:
         text = small_tokenizer().decode(prompt_ids.tolist())
@@ -468,7 +468,7 @@ REPLIES: dict[str, Callable[[], Any]] = {
 
 
 def script(request: ScriptedRequest) -> ScriptedReply:
-    """Calls the tool first where the prompt asks for it, and answers then."""
+    """Return a call of the tool if the prompt asks for it, and then an answer."""
     text = small_tokenizer().decode(request.prompt_ids.tolist())
     if "add" in text and request.turn == 0:
         return calls("add", a=1, b=2)
@@ -476,7 +476,7 @@ def script(request: ScriptedRequest) -> ScriptedReply:
 
 
 async def async_reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:
-    """The reward of a harmless row is told by its answer."""
+    """Return the reward of a harmless row, which its answer determines."""
     told = row.get("reward_does", {})
     if told.get("mutates"):
         for message in output.messages:
@@ -495,7 +495,7 @@ async def async_reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:
 
 
 def in_threads() -> dict[str, Callable[[], Any]]:
-    """Return what functions do that run in threads."""
+    """Return the actions of functions that run in threads."""
 
     def raises(error: BaseException) -> None:
         raise error
@@ -524,7 +524,7 @@ IN_THREADS = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of hostile part."""
+    """A kind of hostile component."""
 
     name: str
     columns: Mapping[str, Any]
@@ -681,7 +681,7 @@ def _row_kinds() -> list[Kind]:
 
 
 def harmless_row(number: int) -> dict[str, Any]:
-    """Return a row that does nothing wrong; a third of them use each of the parts."""
+    """Return a row that does nothing wrong. A third of these rows use each component."""
     row: dict[str, Any] = {"raw_prompt": user(f"{'add' if number % 3 == 0 else 'hello'} {number}")}
     if number % 3 == 1:
         row["interaction_kwargs"] = {"name": "hostile"}

@@ -23,7 +23,7 @@ Rows = Sequence[Mapping[str, Any]]
 def run_journaled(
     path: Path, stage: Stage, rows: Rows, *, resume: bool = False, refuse: bool = False
 ) -> list[Trajectory]:
-    """Runs what the journal does not hold, in virtual time, and checks that nothing is left behind."""
+    """Run the rows that the journal does not hold, in virtual time, and check that nothing leaked."""
 
     async def scenario() -> list[Trajectory]:
         async with open_journal(path, key=key_of(rows), rows=rows, resume=resume, refuse=refuse) as journal:
@@ -45,16 +45,16 @@ def key_of(rows: Rows, **settings: Any) -> StepKey:
 
 
 def records_of(data: bytes) -> list[dict[str, Any]]:
-    """What a journal says, record by record."""
+    """Return the records of a journal."""
     return [unpack(payload) for payload in scan(data).payloads]
 
 
 class Talker:
-    """Says something else at every request, and calls a tool as long as it is told to.
+    """Returns a different completion for every request, with a call of a tool in the first turns.
 
     Args:
-        seed: Another one says other things.
-        num_calls: Turns with a call before the answer; by row, as the prompt's length tells them apart.
+        seed: Seed of the completions.
+        num_calls: Turns with a call before the answer, by row. Rows are identified by the length of their prompts.
     """
 
     def __init__(self, *, seed: int, num_calls: int = 2, per_turn: int = 1) -> None:
@@ -80,7 +80,7 @@ def _count(ids: list[int], wanted: list[int]) -> int:
 
 
 def facts(trajectory: Trajectory) -> list[Any]:
-    """Everything that training sees, to compare."""
+    """Return the values that training reads, for comparisons."""
     output = trajectory.output
     return [
         trajectory.trajectory_id,

@@ -1,4 +1,4 @@
-"""How many trajectories may be in flight: the rule alone, the gate, and both before simulated servers."""
+"""The bound on trajectories in flight: its rule, the gate, and both with simulated servers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def updated(
     kv_cache_share: float | None = None,
     demand: float | None = None,
 ) -> float:
-    """The bound after a look at the servers, which did nothing, have no free place and tell nothing by default."""
+    """Return the bound after one update. By default the servers did no work, have no free slot and report nothing."""
     return control.update(
         use or ServerUsage(),
         num_in_flight=num_in_flight,

@@ -56,7 +56,7 @@ def test_a_name_of_a_column_that_an_extra_field_has_gets_a_prefix() -> None:
 
 
 def test_tensors_share_the_memory_of_the_arrays() -> None:
-    """No second copy of a column is made on the way to torch."""
+    """Tensors are views of the numpy arrays."""
     batch = assemble([trajectory(response=[(Origin.MODEL, [4, 5])])], pad_token_id=PAD)
 
     view = np.asarray(batch["input_ids"])

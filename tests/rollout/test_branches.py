@@ -18,7 +18,7 @@ from tests.rollout.harness import Adder, Stage
 
 @register("best_of_two")
 class BestOfTwo(AgentLoopBase):
-    """Thinks once, then answers in two ways."""
+    """Samples one shared turn, then two answers in branches."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
         async with self.episode(row["raw_prompt"]) as episode:

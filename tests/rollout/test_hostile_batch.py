@@ -1,4 +1,4 @@
-"""A batch of hostile and harmless rows ends with every row typed, leaves nothing, and trains."""
+"""A batch of hostile and harmless rows ends with a reason for every row, leaks nothing, and can be trained on."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def ended(trajectory: Trajectory) -> str:
 
 
 def facts(trajectory: Trajectory) -> list[Any]:
-    """Return what must not depend on other rows."""
+    """Return the facts that must not depend on other rows."""
     output = trajectory.output
     assert output.response_logprobs is not None
     return [

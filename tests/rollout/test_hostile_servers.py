@@ -1,4 +1,4 @@
-"""Arbitrary replies to some rows change no other row, keep no lease, and reach no update."""
+"""Arbitrary responses to some rows do not change other rows, keep no lease, and reach no update."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TIMEOUT_S = 60.0
 
 
 class Odd(BaseException):
-    """Not an Exception."""
+    """A BaseException that is not an Exception."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server does with one request."""
+    """Behaviour of a server for one request."""
 
     fields: dict[str, Any]
     """Set on a completion without any check."""
@@ -141,7 +141,7 @@ REPLIES: st.SearchStrategy[Reply] = st.builds(
 
 
 class HostileServer(ScriptedServer):
-    """Answers harmless rows as it is scripted, and each hostile row with its own reply."""
+    """Returns scripted completions to harmless rows, and to each hostile row its own response."""
 
     def __init__(self, replies: Sequence[Reply], *, streams: bool, name: str) -> None:
         super().__init__(answer, name=name, vocab_size=VOCAB_SIZE, max_concurrent=2, streams=streams)
@@ -177,7 +177,7 @@ class HostileServer(ScriptedServer):
 
 
 def answer(request: ScriptedRequest) -> ScriptedReply:
-    """The whole reply to a prompt, of which the prompt may hold the beginning."""
+    """Return the whole completion of a prompt. The prompt may already contain its first tokens."""
     text = hermes_template().decode(request.prompt_ids)
     question, _, begun = text.rpartition("<|im_start|>assistant\n")
     number = question.rpartition("good ")[2].partition("<")[0]
@@ -189,7 +189,7 @@ def answer(request: ScriptedRequest) -> ScriptedReply:
 def trajectories_of(
     replies: Sequence[Reply], *, num_servers: int, streams: bool
 ) -> tuple[list[Trajectory], dict[str, Any]]:
-    """Run the harmless rows beside one hostile row for each reply; return what is left behind, too."""
+    """Run the harmless rows with one hostile row for each response. Return the leaks, too."""
     servers = [HostileServer(replies, streams=streams, name=f"s{n}") for n in range(num_servers)]
     config = RolloutConfig(
         prompt_length=256, response_length=64, max_failed_share=1.0, request_timeout_s=TIMEOUT_S

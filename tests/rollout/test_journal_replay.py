@@ -89,7 +89,7 @@ ENCODED = (RecordKind.PROMPT, RecordKind.OBSERVATION, RecordKind.INTERACTION)
 
 
 def tokens_on_record(records: list[dict[str, Any]], row: str, lane: int) -> list[tuple[int, bool, float]]:
-    """Token, mask and log-prob, as the records have them."""
+    """Return token, mask and log-prob of each recorded token."""
     found: list[tuple[int, bool, float]] = []
     for record in records:
         if record.get("row") != row or "at" not in record or record["got"] is None:
@@ -114,7 +114,7 @@ def tokens_of(trajectory: Trajectory) -> Iterator[tuple[int, bool, float]]:
 
 
 def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
-    """Cuts the run, resumes it with a model that says other things, and compares."""
+    """Resume a cut journal with a model that samples other tokens, and compare."""
     whole, before = first_run()
     records = records_of(data)
     ended = {record["row"] for record in records if record["is"] == RecordKind.END}
@@ -144,7 +144,7 @@ def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
 
 @settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(data=st.data(), on_replay=st.sampled_from([OnReplay.RERUN, OnReplay.RECORDED]))
-def test_a_rollout_cut_at_any_byte_goes_on_with_the_tokens_on_record(
+def test_a_journal_cut_at_any_byte_resumes_with_the_recorded_tokens(
     data: st.DataObject, on_replay: OnReplay
 ) -> None:
     whole, _ = first_run()
@@ -216,7 +216,7 @@ def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_s
     assert len(tool.executed) == 4
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
-    assert "tool 'add' had been used, and does not say that it can be replayed" in incident.detail
+    assert "tool 'add' had been used, and its on_replay does not allow a replay" in incident.detail
 
 
 class Sums:
@@ -336,15 +336,15 @@ def resume_fickle(path: Path, *, on_replay: OnReplay) -> tuple[Trajectory, Adder
     return trajectory, tool
 
 
-def test_a_loop_that_asks_something_else_begins_its_row_anew_and_that_is_said(tmp_path: Path) -> None:
+def test_a_loop_with_other_requests_than_recorded_restarts_its_row_with_an_incident(tmp_path: Path) -> None:
     trajectory, _ = resume_fickle(tmp_path / "j", on_replay=OnReplay.RECORDED)
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
-    assert "turn 3 of episode 0 asks for another interaction than the first time" in incident.detail
+    assert "turn 3 of episode 0 requests another interaction than the recorded" in incident.detail
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
-def test_a_row_that_cannot_begin_anew_without_running_a_tool_twice_fails(tmp_path: Path) -> None:
+def test_a_row_fails_if_its_restart_would_run_a_tool_twice(tmp_path: Path) -> None:
     trajectory, tool = resume_fickle(tmp_path / "j", on_replay=OnReplay.ONCE)
     assert trajectory.output.stop_reason is StopReason.FAILED
     assert trajectory.output.failure is not None

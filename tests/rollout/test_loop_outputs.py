@@ -1,4 +1,4 @@
-"""What loops on token ids return becomes a whole trajectory: text, versions, limits; what is wrong fails its row."""
+"""Outputs of loops on token ids are completed with text, weight versions and limits; invalid outputs fail their row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPLY = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 @register("bare_turns")
 class BareTurns(AgentLoopBase):
-    """Asks again after each completion, at the level of token ids; `edit` changes what it returns."""
+    """Samples two turns on token ids. `edit` changes the returned output."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
         prompt_ids = await self.apply_chat_template(row["raw_prompt"])
@@ -57,7 +57,7 @@ class BareTurns(AgentLoopBase):
 
 
 class Versioned(ScriptedServer):
-    """Has weights of version 3 from the start."""
+    """A server whose weights have version 3 from the start."""
 
     async def start(self) -> None:
         await self.update_weights([], weight_version=3)
@@ -66,7 +66,7 @@ class Versioned(ScriptedServer):
 def run_manager(
     script: Sequence[ScriptedReply], rows: Sequence[dict[str, Any]], **settings: Any
 ) -> tuple[Any, list[Trajectory]]:
-    """The batch and the trajectories of two equal runs."""
+    """Return the batch and the trajectories of two equal runs."""
 
     async def main() -> tuple[Any, list[Trajectory]]:
         config = RolloutConfig(n=1, agent={"default_agent_loop": "bare_turns"}, **settings)  # pyright: ignore

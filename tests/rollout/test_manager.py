@@ -168,7 +168,7 @@ def test_a_cancelled_rollout_leaks_nothing_and_the_next_one_works() -> None:
 
 
 def by_row(request: Any) -> ScriptedReply:
-    """The row's number comes last in its prompt; the higher it is, the longer it takes."""
+    """Return a completion that takes longer for rows with higher numbers. The number is the end of the prompt."""
     return says("hello", latency_s=float(len(request.prompt_ids)))
 
 

@@ -52,7 +52,7 @@ VIDEO_PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|video_pad|>")
 
 
 class Camera(BaseTool):
-    """Answers with pictures."""
+    """A tool that returns images."""
 
     def __init__(self, response: ToolResponse) -> None:
         super().__init__({}, {**SCHEMA, "function": {**SCHEMA["function"], "name": "look"}})
@@ -251,7 +251,7 @@ def test_a_batch_without_images_has_no_columns_for_them() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
 def test_the_trainer_finds_the_logprobs_of_the_engine(kind: str) -> None:
-    """A whole rollout on the embedded engine: the images of the prompt and of the tool's answer are both seen."""
+    """Runs a rollout on the embedded engine, with images in the prompt and in the tool's response."""
     trajectories, model = asyncio.run(rollout_on_an_engine(kind))
     batch = assemble(trajectories, pad_token_id=vision_template().pad_token_id)
     actor = Actor(model, config=ActorConfig(), temperature=1.0)
@@ -271,7 +271,7 @@ def test_an_update_reaches_the_vision_tower() -> None:
 
 
 async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory], Any]:
-    """Three trajectories of the tool loop, two turns each, with a tool that answers with a picture and a film."""
+    """Return three trajectories of the tool loop, two turns each, with a tool that returns an image and a video."""
     model = vision_model(kind)
     config = EmbeddedConfig(max_model_len=512, max_slots=4)
     server = EmbeddedServer(copy.deepcopy(model), config=config, eos_token_ids=())
@@ -301,7 +301,7 @@ async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory]
 
 
 class AlwaysLooks(ToolParser):
-    """Reads a call in whatever a model with random weights says."""
+    """Finds a call in any completion, for models with random weights."""
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
         return ParsedCompletion(text, (ToolCall("look", {"a": 1, "b": 2}),))

@@ -1,4 +1,4 @@
-"""A finished trajectory is run again with what it was answered."""
+"""Replays of finished trajectories with recorded responses."""
 
 from __future__ import annotations
 

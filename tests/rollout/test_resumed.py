@@ -1,4 +1,4 @@
-"""Rollouts that are cancelled as a whole, and gone on with."""
+"""Rollouts that are cancelled as a whole, and resumed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_trajectories_of_a_loop_that_cannot_be_resumed_start_again() -> None:
 
 
 def test_a_resumed_row_that_is_killed_resumes_from_its_output_and_its_journal(tmp_path: Path) -> None:
-    """Cancelled in the second turn, killed in the third: each call runs once."""
+    """The row is cancelled in its second turn and killed in its third. Each call runs once."""
     turns = [call_text("book", a=1), call_text("book", a=2), "Both are done."]
     world, path = World(), tmp_path / "journal"
     rows = [{"raw_prompt": user("What is to be done?")}]

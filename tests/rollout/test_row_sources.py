@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows in the kind that the name says."""
+    """Write rows in the format of the file's suffix."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     kind = path.removesuffix(".gz").rpartition(".")[2]
     if kind == "parquet":
@@ -69,7 +69,7 @@ def write_saved(path: str, rows: list[dict[str, Any]], **state: Any) -> None:
 
 
 def load(*sources: str) -> list[dict[str, Any]]:
-    """Rows without the messages that are made from their prompts."""
+    """Return the rows without the messages that were made from their prompts."""
     rows = load_rows(sources, prompt_key="prompt")
     return [{name: value for name, value in row.items() if name != "raw_prompt"} for row in rows]
 

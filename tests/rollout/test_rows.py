@@ -1,4 +1,4 @@
-"""Rows are read from files and functions, and drawn by the step alone."""
+"""Rows are read from files and functions, and selected by the step alone."""
 
 from __future__ import annotations
 

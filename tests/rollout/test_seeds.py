@@ -1,4 +1,4 @@
-"""What a rollout samples follows from its seed, in whatever order its requests arrive and end."""
+"""The seed of a rollout determines its samples, in any order of arrival and end of its requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tokens = list[list[int]]
 
 
 class SeededServer(ScriptedServer):
-    """Samples tokens that are functions of the seed and of their places in the completion, at random speed."""
+    """Samples tokens that depend on the seed and on their positions in the completion, at random speed."""
 
     abilities = ScriptedServer.abilities | {Ability.SEED, Ability.FREE_SEEDS}
 
@@ -53,7 +53,7 @@ def sample(request: ScriptedRequest) -> ScriptedReply:
 
 @register("seeds_on_tokens")
 class OnTokens(AgentLoopBase):
-    """Asks on its own token ids: twice in the same context, then for a second turn."""
+    """Samples on token ids: twice in the same context, then a second turn."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         prompt = await self.apply_chat_template(row["raw_prompt"])
@@ -75,7 +75,7 @@ class OnTokens(AgentLoopBase):
 
 @register("seeds_in_episodes")
 class InEpisodes(AgentLoopBase):
-    """Two turns, and three branches of the second one at the same time."""
+    """Samples two turns, and three concurrent branches of the second."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         async def say(episode: Episode) -> list[int]:
@@ -131,7 +131,7 @@ def test_two_runs_with_the_same_seed_sample_the_same_on_any_server_at_any_time(a
 
 @pytest.mark.parametrize("agent", ["seeds_on_tokens", "seeds_in_episodes"])
 def test_every_completion_of_a_run_has_a_seed_of_its_own(agent: str) -> None:
-    """Rows, samples, turns, branches, equal contexts, steps, and evaluation beside training."""
+    """Checks rows, samples, turns, branches, equal contexts, steps, and evaluation during training."""
 
     async def scenario() -> list[Trajectory]:
         manager = make_manager(agent=agent)
@@ -206,7 +206,7 @@ def test_a_completion_of_a_dead_server_is_continued_with_the_same_samples() -> N
 
 @pytest.mark.parametrize("seconds", [5.0, 15.0, 25.0, 35.0])
 def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: float, tmp_path: Path) -> None:
-    """What is answered from the journal keeps its number among the completions of equal contexts."""
+    """A completion replayed from the journal keeps its number among the completions of equal contexts."""
 
     async def part(is_over: asyncio.Event, *, resume: bool) -> list[Trajectory] | None:
         key = key_of(ROWS)
@@ -231,7 +231,7 @@ def test_a_rollout_resumed_from_its_journal_samples_the_same_tokens(seconds: flo
 
 
 def speaks(request: ScriptedRequest) -> ScriptedReply:
-    """One turn in words that its seed decides, or the rest of one, at a token a second."""
+    """Return one turn that the seed determines, or the rest of a turn, at one token per second."""
     params = request.sampling_params
     assert params.seed is not None
     words = " ".join(str(derived_seed(params.seed, place)) for place in range(3))

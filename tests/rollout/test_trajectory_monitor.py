@@ -1,4 +1,4 @@
-"""Who waits for what when nothing moves, and what holds the event loop up."""
+"""Reports of what trajectories wait for, and of code that blocks the event loop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def hangs(request: ScriptedRequest) -> ScriptedReply:
-    """Prompts that say `engine` never get a completion, those that say `reward` are answered, others call a tool."""
+    """Never complete prompts with `engine`, answer prompts with `reward`, and call a tool for all others."""
     prompt = str(small_tokenizer().decode(request.prompt_ids))
     if "engine" in prompt:
         return ScriptedReply(encoded("never"), latency_s=math.inf)

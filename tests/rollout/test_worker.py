@@ -25,7 +25,7 @@ from tests.rollout.harness import Adder, Stage
 
 
 class Chaotic(Adder):
-    """Works, errs, breaks or hangs, as the call's first argument says."""
+    """Returns, raises ToolError, raises or hangs, as the call's first argument says."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         match parameters["a"]:

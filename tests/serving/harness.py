@@ -1,4 +1,4 @@
-"""An application that really listens, in a thread of its own."""
+"""Runs an application on a real port, in its own thread."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ TIMEOUT_S = 30.0
 
 
 class SpellingServer(ScriptedServer):
-    """Answers the first request with the first reply, and so on, the last one again and again. Streams token by token;
-    one that hangs never gives the last token."""
+    """Server that sends its replies in order, token by token, and repeats the last one.
+
+    With `hangs`, it never sends the last token.
+    """
 
     abilities = ScriptedServer.abilities | {Ability.STREAMING}
 
@@ -64,7 +66,7 @@ class SpellingServer(ScriptedServer):
 
 @cache
 def tiny_lm() -> Any:
-    """A random model with the vocabulary of the small tokenizer."""
+    """Return a random model with the vocabulary of the small tokenizer."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(small_tokenizer()),
@@ -90,25 +92,25 @@ def embedded(name: str = "embedded-0", **settings: Any) -> EmbeddedServer:
 
 @dataclass(frozen=True)
 class Site:
-    """What is served, seen from another thread."""
+    """Running application, seen from another thread."""
 
     url: str
     pool: AsyncLLMServerManager
     loop: asyncio.AbstractEventLoop
 
     def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Runs a coroutine on the application's event loop."""
+        """Run a coroutine on the application's event loop."""
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until a condition holds on the application's event loop."""
+        """Wait until a condition holds on the application's event loop."""
 
         async def check() -> bool:
             return condition()
 
         ends_at = time.monotonic() + TIMEOUT_S
         while not self.run(check()):
-            assert time.monotonic() < ends_at, "it never came to hold"
+            assert time.monotonic() < ends_at, "the condition never held"
 
 
 @contextmanager
@@ -119,7 +121,7 @@ def site(
     request_timeout_s: float | None = None,
     **options: Any,
 ) -> Iterator[Site]:
-    """Serves a pool on a free port meanwhile."""
+    """Serve a pool on a free port until exit."""
     begun: queue.SimpleQueue[tuple[Site, AppServer] | BaseException] = queue.SimpleQueue()
 
     async def main() -> None:

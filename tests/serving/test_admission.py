@@ -66,12 +66,12 @@ def test_a_server_answers_to_its_own_names(listening_at: str, allowed: list[str]
     assert client("x", hosts=hosts).get("/v1/models", headers={"host": host}).status_code == 200
 
 
-def test_a_server_that_listens_everywhere_answers_to_no_others_than_the_allowed_names() -> None:
+def test_a_server_on_all_addresses_answers_only_to_allowed_names() -> None:
     hosts = answered_hosts("0.0.0.0", more=["model.lan"])
     assert client("x", hosts=hosts).get("/metrics", headers={"host": "other.lan"}).status_code == 421
 
 
-def test_the_gateway_answers_to_this_machine_alone() -> None:
+def test_the_gateway_answers_only_to_local_host_names() -> None:
     gateway = TestClient(create_gateway_app(Gateway()), base_url="http://evil.example")
     openai = gateway.post("/sessions/x/v1/chat/completions", json={})
     anthropic = gateway.post("/sessions/x/v1/messages", json={})
@@ -109,7 +109,7 @@ def test_the_key_of_a_session_is_checked_before_the_body_is_read() -> None:
     assert "session" in asked.json()["error"]["message"]
 
 
-def test_a_body_that_is_announced_as_too_long_is_refused_before_it_is_sent() -> None:
+def test_a_body_with_a_large_content_length_is_refused_before_it_is_sent() -> None:
     async def read(request: Request) -> Response:
         return Response(await request.body())
 

@@ -1,4 +1,4 @@
-"""Clients that hang up, servers that fail, and what is told of both."""
+"""Clients that disconnect, servers that fail, and how both are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEVER = says("never", latency_s=math.inf)
 
 
 def send(served: Site, path: str, body: dict) -> socket.socket:
-    """A connection on which a request was sent, and nothing read yet."""
+    """Return a connection on which a request was sent and nothing was read."""
     where = urlsplit(served.url)
     connection = socket.create_connection((where.hostname, where.port), timeout=30)
     data = json.dumps(body).encode()
@@ -61,7 +61,7 @@ def client_of(served: Site) -> openai.OpenAI:
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_hangs_up_frees_its_places(path: str, n: int, stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_leases(path: str, n: int, stream: bool) -> None:
     server = SpellingServer(NEVER)
     with site([server]) as served:
         asked = {"messages": user("hi")} if "chat" in path else {"prompt": "hi"}
@@ -76,7 +76,7 @@ def test_a_client_that_hangs_up_frees_its_places(path: str, n: int, stream: bool
             assert time.monotonic() < ends_at
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_the_engines_request() -> None:
+def test_a_client_that_disconnects_in_a_stream_aborts_the_servers_request() -> None:
     server = embedded(max_model_len=8192, max_slots=2)
     with site([server]) as served:
         asked = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": True}
@@ -106,7 +106,7 @@ def babbles(request: ScriptedRequest) -> ScriptedReply:
     ],
     ids=["fails", "dies", "babbles"],
 )
-def test_failures_come_with_their_status(script: Script, status: int, words: str, stream: bool) -> None:
+def test_failures_have_their_http_status(script: Script, status: int, words: str, stream: bool) -> None:
     with (
         site([ScriptedServer(script)]) as served,
         client_of(served) as client,
@@ -127,7 +127,7 @@ def test_a_completion_that_takes_too_long_is_a_gateway_timeout() -> None:
         served.until(lambda: server.num_running == 0)
 
 
-def test_what_fails_in_the_middle_of_a_stream_is_its_last_event() -> None:
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
     server = SpellingServer(says("one two three"), hangs=True)
     with site([server], request_timeout_s=0.5) as served, client_of(served) as client:
         stream = client.chat.completions.create(model=MODEL, messages=user("hi"), stream=True)
@@ -191,7 +191,7 @@ def test_metrics_count_requests_and_tokens() -> None:
     ],
     ids=["cut", "empty", "list", "nan", "bytes", "surrogate", "nested", "huge"],
 )
-def test_bodies_that_are_no_requests_are_refused(shared: Site, body: bytes, status: int) -> None:
+def test_invalid_bodies_are_refused(shared: Site, body: bytes, status: int) -> None:
     try:
         got, reply = post(shared, "/chat/completions", body)
     except (ConnectionError, urllib.error.URLError):
@@ -226,7 +226,7 @@ def test_a_named_session_stays_on_its_server_and_others_end_with_their_request()
         served.until(lambda: served.pool.balancer.num_sessions == 1)
 
 
-def test_two_requests_of_one_session_at_once_are_both_answered() -> None:
+def test_two_concurrent_requests_of_one_session_are_both_completed() -> None:
     server = SpellingServer(NEVER, says("Yes."))
     with site([server]) as served, client_of(served) as client:
         asked = {"model": MODEL, "messages": user("hi"), "session_id": "mine"}

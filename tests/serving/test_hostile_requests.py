@@ -49,7 +49,7 @@ def refused(status: int, reply: bytes) -> bool:
     ("path", "body"),
     [("chat/completions", {**CHAT, "model": MODEL}), ("completions", TEXT), ("completions", IDS)],
 )
-def test_a_request_with_one_wrong_part_is_answered_or_refused(
+def test_a_request_with_one_invalid_part_gets_a_completion_or_a_400(
     client: TestClient, path: str, body: Any
 ) -> None:
     bodies = [*(json.dumps(changed).encode() for changed in mutated(body)), *RAW]

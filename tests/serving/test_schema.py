@@ -59,7 +59,7 @@ def schema(served: Site) -> Any:
 
 
 @pytest.mark.parametrize(("path", "method", "mode", "num_examples"), OPERATIONS)
-def test_no_request_brings_out_a_fault_or_an_answer_of_another_shape(
+def test_no_request_causes_a_server_error_or_an_undeclared_response(
     schema: Any, path: str, method: str, mode: GenerationMode, num_examples: int
 ) -> None:
     operation = schema[path][method]

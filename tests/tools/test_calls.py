@@ -1,4 +1,4 @@
-"""What a tool declares of its calls: how many at once, for how long, and how often again."""
+"""Limits of a tool's calls: concurrency, time and retries."""
 
 from __future__ import annotations
 

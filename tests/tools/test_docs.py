@@ -1,4 +1,4 @@
-"""What the page on tools shows is run."""
+"""Examples of the page on tools, executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A context that is entered and left in a task of its own."""
+"""Context managers that are entered and exited in a separate task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_loop.testing import run_virtual
 
 
 class Room:
-    """Takes a second to enter and to leave; may break while it is open."""
+    """Context manager that takes a second to enter and to exit, and may fail while it is open."""
 
     def __init__(self, *, fault: str = "") -> None:
         self.fault = fault

@@ -1,4 +1,4 @@
-"""Against a real server, made with the official SDK. Starting one takes two seconds, so tests share what they can."""
+"""MCP tools with a real server of the official SDK. Starting a server takes two seconds, so tests share servers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def started() -> set[int]:
 
 
 class HttpServer:
-    """The server over HTTP."""
+    """MCP server over HTTP."""
 
     def __init__(self) -> None:
         with socket.socket() as free:

@@ -1,5 +1,7 @@
-"""Code that tries to get out, to take too much, or to leave something behind, under every mechanism that shuts enough
-in. After each, the same trajectory and the next one work, and nothing is left running."""
+"""Code that attempts to escape, to exceed limits or to leave processes, under every sufficient mechanism.
+
+After each attempt, the same trajectory and the next one work, and no process is left running.
+"""
 
 import asyncio
 import os
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("mechanism")]
 SUICIDE = "import os\ntry:\n    os.kill(-1, 9)\nfinally:\n    os.kill(os.getpid(), 9)"
 ALIVE = "print('still', 'here')"
 COUNTED = "ran more than 16 processes, and they were killed"
-"""By the supervisor, where the kernel counts a sandbox's processes with those of the agent's user."""
+"""Message where the supervisor counts processes, since the kernel counts them with those of the agent's user."""
 
 
 @pytest.fixture(params=MECHANISMS)
@@ -376,7 +378,7 @@ class TestLeavingSomethingBehind:
             "1",
         )
         assert not started.is_error
-        assert "exit status 7" in after.text
+        assert "exited with status 7" in after.text
         assert last.text == "1"
 
 

@@ -1,4 +1,4 @@
-"""Sandboxes under Landlock: what the kernel leaves to the supervisor, older kernels, and containers."""
+"""Sandboxes under Landlock: limits that the supervisor enforces, older kernels, and containers."""
 
 import asyncio
 import os
@@ -63,7 +63,7 @@ FILL = "for i in range(100):\n    with open(f'{i}', 'wb') as file: file.write(by
 )
 def test_files_over_the_limit_are_reported_and_removed(code: str, folder: Path) -> None:
     full, after, last = talk(f"import os, time\n{code}", "import os; os.listdir()", "1 + 1", **LANDLOCK)
-    assert "files took more than 8 MB; they were removed, its processes killed" in full.text
+    assert "files took more than 8 MB; they were removed and its processes killed" in full.text
     assert full.text.endswith("variables, imports and files are lost.")
     assert [after.text, last.text] == ["[]", "2"]
 
@@ -123,7 +123,7 @@ def test_older_kernels_suffice_if_sandboxes_have_their_own_users(
     read, truncated, killed, after = asyncio.run(main())
     assert "PermissionError: [Errno 13]" in read
     assert "PermissionError: [Errno 1]" in truncated
-    assert killed.startswith("The sandbox failed: its supervisor ended")
+    assert killed.startswith("The sandbox failed: its supervisor terminated")
     assert after.endswith("42")
     assert running(marker) == []
     assert left_running(before) == set()

@@ -1,4 +1,4 @@
-"""What holds only where the host is out of sight."""
+"""Properties of the mechanisms that hide the host."""
 
 import pytest
 

@@ -27,7 +27,7 @@ async def hang() -> None:
 
 
 class Notebook(BaseTool):
-    """Keeps a log of what happens to it; each stage can be given something to do."""
+    """Tool that logs its calls. Each stage can run a given function."""
 
     def __init__(self, name: str = "notebook", **stages: Callable[..., Any]) -> None:
         super().__init__({}, schema(name))
@@ -269,7 +269,7 @@ def test_any_other_exception_is_a_bug_of_the_tool(stage: str, error: Exception) 
 
 
 class Panic(BaseException):
-    """What extensions written in Rust raise when they break."""
+    """Exception like the one that Rust extensions raise on a panic."""
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(1), Panic("unreachable")])

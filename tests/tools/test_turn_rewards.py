@@ -1,4 +1,4 @@
-"""A turn's rewards are found at the turn's last token, and reach the policy's advantages."""
+"""Rewards of turns: their position at the turn's last token, and their effect on advantages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rollout.harness import Stage
 
 
 class Payer(BaseTool):
-    """Earns what it is asked for."""
+    """Tool whose calls get the reward in their arguments."""
 
     on_replay = "recorded"
 
@@ -155,7 +155,7 @@ def test_a_branch_has_the_rewards_of_the_turns_it_shares_and_its_own() -> None:
 def test_feedback_survives_the_journal_and_is_written_to_records() -> None:
     [trajectory, *_] = run_forks()
     form = unpack(pack(serialize_trajectories([trajectory], find_episode=lambda segments: None)))
-    [read] = deserialize_trajectories(form, lanes={}, row=trajectory.row, group=0, rollout=0)
+    [read] = deserialize_trajectories(form, episodes={}, row=trajectory.row, group=0, rollout=0)
     assert read.output.feedback == trajectory.output.feedback
     record = to_record(trajectory)
     assert record["tool_rewards"] == [0.5, 2.0]

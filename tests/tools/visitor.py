@@ -1,4 +1,4 @@
-"""Prints what a sandbox made by a process without privileges shuts in, and what of the agent's it can reach."""
+"""Script that prints the isolation of a sandbox created by an unprivileged process, and what it can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real web server in a thread, for tools that talk HTTP."""
+"""Web server in a thread, for tools that send HTTP requests."""
 
 from __future__ import annotations
 

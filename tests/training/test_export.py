@@ -93,7 +93,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     _, checkpoint = trained(tmp_path)
     other = {**checkpoint.config, "model": {"path": str(tmp_path / "nowhere")}}
 
-    with pytest.raises(ConfigError, match="is there already; give a folder that is not there yet"):
+    with pytest.raises(ConfigError, match="exists already; give a folder that does not exist"):
         export_model(checkpoint, tmp_path / "base")
     with pytest.raises(ConfigError, match="holds a whole model and no adapters"):
         export_model(checkpoint, tmp_path / "out", keep_adapter=True)

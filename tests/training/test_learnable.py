@@ -69,17 +69,17 @@ def cancelled_and_silent(trajectory: Trajectory) -> Trajectory:
     [
         (
             unscored,
-            "nothing scored any trajectory in which the model spoke, 16 of 16 (16 answered); set reward.f",
+            "none of the 16 trajectories with sampled tokens, of 16, was scored (16 answered); set reward.f",
         ),
         (too_long, "the prompts of all 16 trajectories are over rollout.prompt_length; raise it"),
         (failed, "all 16 trajectories failed, 16 of them with Boom: no disk; fix that first"),
         (
             silent_or_unscored,
-            "in which the model spoke, 8 of 16 (8 answered, 8 prompt_length); set reward.function",
+            "of the 8 trajectories with sampled tokens, of 16, was scored (8 answered, 8 prompt_length); set",
         ),
         (
             cancelled_and_silent,
-            "the model said nothing in any of 16 trajectories (16 cancelled); check the prompts",
+            "no token was sampled in any of 16 trajectories (16 cancelled); check the prompts",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_the_first_step_after_a_resume_is_looked_at_too(config: Config) -> None:
 
 def test_one_scored_trajectory_is_enough() -> None:
     trajectory = Trajectory(AgentLoopOutput(segments=()), {}, 0, 0, 0.0, {})
-    with pytest.raises(TrainingError, match="the model said nothing"):
+    with pytest.raises(TrainingError, match="no token was sampled"):
         refuse_without_lesson([trajectory], step=1)
     with pytest.raises(TrainingError, match="no trajectories"):
         refuse_without_lesson([], step=1)
@@ -152,7 +152,7 @@ def test_updates_that_were_left_out_are_told(config: Config) -> None:
 
     assert result.metrics["actor/nonfinite_updates"] == 2
     assert (
-        "step 1: 2 optimiser steps of the policy were left out, because their gradients" in output.getvalue()
+        "step 1: 2 optimiser steps of the policy were skipped, because their gradients" in output.getvalue()
     )
 
 

@@ -111,5 +111,5 @@ def test_auto_is_what_the_files_say(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_dtype_that_nothing_is_trained_in_is_refused(tmp_path: Path) -> None:
     tiny_policy().half().save_pretrained(tmp_path)
 
-    with pytest.raises(ConfigError, match=r"model\.dtype is auto, but .* says torch\.float16"):
+    with pytest.raises(ConfigError, match=r"model\.dtype is auto, but .* has torch\.float16"):
         compute_dtype(ModelConfig(path=str(tmp_path), dtype="auto"))

@@ -118,7 +118,9 @@ def test_ctrl_c_in_a_rollout_leaves_a_checkpoint_from_which_the_same_run_goes_on
     assert stopped.is_interrupted
     assert stopped.step == completed
     assert latest_checkpoint(stopped.run_dir).step == completed
-    assert f"stopped after step {completed}; resume to go on from {stopped.checkpoint}" in output.getvalue()
+    assert (
+        f"stopped after step {completed}; resume to continue from {stopped.checkpoint}" in output.getvalue()
+    )
 
     rest = FakeRollouts(tiny_policy())
     resumed = train(config, rollouts=rest, resume="auto")

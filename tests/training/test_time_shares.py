@@ -88,7 +88,7 @@ def test_what_nobody_watched_is_other() -> None:
 def test_steps_are_put_together_by_their_seconds() -> None:
     first = time_shares([trajectory(0, seconds=1.0)], phases={"rollout": 1.0, "step": 1.0}, label="step=1")
     second = time_shares([], phases={"update": 3.0, "step": 3.0}, label="step=2")
-    both = first.and_then(second)
+    both = first.plus(second)
     assert both.seconds == 4.0
     assert both.shares[names.TIME_TRAINING] == pytest.approx(0.75)
     assert both.slowest is not None

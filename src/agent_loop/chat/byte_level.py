@@ -1,8 +1,8 @@
-"""What a byte-level BPE tokenizer is made of, as far as another encoder can do the same with it.
+"""The parts of a byte-level BPE tokenizer that `tiktoken` needs to return the same ids.
 
 `tokenizers` joins the pair that comes first in a list of merges; `tiktoken` joins the pair whose token has the lowest
-id. The two take the same steps if ids grow along the list and every token is what its own text encodes to; see
-docs/design/008-encoder.md for why.
+id. Both take the same steps if ids increase along the list and every token is the encoding of its own text; see
+docs/design/008-encoder.md for the reason.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from tokenizers import AddedToken, Tokenizer, models
 from agent_loop.chat.controls import is_control
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `tokenizers` splits by where a byte-level pre-tokenizer names no pattern of its own."""
+"""Pattern by which `tokenizers` splits text if a byte-level pre-tokenizer has no pattern."""
 
 _WHOLE = r"[\s\S]+"
 _READ_ALIKE = re.compile(
     r"(?:\\[pP]\{\w+\}|\\[sSrnt]|\\[^\w]|\[\^?|\(\?(?:i?:|!|=)|\{\d+(?:,\d*)?\}|[^\\^$.{}&\[])*"
 )
-"""Patterns that mean the same to every engine: no anchors, no dots, no intersections of classes."""
+"""Matches patterns that mean the same to every engine: no anchors, no dots, no intersections of classes."""
 
 
 class OtherTokenizer(Exception):
-    """A tokenizer is not one that another encoder can stand for; the message says why not."""
+    """Raised if another encoder cannot replace a tokenizer. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteLevelBpe:
-    """The parts of a tokenizer of bytes."""
+    """Parts of a byte-level BPE tokenizer."""
 
     ranks: Mapping[bytes, int]
-    """The id of each text that merges can make; a lower one is made first."""
+    """Ids of the texts that merges can make. Lower ids are merged first."""
     pattern: str
-    """Splits a text into what is encoded piece by piece."""
+    """Pattern that splits a text into pieces, which are encoded separately."""
     is_composed: bool
-    """Texts are brought to Unicode's composed form (NFC) first."""
+    """Whether texts are normalised to Unicode's composed form (NFC) first."""
     control_ids: Mapping[str, int]
-    """The added tokens."""
+    """Ids of the added tokens."""
     token_bytes: Sequence[bytes]
-    """By id; nothing where there is no such token."""
+    """Bytes of the tokens by id; empty for ids without a token."""
 
 
 def read_byte_level(tokenizer: Tokenizer) -> ByteLevelBpe:
-    """Takes a tokenizer apart.
+    """Return the parts of a tokenizer.
 
     Raises:
-        OtherTokenizer: It does something that `tiktoken` does not, or might.
+        OtherTokenizer: The tokenizer does or may do something that `tiktoken` does not.
     """
     described = cast(dict[str, Any], json.loads(tokenizer.to_str()))
     is_composed = _is_composed(described["normalizer"] or {"type": "Sequence", "normalizers": []})
@@ -88,7 +88,7 @@ def _control_ids(added: Mapping[int, AddedToken], *, is_composed: bool) -> dict[
 
 
 def _made_ids(model: dict[str, Any], added_ids: set[int]) -> list[int]:
-    """The tokens that merges make: those that their own text encodes to."""
+    """Return the tokens that merges make: the tokens that are the encoding of their own text."""
     vocab = cast(dict[str, int], model["vocab"])
     merges: list[tuple[str, str]] = [(left, right) for left, right in model["merges"]]
     merged = [vocab[left + right] for left, right in merges]
@@ -103,7 +103,7 @@ def _made_ids(model: dict[str, Any], added_ids: set[int]) -> list[int]:
 
 
 def _pattern(described: dict[str, Any]) -> str:
-    """The pattern of `ByteLevel` alone, or of one `Split` before it."""
+    """Return the pattern of `ByteLevel` alone, or of one `Split` before it."""
     stages = described.get("pretokenizers", [described])
     _require(stages[-1].get("type") == "ByteLevel", "its pre-tokenizer is not byte-level")
     _require(not stages[-1]["add_prefix_space"], "it puts a space before a text")
@@ -137,7 +137,8 @@ def _token_bytes(ids: Mapping[str, int]) -> list[bytes]:
 
 
 def _byte_of_char() -> dict[int, int]:
-    """How byte-level vocabularies write each byte: printable ones as themselves, others from U+0100 on."""
+    """Return the byte of each character of byte-level vocabularies. Printable bytes are written as themselves, the
+    others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
@@ -145,11 +146,11 @@ def _byte_of_char() -> dict[int, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 CHARS = frozenset(map(chr, _BYTE_OF_CHAR))
-"""The characters of which byte-level vocabularies are written, one for each byte."""
+"""Characters of byte-level vocabularies, one per byte."""
 
 
 def bytes_of(token: str) -> bytes:
-    """What a token of a byte-level vocabulary stands for."""
+    """Return the bytes of a token of a byte-level vocabulary."""
     return token.translate(_BYTE_OF_CHAR).encode("latin-1")
 
 

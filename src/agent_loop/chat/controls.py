@@ -1,4 +1,4 @@
-"""Which added tokens are control tokens, and at which of them a text can be cut."""
+"""Classification of added tokens: control tokens, and anchors, at which a text can be cut."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from tokenizers import AddedToken
 
 
 def is_control(token: AddedToken) -> bool:
-    """Whether a token means something else than its text; words and runs of spaces mean themselves."""
+    """Return whether an added token is a control token, and not a word or a run of spaces."""
     is_word = not token.content.strip() or token.content.replace(" ", "").isalnum()
     return bool(token.content) and (token.special or not is_word)
 
 
 def anchors(added: Iterable[AddedToken], *, is_normalised: bool) -> frozenset[str]:
-    """The control tokens that are found wherever their text stands, whatever stands around it.
+    """Return the control tokens that a tokenizer finds whatever stands beside them.
 
-    Others would be missed where a longer token begins with them or an earlier one runs into them.
+    A tokenizer misses other control tokens where a longer token begins with them or an earlier token overlaps them.
 
     Args:
         added: All added tokens of a tokenizer.
-        is_normalised: The tokenizer has a normaliser.
+        is_normalised: Whether the tokenizer has a normaliser.
     """
     texts = {token.content for token in added if token.content}
     beginnings = {text[:end] for text in texts for end in range(1, len(text))}

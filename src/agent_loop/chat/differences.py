@@ -1,4 +1,4 @@
-"""Why a trajectory and a full render of the same messages differ: every cause, each with an example."""
+"""Causes for which a trajectory and a full render of the same messages differ, each with an example."""
 
 from __future__ import annotations
 
@@ -7,72 +7,72 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from agent_loop.chat.encoding import ControlledEncoder, num_shared
-from agent_loop.chat.probes import Landmark, Part
-from agent_loop.chat.report import Cause, Difference
+from agent_loop.chat.probes import MessagePart, TextLandmark
+from agent_loop.chat.report import Cause, RenderDifference
 
 LEN_EXAMPLE = 32
 """Characters of an example."""
 NUM_TOKENS = 3
-"""Tokens of an example of merged ones."""
+"""Tokens of an example of merged tokens."""
 
-_SAID = (Part.REASONING, Part.TEXT, Part.CALL)
+_SAID = (MessagePart.REASONING, MessagePart.TEXT, MessagePart.CALL)
 _LEFT_OUT = {
-    Part.SYSTEM: Cause.IGNORED_SYSTEM_PROMPT,
-    Part.SCHEMA: Cause.IGNORED_TOOLS,
-    Part.REASONING: Cause.STRIPPED_REASONING,
-    Part.TEXT: Cause.DROPPED_TEXT,
-    Part.CALL: Cause.DROPPED_CALL,
+    MessagePart.SYSTEM: Cause.IGNORED_SYSTEM_PROMPT,
+    MessagePart.SCHEMA: Cause.IGNORED_TOOLS,
+    MessagePart.REASONING: Cause.STRIPPED_REASONING,
+    MessagePart.TEXT: Cause.DROPPED_TEXT,
+    MessagePart.CALL: Cause.DROPPED_CALL,
 }
 _MISSING = {
     **_LEFT_OUT,
-    Part.SYSTEM: Cause.INJECTED_PROMPT,
-    Part.SCHEMA: Cause.INJECTED_PROMPT,
+    MessagePart.SYSTEM: Cause.INJECTED_PROMPT,
+    MessagePart.SCHEMA: Cause.INJECTED_PROMPT,
 }
-"""Where a part stands in a shorter render, or in a longer one, alone."""
+"""Causes of a part that is only in the shorter or only in the longer render."""
 _MOVED = {
-    Part.SYSTEM: Cause.MOVED_SYSTEM_PROMPT,
-    Part.SCHEMA: Cause.MOVED_SYSTEM_PROMPT,
-    Part.TEXT: Cause.MOVED_TEXT,
-    Part.REASONING: Cause.MOVED_TEXT,
-    Part.REPLY: Cause.REGROUPED_TOOLS,
-    Part.CALL: Cause.RESERIALISED_CALL,
+    MessagePart.SYSTEM: Cause.MOVED_SYSTEM_PROMPT,
+    MessagePart.SCHEMA: Cause.MOVED_SYSTEM_PROMPT,
+    MessagePart.TEXT: Cause.MOVED_TEXT,
+    MessagePart.REASONING: Cause.MOVED_TEXT,
+    MessagePart.REPLY: Cause.REGROUPED_TOOLS,
+    MessagePart.CALL: Cause.RESERIALISED_CALL,
 }
-"""Of two parts that change places, the first in this order has moved."""
+"""Causes of two parts that change places: the first part in this order has moved."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """What a trajectory holds after an assistant turn and its replies, and a full render of the same messages."""
+class RenderComparison:
+    """Tokens of a trajectory after an assistant turn and its replies, and of a full render of the same messages."""
 
     prompt: Sequence[int]
     completion: Sequence[int]
     bridge: Sequence[int]
     rendered: Sequence[int]
-    landmarks: Sequence[Landmark]
+    landmarks: Sequence[TextLandmark]
 
     @property
     def kept(self) -> list[int]:
-        """What the trajectory holds."""
+        """All tokens of the trajectory."""
         return [*self.prompt, *self.completion, *self.bridge]
 
 
-def left_out(landmark: Landmark) -> Difference:
-    """Return the difference of a part that stands in no render."""
-    return Difference(_LEFT_OUT[landmark.part], landmark.text[:LEN_EXAMPLE], is_in_no_render=True)
+def left_out(landmark: TextLandmark) -> RenderDifference:
+    """Return the difference of a part that is in no render."""
+    return RenderDifference(_LEFT_OUT[landmark.part], landmark.text[:LEN_EXAMPLE], is_in_no_render=True)
 
 
 def find_differences(
-    comparison: Comparison, *, history: str, encoder: ControlledEncoder
-) -> Iterator[Difference]:
-    """Yield why both sides of a comparison differ; a cause may occur more than once.
+    comparison: RenderComparison, *, history: str, encoder: ControlledEncoder
+) -> Iterator[RenderDifference]:
+    """Yield the differences of a comparison; a cause may occur more than once.
 
-    Each text of the messages is looked for on both sides. Texts that are missing or in another order name their cause;
-    so does what stands between two texts that follow each other on both sides.
+    Each text of the messages is searched on both sides. A text that is missing or in another order shows a cause, and
+    so does the text between two texts that are adjacent on both sides.
 
     Args:
-        comparison: Of tokens that are not equal.
-        history: The text of the prompt up to its generation prompt.
-        encoder: Of the same tokenizer.
+        comparison: Comparison whose tokens are not equal.
+        history: Text of the prompt up to its generation prompt.
+        encoder: Encoder of the tokenizer.
     """
     kept = _Side.of(encoder.decode(comparison.kept), comparison.landmarks)
     rendered = _Side.of(encoder.decode(comparison.rendered), comparison.landmarks)
@@ -95,49 +95,49 @@ def find_differences(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The text of one side and where the landmarks stand in it."""
+    """Text of one side, with the positions of the landmarks."""
 
     text: str
-    order: Sequence[Landmark]
+    order: Sequence[TextLandmark]
     starts: dict[str, int]
-    """By the text of a landmark."""
+    """Positions by the text of the landmark."""
 
     @classmethod
-    def of(cls, text: str, landmarks: Sequence[Landmark]) -> _Side:
+    def of(cls, text: str, landmarks: Sequence[TextLandmark]) -> _Side:
         starts = {mark.text: start for mark in landmarks if (start := text.find(mark.text)) >= 0}
         order = sorted((m for m in landmarks if m.text in starts), key=lambda mark: starts[mark.text])
         return cls(text, order, starts)
 
-    def has(self, landmark: Landmark | None) -> bool:
-        """Whether a landmark stands in the text; None is its beginning."""
+    def has(self, landmark: TextLandmark | None) -> bool:
+        """Return whether the text contains a landmark. None is the beginning of the text."""
         return landmark is None or landmark.text in self.starts
 
-    def behind(self, landmark: Landmark | None) -> int:
-        """Where the text goes on behind a landmark."""
+    def behind(self, landmark: TextLandmark | None) -> int:
+        """Return the position after a landmark."""
         return 0 if landmark is None else self.starts[landmark.text] + len(landmark.text)
 
-    def between(self, first: Landmark | None, second: Landmark | None) -> str:
-        """What stands between two landmarks; None is the beginning or the end."""
+    def between(self, first: TextLandmark | None, second: TextLandmark | None) -> str:
+        """Return the text between two landmarks. None is the beginning or the end."""
         end = len(self.text) if second is None else self.starts[second.text]
         return self.text[self.behind(first) : end]
 
-    def pairs(self) -> list[tuple[Landmark | None, Landmark | None]]:
-        """Landmarks that follow each other."""
+    def pairs(self) -> list[tuple[TextLandmark | None, TextLandmark | None]]:
+        """Return all pairs of adjacent landmarks."""
         return list(pairwise([None, *self.order, None]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Boundaries:
-    """Where the parts of a trajectory's text end, in characters."""
+    """Ends of the parts of a trajectory's text, in characters."""
 
     history: int
     prompt: int
     last_token: int
-    """Where the last token of the completion begins."""
+    """Start of the last token of the completion."""
     said: int
 
     @classmethod
-    def of(cls, comparison: Comparison, history: str, encoder: ControlledEncoder) -> _Boundaries:
+    def of(cls, comparison: RenderComparison, history: str, encoder: ControlledEncoder) -> _Boundaries:
         prompt = len(encoder.decode(comparison.prompt))
         said = prompt + len(encoder.decode(comparison.completion))
         return cls(
@@ -148,40 +148,40 @@ class _Boundaries:
         )
 
     def cause(
-        self, position: int, before: Landmark | None, after: Landmark | None, *, is_reasoning: bool
+        self, position: int, before: TextLandmark | None, after: TextLandmark | None, *, is_reasoning: bool
     ) -> Cause:
         """Return the cause of a difference.
 
         Args:
-            position: Where the trajectory's text is the first to differ.
-            before, after: The landmarks between which it is; None is the beginning or the end.
-            is_reasoning: A block of reasoning is there on one side only.
+            position: First position of the trajectory's text that differs.
+            before, after: The landmarks around the position. None is the beginning or the end.
+            is_reasoning: Whether only one side has a block of reasoning there.
         """
         parts = {mark.part for mark in (before, after) if mark is not None}
         ends_turn = False
         if before is not None and after is not None and before.part in _SAID:
-            ends_turn = before.message != after.message and after.part is not Part.REPLY
+            ends_turn = before.message != after.message and after.part is not MessagePart.REPLY
         if self.history <= position < self.prompt:
             return Cause.GENERATION_PROMPT
         if is_reasoning and position < self.said:
             return Cause.STRIPPED_REASONING
         if ends_turn or self.last_token <= position < self.said:
             return Cause.END_TOKEN
-        if Part.REPLY in parts:
+        if MessagePart.REPLY in parts:
             return Cause.REGROUPED_TOOLS
         if self.prompt <= position < self.said or parts.intersection(_SAID):
             return Cause.RESERIALISED_CALL
         return Cause.INJECTED_PROMPT if position < self.prompt else Cause.OTHER
 
 
-def _missing(kept: _Side, rendered: _Side) -> Iterator[Difference]:
+def _missing(kept: _Side, rendered: _Side) -> Iterator[RenderDifference]:
     for side, other in ((kept, rendered), (rendered, kept)):
         for before, mark in side.pairs():
             if mark is not None and not other.has(mark) and other.has(before):
                 yield _parting(_MISSING.get(mark.part, Cause.OTHER), kept, rendered, before)
 
 
-def _moved(kept: _Side, rendered: _Side) -> Iterator[Difference]:
+def _moved(kept: _Side, rendered: _Side) -> Iterator[RenderDifference]:
     common = [mark for mark in kept.order if rendered.has(mark)]
     if common == [mark for mark in rendered.order if kept.has(mark)]:
         return
@@ -193,7 +193,7 @@ def _moved(kept: _Side, rendered: _Side) -> Iterator[Difference]:
             yield _parting(cause, kept, rendered, before[0] if before else None)
 
 
-def _rewritten(kept: _Side, rendered: _Side, boundaries: _Boundaries) -> Iterator[Difference]:
+def _rewritten(kept: _Side, rendered: _Side, boundaries: _Boundaries) -> Iterator[RenderDifference]:
     rendered_pairs = rendered.pairs()
     for before, after in kept.pairs():
         if (before, after) not in rendered_pairs:
@@ -206,38 +206,38 @@ def _rewritten(kept: _Side, rendered: _Side, boundaries: _Boundaries) -> Iterato
         is_reasoning = first.count("think>") != second.count("think>")
         cause = boundaries.cause(kept.behind(before) + start, before, after, is_reasoning=is_reasoning)
         yield _parting(cause, kept, rendered, before)
-        if ends[0] - 1 > start:  # (the last character that differs may have a cause of its own)
+        if ends[0] - 1 > start:  # the last character that differs may have another cause
             last = kept.behind(before) + ends[0] - 1
             cause = boundaries.cause(last, before, after, is_reasoning=is_reasoning)
             tails = [text[start:end] for text, end in zip((first, second), ends, strict=True)]
-            yield Difference(cause, tails[0][-LEN_EXAMPLE:], tails[1][-LEN_EXAMPLE:])
+            yield RenderDifference(cause, tails[0][-LEN_EXAMPLE:], tails[1][-LEN_EXAMPLE:])
 
 
-def _parting(cause: Cause, kept: _Side, rendered: _Side, before: Landmark | None) -> Difference:
-    """The difference of a cause, with the first that differs behind a landmark as its example."""
+def _parting(cause: Cause, kept: _Side, rendered: _Side, before: TextLandmark | None) -> RenderDifference:
+    """Return the difference of a cause. The example is the first text that differs after a landmark."""
     first, second = (side.text[side.behind(before) :] for side in (kept, rendered))
     position = num_shared(first, second)
     end = position + LEN_EXAMPLE
-    return Difference(cause, first[position:end], second[position:end])
+    return RenderDifference(cause, first[position:end], second[position:end])
 
 
-def _merged_at_seams(comparison: Comparison, encoder: ControlledEncoder) -> Iterator[Difference]:
-    """The tokens that merge where the completion begins or ends, whatever else differs."""
+def _merged_at_seams(comparison: RenderComparison, encoder: ControlledEncoder) -> Iterator[RenderDifference]:
+    """Yield the tokens that merge where the completion begins or ends, independent of other differences."""
     prompt, completion, bridge = comparison.prompt, comparison.completion, comparison.bridge
     for before, after in ((prompt, completion), (completion, bridge)):
         sides = [list(before[-NUM_TOKENS:]), list(after[:NUM_TOKENS])]
         texts = [encoder.decode(ids) for ids in sides]
         if [encoder.encode(text) for text in texts] != sides:
-            continue  # (a character that has more tokens than these, or what only looks like a control token)
+            continue  # a character of more tokens than these, or text that only looks like a control token
         apart, together = [*sides[0], *sides[1]], encoder.encode("".join(texts))
         if apart != together:
             yield _merged(apart, together, encoder)
 
 
-def _merged(kept: Sequence[int], rendered: Sequence[int], encoder: ControlledEncoder) -> Difference:
+def _merged(kept: Sequence[int], rendered: Sequence[int], encoder: ControlledEncoder) -> RenderDifference:
     position = num_shared(kept, rendered)
 
     def shown(ids: Sequence[int]) -> str:
         return "|".join(encoder.decode([token_id]) for token_id in ids[position : position + NUM_TOKENS])
 
-    return Difference(Cause.MERGED_TOKENS, shown(kept), shown(rendered))
+    return RenderDifference(Cause.MERGED_TOKENS, shown(kept), shown(rendered))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 NUM_PROBES_OF_A_KIND = 150
 MAX_LENGTH = 24
 NUM_CHARACTERS = 60
-"""Of the smaller scripts together, and as many of the larger ones."""
+"""Number of characters from the smaller scripts together, and from the larger scripts together."""
 RUN_LENGTHS = (2, 3, 4, 7, 16, 100, 1000)
 
 _WORDS = (
@@ -53,10 +53,10 @@ _WIDE_SCRIPTS = ((0x3040, 0x3100), (0x4E00, 0x9FFF), (0xAC00, 0xD7A4), (0xF900, 
 
 
 def encoder_probes(control_texts: Sequence[str]) -> Iterator[str]:
-    """The same some thousand texts each time.
+    """Yield the texts, which are the same in each run.
 
     Args:
-        control_texts: Tokens that are added to the vocabulary; they stand in some of the texts, whole and in pieces.
+        control_texts: Texts of the added tokens. Some of the texts contain them, whole and in pieces.
     """
     chance = random.Random(0)
     controls = list(control_texts)[:40]

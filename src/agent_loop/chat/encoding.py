@@ -1,4 +1,4 @@
-"""Text to tokens, with control over who may write control tokens."""
+"""Encoding of rendered text, in which only the template can write control tokens."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from agent_loop.chat.tiktoken_encoder import TiktokenEncoder, tiktoken_encoder
 from agent_loop.errors import ConfigError
 
 EncoderChoice: TypeAlias = Literal["auto", "tokenizers", "tiktoken"]
-"""Which library encodes; `auto` is `tiktoken` where it was proved to give the same ids."""
+"""The library that encodes. `auto` is `tiktoken` where it was verified to return the same ids."""
 
 MASK_OPEN = "@mask"
-"""Start of every mask. Plain ASCII, which templates leave alone where they quote, escape or print what they write."""
+"""Start of every mask. Plain ASCII, which templates do not change when they quote, escape or print text."""
 _MASK = re.compile(f"{MASK_OPEN}[.:]([0-9a-f]{{1,6}});")
 
 _log = logging.getLogger(__name__)
 
 
 class ControlledEncoder:
-    """Encodes rendered templates in which the text of messages cannot become a control token.
+    """Encodes rendered templates so that the text of messages cannot become a control token.
 
-    Before rendering, `mask` replaces the first character of every control token in a text by a placeholder; `encode`
-    writes the template's own control tokens as ids and puts the masked characters back as plain text. Text without
-    masks is encoded in one piece, exactly as the tokenizer would.
+    Before rendering, `mask` replaces the first character of every control token in a text by a placeholder. `encode`
+    encodes the template's own control tokens as ids, and the masked characters as plain text. Text without masks is
+    encoded exactly as the tokenizer encodes it.
 
     Args:
         tokenizer: The `tokenizers` tokenizer. Not changed.
-        reserved: More strings that foreign text may not hold while it is rendered.
-        choice: Which library encodes.
+        reserved: More strings that are masked in untrusted text.
+        choice: The library that encodes.
 
     Raises:
-        ConfigError: `tiktoken` is chosen, and cannot give the same ids.
+        ConfigError: `choice` is `tiktoken`, which cannot return the same ids.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ControlledEncoder:
         added = tokenizer.get_added_tokens_decoder()
         self._controls = {token_id: token.content for token_id, token in added.items() if is_control(token)}
         self.control_ids = frozenset(self._controls)
-        """Of all added tokens, special or not, but words and runs of spaces, which mean themselves."""
+        """Ids of all added tokens, special or not, except words and runs of spaces."""
         found = anchors(added.values(), is_normalised=tokenizer.normalizer is not None)
         self._anchor_ids = {token_id for token_id, text in self._controls.items() if text in found}
         words = {*self._controls.values(), *reserved, MASK_OPEN}
@@ -65,15 +65,15 @@ class ControlledEncoder:
         return self._masked(text, _opaque_mask)
 
     def mask_searchable(self, text: str) -> str:
-        """Return the text for rendering, with other masks than `mask`, which a rewritten template searches for."""
+        """Return the text for rendering, with masks that a rewritten template can search for."""
         return self._masked(text, _searchable_mask)
 
     def unmask(self, text: str) -> str:
-        """The text as it was before `mask`."""
+        """Return the text as it was before `mask`."""
         return _MASK.sub(lambda found: chr(int(found[1], 16)), text)
 
     def encode(self, rendered: str) -> list[int]:
-        """Token ids of a rendered template, masked text as plain text."""
+        """Return the token ids of a rendered template. Masked text is encoded as plain text."""
         read = self.unmask if MASK_OPEN in rendered else str
         ids = self._quick.encode(rendered, read=read) if self._quick else None
         if ids is not None:
@@ -82,7 +82,7 @@ class ControlledEncoder:
         return self._with_masks_as_text(rendered, encoding) if MASK_OPEN in rendered else encoding.ids
 
     def encode_between(self, rendered: str, *, before: str, after: str) -> list[int]:
-        """Token ids of what stands between two anchors; either may be empty, for the beginning or end of a text."""
+        """Return the token ids of the text between two anchors. An empty anchor is the beginning or end of a text."""
         read = self.unmask if MASK_OPEN in rendered else str
         ids = self._quick.encode(rendered, read=read) if self._quick else None
         if ids is not None:
@@ -91,7 +91,7 @@ class ControlledEncoder:
         return ids[bool(before) : len(ids) - bool(after)]
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of foreign text: none of them is a control token."""
+        """Return the token ids of untrusted text. None of them is a control token."""
         text = _encodable(text)
         ids = self._quick.encode_text(text) if self._quick else None
         if ids is not None:
@@ -100,31 +100,31 @@ class ControlledEncoder:
         return ids if self.control_ids.isdisjoint(ids) else self._encode_text(text, at_start=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids, control tokens written out."""
+        """Return the text of token ids, control tokens included."""
         if self._quick is not None:
             return self._quick.decode(token_ids)
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @property
     def token_bytes(self) -> Sequence[bytes] | None:
-        """What each id stands for, where it is proved that a text is the bytes of its tokens; else None."""
+        """Bytes of each token id, or None if the text of tokens may differ from their bytes."""
         return None if self._quick is None else self._quick.token_bytes
 
     @property
     def control_texts(self) -> list[str]:
-        """How the control tokens are written, in the order of their ids."""
+        """Texts of the control tokens, in the order of their ids."""
         return [self._controls[token_id] for token_id in sorted(self._controls)]
 
     def control_spans(self, rendered: str) -> list[tuple[int, int]]:
-        """Where control tokens stand in a text: start and end of each, in characters."""
+        """Return the start and end of each control token in a text, in characters."""
         return self._spans(rendered, self.control_ids)
 
     def anchor_spans(self, rendered: str) -> list[tuple[int, int]]:
-        """Where anchors stand in a text: control tokens at which it can be cut and encoded in parts."""
+        """Return the start and end of each anchor in a text: control tokens at which the text can be cut."""
         return self._spans(rendered, self._anchor_ids)
 
     def shared(self, rendered: str, other: str) -> str:
-        """What two rendered texts begin with; a control token of the first is shared whole or not at all."""
+        """Return the common beginning of two rendered texts, without a cut through a control token of the first."""
         length = num_shared(rendered, other)
         for start, end in self.control_spans(rendered):
             if start < length < end:
@@ -139,7 +139,7 @@ class ControlledEncoder:
             return "".join(
                 mask_of(char) if char in starts or normalise(char) != char else char for char in text
             )
-        if not any(map(text.__contains__, self._word_starts)):  # (as nearly always)
+        if not any(map(text.__contains__, self._word_starts)):  # the usual case
             return text
         # One pattern for each first character is searched many times faster than one for all.
         has_words = any(starts.search(text) for starts in self._word_starts.values())
@@ -151,7 +151,7 @@ class ControlledEncoder:
         return [span for token_id, span in both if token_id in token_ids]
 
     def _with_masks_as_text(self, rendered: str, encoding: Encoding) -> list[int]:
-        """Replaces the tokens of each stretch between control tokens that holds masks."""
+        """Return the ids with the tokens of each stretch that contains masks replaced."""
         ids: list[int] = []
         stretch: list[int] = []
         start = 0
@@ -193,20 +193,22 @@ def _quick_encoder(tokenizer: Tokenizer, choice: EncoderChoice) -> TiktokenEncod
     except OtherTokenizer as error:
         if choice == "tiktoken":
             raise ConfigError(
-                f"model.encoder is tiktoken, but the tokenizer is none for it: {error}; set auto"
+                f"model.encoder is tiktoken, which does not support the tokenizer: {error}; set model.encoder=auto"
             ) from error
-        _log.info("texts are encoded by tokenizers, not by tiktoken, which would be faster: %s", error)
+        _log.info(
+            "tokenizers encodes texts, because the faster tiktoken does not support the tokenizer: %s", error
+        )
         return None
 
 
 def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many characters or tokens both begin with."""
+    """Return the number of leading characters or tokens that both share."""
     differing = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     return next(differing, min(len(first), len(second)))
 
 
 def _encodable(text: str) -> str:
-    """The text with half surrogates, which no tokenizer takes, replaced; pairs of them become their character."""
+    """Return the text with surrogate pairs joined and lone surrogates replaced, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -215,7 +217,7 @@ def _encodable(text: str) -> str:
 
 
 def _starts_of(words: Iterable[str]) -> re.Pattern[str]:
-    """Matches the first character of each word; sorted by it, which `re` searches fastest."""
+    """Return a pattern for the first character of each word, grouped by the character, which `re` searches fastest."""
     rests = {
         first: "|".join(re.escape(word[1:]) for word in group)
         for first, group in _by_first_character(words).items()

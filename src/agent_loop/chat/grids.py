@@ -1,4 +1,4 @@
-"""The patches of the Qwen2-VL family: grids in time, height and width.
+"""Patches of the Qwen2-VL family: grids in time, height and width.
 
 A frame is resized so that both sides are multiples of a merged patch, and cut into patches as an image is. Where an
 image repeats itself to fill a patch in time, a video has as many frames as that patch is long, the last one repeated
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from agent_loop.types import IntArray
 
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Kinds of models that take grids."""
+"""Model types whose images are grids of patches."""
 
 VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-"""The least and most pixels of a frame, where the model's files do not say."""
+"""Minimum and maximum number of pixels of a frame, if the model's files do not state them."""
 
 _SETTINGS = (
     "do_resize",
@@ -38,11 +38,11 @@ _SETTINGS = (
 
 
 class GridProcessor:
-    """Does what a processor of the family does with an image, without the part for videos.
+    """Processor of images that equals the family's own processor, without its part for videos.
 
     Args:
-        image_processor: Of the model.
-        tokenizer: Of the same model.
+        image_processor: Image processor of the model.
+        tokenizer: Tokenizer of the model.
     """
 
     image_token, video_token = "<|image_pad|>", "<|video_pad|>"
@@ -54,20 +54,20 @@ class GridProcessor:
         self.video_token_id = int(tokenizer.convert_tokens_to_ids(self.video_token))
 
     def __call__(self, *, images: Sequence[Any], **_: Any) -> dict[str, Any]:
-        """The features of one image, and the tokens that stand for it."""
+        """Return the features of one image, and its placeholder tokens."""
         features = dict(self.image_processor(images=list(images), return_tensors="np"))
         count = num_grid_tokens(features["image_grid_thw"][0], merge_size=self.image_processor.merge_size)
         return {**features, "input_ids": np.full((1, count), self.image_token_id)}
 
 
 def takes_grids(processor: Any) -> bool:
-    """Whether a processor is one of the family."""
+    """Return whether a processor belongs to the family."""
     names = {base.__name__ for base in type(processor).__mro__}
     return bool(names & {"Qwen2VLProcessor", "Qwen2_5_VLProcessor", GridProcessor.__name__})
 
 
 def video_settings(written: Mapping[str, Any]) -> dict[str, Any]:
-    """What a model's files say of its videos, as arguments for its image processor."""
+    """Return the video settings of a model's files, as arguments for its image processor."""
     settings = {key: written[key] for key in _SETTINGS if written.get(key) is not None}
     size = dict(settings.get("size") or VIDEO_SIZE)
     for edge, older_name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
@@ -79,11 +79,11 @@ def video_settings(written: Mapping[str, Any]) -> dict[str, Any]:
 def video_patches(
     frames: Sequence[Any], *, image_processor: Any, settings: Mapping[str, Any]
 ) -> dict[str, NDArray[Any]]:
-    """The features of a video.
+    """Return the features of a video.
 
     Args:
         frames: RGB images, all of one size.
-        image_processor: Of the model.
+        image_processor: Image processor of the model.
         settings: See `video_settings`.
 
     Returns:
@@ -96,7 +96,7 @@ def video_patches(
     cut = image_processor(images=padded, **settings, return_tensors="np")
     _, height, width = np.asarray(cut["image_grid_thw"])[0].tolist()
     time = len(padded) // depth
-    # An image holds the same patch `depth` times over.
+    # An image contains the same patch `depth` times.
     still = np.asarray(cut["pixel_values"]).reshape(time, depth, height * width, -1, depth, patch * patch)
     moving = still[:, :, :, :, 0].transpose(0, 2, 3, 1, 4)
     return {
@@ -106,17 +106,17 @@ def video_patches(
 
 
 def num_grid_tokens(grid_thw: NDArray[Any], *, merge_size: int) -> int:
-    """How many tokens stand for a grid."""
+    """Return the number of placeholder tokens of a grid."""
     return int(np.prod(grid_thw)) // merge_size**2
 
 
 def grid_positions(grid_thw: NDArray[Any], *, merge_size: int, interval: float = 1) -> IntArray:
-    """Time, height and width of each token of a grid, as rotary embeddings in three dimensions count them.
+    """Return the time, height and width of each token of a grid, for rotary embeddings in three dimensions.
 
     Args:
         grid_thw: Patches in each dimension.
-        merge_size: So many patches, in height and in width, are one token.
-        interval: What a step in time counts.
+        merge_size: Number of patches, in height and in width, that are one token.
+        interval: Distance of two steps in time.
 
     Returns:
         Shape [3, num_tokens].

@@ -1,4 +1,4 @@
-"""Rewrites a chat template so that it finds control tokens in masked text too."""
+"""Rewriting of chat templates, so that their searches for control tokens work on masked text."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OPENING = ("(", "[")
 
 
 def searching_masked_text(chat_template: str, *, mask: Callable[[str], str]) -> str:
-    """Return the template, changed to find each string that it searches for in masked text as well.
+    """Return the template with its searches changed to work on masked text.
 
-    Templates read reasoning out of what an assistant said: `'</think>' in content`, `content.split('</think>')`. In
-    the text that is searched, the string is replaced by its masked form, and that is searched for. So nothing that a
-    template writes of such a text is a control token unless the template's own strings are.
+    Templates extract reasoning from an assistant's content: `'</think>' in content`, `content.split('</think>')`. The
+    rewritten template first replaces the string in the searched text by its masked form, and then searches for the
+    masked form. So a text that the template copies contains no control token.
 
     Args:
         chat_template: The source of a Jinja template.
@@ -38,7 +38,7 @@ def searching_masked_text(chat_template: str, *, mask: Callable[[str], str]) -> 
 
 
 def _with_masked_searches(code: str, mask: Callable[[str], str]) -> str:
-    """The code of one tag. Changes are made from its end, so that places before them stay where they are."""
+    """Return the rewritten code of one tag. Changes start at the end, so that earlier positions stay valid."""
     for found in reversed(list(_STRING.finditer(code))):
         masked = mask(found[0])
         if masked == found[0]:
@@ -55,7 +55,7 @@ def _with_masked_searches(code: str, mask: Callable[[str], str]) -> str:
 
 
 def _operand_end(code: str, start: int) -> int:
-    """Return the end of an operand: a name or a parenthesis, and the attributes, items and calls behind it."""
+    """Return the end of an operand: a name or a parenthesis, and the attributes, items and calls after it."""
     name = _NAME.match(code, start)
     end = start if name is None else name.end()
     while True:
@@ -68,7 +68,7 @@ def _operand_end(code: str, start: int) -> int:
 
 
 def _closed(code: str, start: int) -> int:
-    """The place behind the bracket that closes the one at `start`."""
+    """Return the position after the bracket that closes the bracket at `start`."""
     depth, position = 0, start
     while position < len(code):
         if (string := _STRING.match(code, position)) is not None:

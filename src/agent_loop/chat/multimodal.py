@@ -1,7 +1,7 @@
-"""Images and videos in messages: to what a model's processor makes of them, and to runs of placeholder tokens.
+"""Processing of images and videos in messages: features, and runs of placeholder tokens.
 
-The chat template writes one placeholder for each image. Only in the token ids is it replaced by as many as the
-features need, so that no text, whatever it holds, becomes a placeholder.
+The chat template writes one placeholder for each image. The placeholder is expanded to as many tokens as the features
+need in the token ids only, so that no text can become a placeholder.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from agent_loop.trajectory.attachments import Attachment, AttachmentKind
 from agent_loop.types import IntArray, as_token_ids
 
 TEXT_FEATURES = frozenset({"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"})
-"""What processors return for the text; the rest is for the images."""
+"""Outputs of processors for the text; all other outputs are features of the images."""
 
 MAX_CACHED_BYTES = 256 * 2**20
-"""Of features that are kept for the next time that the same image comes, as it does for each member of a group."""
+"""Maximum size of the cache of features. The members of a group share the same images."""
 
 NO_SETTINGS: Mapping[str, Any] = {}
 
 
 class Encoded(NamedTuple):
-    """Tokens and what is attached to them."""
+    """Tokens with their attachments."""
 
     token_ids: IntArray
     """Shape [num_tokens]."""
     attachments: tuple[Attachment, ...] = ()
-    """Counted from the first of the tokens."""
+    """Attachments; their positions count from the first token."""
 
     def first(self, num_tokens: int) -> Encoded:
-        """At most so many tokens of the beginning; an image is kept whole or not at all."""
+        """Return at most `num_tokens` tokens of the beginning. An image is kept whole or dropped."""
         cut = next((a.start for a in self.attachments if a.start < num_tokens < a.end), num_tokens)
         return Encoded(self.token_ids[:cut], tuple(a for a in self.attachments if a.end <= cut))
 
     def last(self, num_tokens: int) -> Encoded:
-        """At most so many tokens of the end; an image is kept whole or not at all."""
+        """Return at most `num_tokens` tokens of the end. An image is kept whole or dropped."""
         start = max(len(self.token_ids) - num_tokens, 0)
         cut = next((a.end for a in self.attachments if a.start < start < a.end), start)
         return Encoded(self.token_ids[cut:], tuple(a.moved(-cut) for a in self.attachments if a.start >= cut))
 
 
 class ReadMedium(NamedTuple):
-    """An image or a video, read: the tokens that stand for it, and what is attached to them."""
+    """Image or video that was read: its placeholder tokens and its attachment."""
 
     token_ids: IntArray
     attachment: Attachment
@@ -70,15 +70,15 @@ class ReadMedium(NamedTuple):
 
 
 class MediaProcessor:
-    """A model's processor, asked for one image or video at a time. What it made of the last ones is kept.
+    """A model's processor, with a cache of the features of recent images and videos.
 
     Args:
         processor: A `transformers` processor with an image processor.
-        videos: What the model's files say of its videos, where its processor has no part for them.
-        tokens_per_second: How far positions in time go on in a second of a video; None where the model counts grids.
+        videos: Video settings of the model's files, for processors without a video processor.
+        tokens_per_second: Positions in time per second of a video; None if the model counts grids.
 
     Raises:
-        ConfigError: It reads no images.
+        ConfigError: The processor cannot read images.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class MediaProcessor:
                 "give the processor of a vision-language model"
             )
         self.kinds: frozenset[AttachmentKind] = frozenset({"image"})
-        """What can be attached. Videos can where frames become one grid of patches."""
+        """Kinds of media that can be attached. Videos need a processor of the Qwen2-VL family."""
         self.processor = processor
         self._token = token
         written_id = int(processor.tokenizer.convert_tokens_to_ids(token))
@@ -114,23 +114,23 @@ class MediaProcessor:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="media")
 
     async def read_in_thread(self, media: Sequence[Medium]) -> list[ReadMedium]:
-        """As `read`, while the event loop goes on. The other members of a group wait for the first one's work."""
+        """Return the result of `read`, which runs in a thread. All media are read in the same thread, one by one."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.read, media)
 
     def read(self, media: Sequence[Medium]) -> list[ReadMedium]:
-        """What the processor makes of images and videos, or made of the same ones before.
+        """Return the features of images and videos, from the cache or from the processor.
 
         Raises:
-            ChatTemplateError: There are videos, but the model takes none.
-            DataError: One cannot be read.
+            ChatTemplateError: The model does not take videos.
+            DataError: An image or a video cannot be read.
         """
         return [self._read(medium) for medium in media]
 
     def encode(self, token_ids: Sequence[int], media: Sequence[ReadMedium]) -> Encoded:
-        """Puts the run of each image in the place of its placeholder.
+        """Replace the placeholder of each image by the image's run of tokens.
 
         Raises:
-            ChatTemplateError: The placeholders are not those of these images.
+            ChatTemplateError: The placeholders do not match the images.
         """
         ids = as_token_ids(token_ids)
         places = self._places(ids, media)
@@ -148,7 +148,7 @@ class MediaProcessor:
         return Encoded(np.concatenate([*parts, ids[done:]]), tuple(attachments))
 
     def _places(self, ids: IntArray, media: Sequence[ReadMedium]) -> list[int]:
-        """Where the template wrote the placeholders, one for each medium, in order."""
+        """Return the positions of the placeholders, one for each medium, in order."""
         places: list[int] = np.flatnonzero(np.isin(ids, list(self._kind_of))).tolist()
         written = [self._kind_of[int(ids[place])] for place in places]
         given = [medium.attachment.kind for medium in media]
@@ -252,7 +252,7 @@ class MediaProcessor:
             features=features,
             digest=_digest(features),
             positions=positions,
-            # Text behind a video counts on from its height and width; its time is not counted.
+            # The positions of text after a video continue from its height and width, without its time.
             num_positions=0 if positions is None else int(positions[1:].max()) + 1,
         )
         return ReadMedium(run, attachment)

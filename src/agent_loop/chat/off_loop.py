@@ -1,4 +1,4 @@
-"""Encoding beside the event loop, where it takes long enough to be worth a thread."""
+"""Encoding of long texts in a thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from agent_loop.runtime.threads import run_in_thread
 from agent_loop.types import Message
 
 LONG_CHARACTERS = 50_000
-"""From here on, encoding takes milliseconds, where a thread takes a tenth of one."""
+"""Number of characters from which encoding takes milliseconds; starting a thread takes a tenth of a millisecond."""
 
 
 async def encoded_off_loop(messages: Sequence[Message], encode: Callable[[], Encoded]) -> Encoded:
-    """What `encode` makes of these messages; it runs in a thread if they are long.
+    """Return the result of `encode`, which runs in a thread if the messages are long.
 
-    Only `tiktoken` lets the event loop go on meanwhile: `tokenizers` keeps the interpreter's lock.
+    Only `tiktoken` releases the interpreter's lock, so that the event loop can run; `tokenizers` holds the lock.
     """
     num_characters = 0
     for message in messages:

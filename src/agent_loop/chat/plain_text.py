@@ -1,4 +1,4 @@
-"""Foreign text to tokens by `tokenizers`, with no control token among them."""
+"""Encoding of untrusted text with `tokenizers`, without control tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from agent_loop.chat.controls import is_control
 
 
 class PlainTextEncoder:
-    """Encodes text in which nothing is a control token, whatever it holds.
+    """Encodes any text without control tokens.
 
     Args:
-        tokenizer: Not changed.
+        tokenizer: The `tokenizers` tokenizer. Not changed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -27,11 +27,11 @@ class PlainTextEncoder:
         self._control_ids = {token_id for token_id, token in added.items() if is_control(token)}
 
     def encode(self, text: str, *, at_start: bool) -> list[int]:
-        """Token ids.
+        """Return the token ids of a text.
 
         Args:
             text: The text.
-            at_start: The prompt begins with it.
+            at_start: Whether the prompt begins with the text.
         """
         tokenizer = self._text_tokenizer if at_start else self._inner_text_tokenizer
         ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -42,7 +42,7 @@ class PlainTextEncoder:
 
     @cached_property
     def _text_tokenizer(self) -> Tokenizer:
-        """The same model without added tokens; costs nothing."""
+        """Tokenizer with the same model and without added tokens."""
         return _without_added_tokens(self._tokenizer, self._tokenizer.model)
 
     @cached_property
@@ -51,7 +51,7 @@ class PlainTextEncoder:
 
     @cached_property
     def _strict_tokenizer(self) -> Tokenizer:
-        """One whose model does not know the control tokens either: some models find them whole."""
+        """Tokenizer whose model does not know the control tokens either, since some models find them as words."""
         model = _model_without(self._controls, self._tokenizer)
         return _without_added_tokens(self._tokenizer, model)
 
@@ -70,7 +70,7 @@ def _without_added_tokens(tokenizer: Tokenizer, model: Any) -> Tokenizer:
 
 
 def _for_inner_text(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer of text that does not begin the prompt: some put a space before the very first word."""
+    """Return the tokenizer for text inside the prompt: some tokenizers put a space before the first word only."""
     pre_tokenizer = tokenizer.pre_tokenizer
     if not isinstance(pre_tokenizer, pre_tokenizers.Metaspace) or pre_tokenizer.prepend_scheme != "first":
         return tokenizer
@@ -82,7 +82,7 @@ def _for_inner_text(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _model_without(words: set[str], tokenizer: Tokenizer) -> Any:
-    """The tokenizer's model with the names of these tokens changed to something that no text holds."""
+    """Return the tokenizer's model with these tokens renamed to strings that no text contains."""
     description = cast(dict[str, Any], json.loads(tokenizer.to_str()))
     description |= {"added_tokens": [], "post_processor": None}
     model = cast(dict[str, Any], description["model"])

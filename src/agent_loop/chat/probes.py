@@ -1,4 +1,4 @@
-"""Short conversations on which a chat template is tried."""
+"""Short conversations on which a chat template is checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBE_TOOLS: Sequence[Mapping[str, Any]] = (
     _schema("get_tides", "Gives the tides of a port.", port="Name of the port."),
 )
 
-# A text stands once in a conversation, so that it can be found again in what a template writes.
+# A text occurs once in a conversation, so that it can be found in the rendered text.
 _TEXTS: Mapping[str, Sequence[str]] = {
     "system": ("Answer briefly.",),
     "user": ("How is the weather?", "And tomorrow?", "And by the sea?", "And in the hills?", "And at night?"),
@@ -41,13 +41,13 @@ _TEXTS: Mapping[str, Sequence[str]] = {
     "reply": ("21 degrees", "5 degrees", "30 degrees", "9 degrees", "17 degrees", "8 degrees"),
 }
 _ROLES = {"system": "system", "user": "user", "reply": "tool"}
-"""Of the messages that are not the assistant's."""
+"""Roles of the messages that are not the assistant's."""
 _ERROR = 'Error: "city" is unknown;\ngive one of {"Paris", "Rome"}'
 _UNICODE = "¿Qué tal? 你好, 🌦️ e\u0301\n\n  <b>&amp;</b> \\n {{ x }}"
 
 
-class Part(StrEnum):
-    """What a text in a conversation is."""
+class MessagePart(StrEnum):
+    """Kind of a text in a conversation."""
 
     SYSTEM = "system"
     SCHEMA = "schema"
@@ -59,24 +59,24 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Landmark:
-    """A text by which a part of a conversation is found in a render."""
+class TextLandmark:
+    """Text by which a part of a conversation is found in a render."""
 
-    part: Part
+    part: MessagePart
     text: str
     message: int = -1
     """Index of the message that holds it; -1 for a schema."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One assistant turn of a probe, with what stands before and behind it."""
+class ProbeTurn:
+    """Assistant turn of a probe, with the messages before and after it."""
 
     opening: Sequence[Message]
     said: Message
     """The assistant's message."""
     replies: Sequence[Message]
-    """What follows it up to the next assistant turn."""
+    """Messages up to the next assistant turn."""
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -88,15 +88,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A conversation. Each of its assistant turns is tried."""
+    """Conversation whose assistant turns are checked one by one."""
 
     name: str
     messages: Sequence[Message]
     has_tools: bool = False
     is_essential: bool = False
-    """A template that refuses it is refused; one that refuses another probe has a limit."""
+    """Whether a template that refuses the conversation is unsupported. Refusing other probes is a limit."""
     is_quick: bool = False
-    """It is tried when a run starts, too."""
+    """Whether the conversation is also checked when a run starts."""
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -107,18 +107,18 @@ class Probe:
         return any("reasoning_content" in message for message in self.messages)
 
     @property
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[ProbeTurn]:
         roles = [message["role"] for message in self.messages]
         starts = [i for i, role in enumerate(roles) if role == "assistant"]
         for start, end in zip(starts, [*starts[1:], len(roles)], strict=True):
-            yield Turn(self.messages[:start], self.messages[start], self.messages[start + 1 : end])
+            yield ProbeTurn(self.messages[:start], self.messages[start], self.messages[start + 1 : end])
 
 
 def plain_probes(control_text: str) -> list[Probe]:
     """Return conversations without tools.
 
     Args:
-        control_text: A text that holds control tokens.
+        control_text: Text that contains control tokens.
     """
     ask = _TEXTS["user"][0]
     return [
@@ -184,35 +184,37 @@ def tool_probes(control_text: str) -> list[Probe]:
     ]
 
 
-def schema_landmarks() -> list[Landmark]:
-    """Return the texts of the tools' schemas, which stand nowhere else."""
+def schema_landmarks() -> list[TextLandmark]:
+    """Return the texts of the tools' schemas, which occur nowhere else."""
     texts: list[str] = []
     for tool in PROBE_TOOLS:
         function = tool["function"]
         texts.append(function["description"])
         texts += [parameter["description"] for parameter in function["parameters"]["properties"].values()]
-    return [Landmark(Part.SCHEMA, text) for text in texts]
+    return [TextLandmark(MessagePart.SCHEMA, text) for text in texts]
 
 
-def landmarks(messages: Sequence[Message]) -> list[Landmark]:
-    """Return the texts of messages, in the order in which a template is expected to write them."""
+def landmarks(messages: Sequence[Message]) -> list[TextLandmark]:
+    """Return the texts of messages, in the order in which a template is expected to render them."""
     return [
-        Landmark(part, text, i)
+        TextLandmark(part, text, i)
         for i, message in enumerate(messages)
         for part, text in _parts_of(message)
         if text
     ]
 
 
-def _parts_of(message: Message) -> Iterator[tuple[Part, str]]:
+def _parts_of(message: Message) -> Iterator[tuple[MessagePart, str]]:
     if message["role"] != "assistant":
-        part = {"system": Part.SYSTEM, "tool": Part.REPLY}.get(message["role"], Part.QUESTION)
+        part = {"system": MessagePart.SYSTEM, "tool": MessagePart.REPLY}.get(
+            message["role"], MessagePart.QUESTION
+        )
         yield part, message["content"]
         return
-    yield Part.REASONING, message.get("reasoning_content", "")
-    yield Part.TEXT, message["content"]
+    yield MessagePart.REASONING, message.get("reasoning_content", "")
+    yield MessagePart.TEXT, message["content"]
     for call in message.get("tool_calls", ()):
-        yield Part.CALL, call["function"]["arguments"]["city"]
+        yield MessagePart.CALL, call["function"]["arguments"]["city"]
 
 
 def _probe(
@@ -227,10 +229,10 @@ def _probe(
     """Return the probe of a plan.
 
     Args:
-        name: Of the probe.
-        plan: What each message holds, in words: `user thinking+call reply`.
+        name: Name of the probe.
+        plan: The content of each message in words, such as `user thinking+call reply`.
         has_tools, is_essential, is_quick: See `Probe`.
-        texts: The texts of a word, in the order in which they are used, in place of the usual ones.
+        texts: Texts of a word, in the order of use, that replace the default texts.
     """
     used = {word: iter(choice) for word, choice in {**_TEXTS, **texts}.items()}
     ids = (f"probe{number:04d}" for number in count(1))

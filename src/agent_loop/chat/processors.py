@@ -1,4 +1,4 @@
-"""Loading what reads a model's images and videos."""
+"""Loading of a model's processor of images and videos."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agent_loop.errors import ConfigError
 def load_media_processor(
     path: str, *, tokenizer: Any, trust_remote_code: bool = False
 ) -> MediaProcessor | str:
-    """Loads the processor of a model with a vision tower, from a folder or the hub.
+    """Load the processor of a model with a vision tower, from a folder or the hub.
 
-    A chat template that only the processor has becomes the tokenizer's. Where the processor cannot be imported for want
-    of torchvision, a model of the Qwen2-VL family gets a `GridProcessor`.
+    If only the processor has a chat template, the tokenizer gets the template. If torchvision is not installed, a model
+    of the Qwen2-VL family gets a `GridProcessor`.
 
     Returns:
-        The processor; or why there is none, in words that fit after `the model cannot read them: `.
+        The processor, or the reason why there is none, in words that fit after `the model cannot read them: `.
     """
     from transformers import AutoConfig, AutoProcessor  # late: importing transformers takes seconds
 
@@ -51,7 +51,7 @@ def load_media_processor(
 def _load_grid_processor(
     path: str, *, tokenizer: Any, tokens_per_second: float | None
 ) -> tuple[MediaProcessor, str | None]:
-    """The processor, and the chat template that the model's own has."""
+    """Return the processor, and the chat template of the model's own processor."""
     from transformers import AutoImageProcessor
     from transformers.processing_utils import ProcessorMixin
     from transformers.video_processing_utils import BaseVideoProcessor

@@ -1,4 +1,4 @@
-"""Messages to text by a tokenizer's chat template."""
+"""Rendering of messages with a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message
 
 SENTINEL = "@placeholder.for.the.assistant@"
-"""Stands for what the assistant said; never encoded. Plain ASCII: templates trim, quote and escape what they write."""
+"""Placeholder for the assistant's text; never encoded. Plain ASCII, since templates trim, quote and escape texts."""
 
 TEXTS_WITH_MARKERS = frozenset({"content", "reasoning_content", "reasoning", "thinking"})
-"""Fields of an assistant's message in which templates look for their own markers, such as `</think>`."""
+"""Fields of an assistant's message in which templates search for markers such as `</think>`."""
 
 
 class Renderer:
-    """Renders messages whose texts are masked, so that no text can be taken for the template's own.
+    """Renders messages with masked texts, so that no text can be mistaken for the template's own text.
 
-    The masks in what an assistant said can be searched for: a template that splits content at `</think>` still does,
-    and writes its own `</think>` where it puts the reasoning.
+    Templates can search the masked text of an assistant: a template that splits content at `</think>` still does, and
+    writes its own `</think>` after the reasoning.
 
     Args:
         tokenizer: A `transformers` tokenizer with a chat template.
-        encoder: Masks foreign text. `SENTINEL` must be among its reserved strings.
+        encoder: Masks the texts of messages. `SENTINEL` must be among its reserved strings.
     """
 
     def __init__(self, tokenizer: Any, *, encoder: ControlledEncoder) -> None:
         self._tokenizer = tokenizer
         self._encoder = encoder
         self._rewritten: dict[str, str | None] = {}
-        """The templates that were used, rewritten; None where that changes nothing."""
+        """Rewritten templates by source; None where rewriting changes nothing."""
         self.takes_parts = False
-        """Content is a list of parts in this template; a string would be refused or left out."""
-        self.takes_parts = not self._writes_said()
-        self.takes_parts = self.takes_parts and self._writes_said()
+        """Whether the template demands content as a list of parts, and refuses or leaves out strings."""
+        self.takes_parts = not self._renders_assistant()
+        self.takes_parts = self.takes_parts and self._renders_assistant()
 
     def text(
         self,
@@ -46,16 +46,16 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the rendered messages, masks still in them.
+        """Return the rendered text of messages, with the masks in it.
 
         Args:
-            messages: Their texts are masked.
-            after: Messages of our own before them. Only names and ids of calls in these are masked.
+            messages: Messages whose texts are masked.
+            after: Trusted messages before `messages`. Only the names and ids of their calls are masked.
             tools: OpenAI function schemas.
             add_generation_prompt: End with the opening of the assistant's next turn.
 
         Raises:
-            ChatTemplateError: The template does not accept these messages.
+            ChatTemplateError: The template refuses the messages.
         """
         mask = self._encoder.mask
         try:
@@ -67,7 +67,7 @@ class Renderer:
                 tokenize=False,
                 **self._options(shown),
             )
-        except Exception as error:  # (a template may raise anything: Jinja runs the author's code)
+        except Exception as error:  # a template may raise anything, since Jinja runs its author's code
             roles = [message.get("role") for message in messages]
             raise ChatTemplateError(
                 f"the chat template refuses messages with roles {roles}: {type(error).__name__}: "
@@ -76,7 +76,7 @@ class Renderer:
         return cast(str, rendered)
 
     def _options(self, tools: Any) -> dict[str, str]:
-        """The rewritten template, where it differs from the tokenizer's own."""
+        """Return the rewritten template, if it differs from the tokenizer's template."""
         source = cast(str, self._tokenizer.get_chat_template(None, tools))
         if source not in self._rewritten:
             rewritten = searching_masked_text(source, mask=self._encoder.mask_searchable)
@@ -102,27 +102,27 @@ class Renderer:
         return self._in_parts(message)
 
     def _in_parts(self, message: Message) -> Message:
-        """The message, with its text as a part where the template takes parts only."""
+        """Return the message, with its text as a part if the template demands parts."""
         if self.takes_parts and isinstance(message.get("content"), str):
             return {**message, "content": [{"type": "text", "text": message["content"]}]}
         return message
 
     def _named_safely(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        """A call whose name and id hold no control tokens; a reply may repeat both."""
+        """Return a call whose name and id contain no control tokens. A reply may repeat both."""
         mask, function = self._encoder.mask, call["function"]
         safe = {**call, "function": {**function, "name": mask(function["name"])}}
         return {**safe, "id": mask(call["id"])} if "id" in call else safe
 
-    def _writes_said(self) -> bool:
-        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
+    def _renders_assistant(self) -> bool:
+        messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": SENTINEL}]
         try:
-            return SENTINEL in self.text([], after=said, add_generation_prompt=False)
+            return SENTINEL in self.text([], after=messages, add_generation_prompt=False)
         except ChatTemplateError:
             return False
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """A copy of a value of lists and mappings with each text in it changed."""
+    """Return a copy of nested lists and mappings with each text changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is known about a chat template after it has been tried."""
+"""Report of `verify_template`: verdicts, causes of differences, and examples."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ from enum import StrEnum
 from typing import Any
 
 
-class Verdict(StrEnum):
-    """How the tokens of a trajectory compare with a full render of its messages."""
+class TemplateVerdict(StrEnum):
+    """Result of comparing the tokens of a trajectory with a full render of its messages."""
 
     EXACT = "exact"
-    """Token for token the same in every conversation that was tried."""
+    """The tokens were equal in every conversation of the check."""
     LIKELY_EXACT = "likely_exact"
-    """The same in the few conversations that are tried when a run starts."""
+    """The tokens were equal in the few conversations that are checked when a run starts."""
     DIFFERS = "differs"
-    """Not the same, or the template leaves something out of both. The trajectory keeps what the model saw and said."""
+    """The tokens were not equal, or the template leaves something out of both sides. The trajectory keeps the tokens
+    that the model saw and sampled."""
     UNSUPPORTED = "unsupported"
-    """The template cannot write such a conversation."""
+    """The template cannot render such a conversation."""
 
 
-class Kind(StrEnum):
-    """What a difference means for a run."""
+class CauseKind(StrEnum):
+    """Severity of a cause."""
 
     LEFT_OUT = "left_out"
-    """The template does not show the model what it should see, or cannot write what the model does."""
+    """The template leaves out what the model should see, or calls of the model."""
     REWRITTEN = "rewritten"
-    """The template writes earlier turns otherwise once more messages follow."""
+    """The template renders earlier turns differently once more messages follow."""
     MERGED = "merged"
-    """The text is the same, in other tokens."""
+    """The text is the same, but its tokens differ."""
 
     @property
     def meaning(self) -> str:
-        """One line for a person to read."""
+        """One line for display."""
         return _MEANINGS_OF_KINDS[self]
 
 
 class Cause(StrEnum):
-    """Why a full render differs; the gravest causes first."""
+    """Reason why a full render differs; the most severe first."""
 
     IGNORED_TOOLS = "ignored_tools"
     IGNORED_SYSTEM_PROMPT = "ignored_system_prompt"
@@ -58,15 +59,15 @@ class Cause(StrEnum):
 
     @property
     def meaning(self) -> str:
-        """One line for a person to read."""
+        """One line for display."""
         return _MEANINGS[self]
 
     @property
-    def kind(self) -> Kind:
-        """What it means for a run."""
+    def kind(self) -> CauseKind:
+        """Severity of the cause."""
         if self in (Cause.IGNORED_TOOLS, Cause.IGNORED_SYSTEM_PROMPT, Cause.DROPPED_CALL):
-            return Kind.LEFT_OUT
-        return Kind.MERGED if self is Cause.MERGED_TOKENS else Kind.REWRITTEN
+            return CauseKind.LEFT_OUT
+        return CauseKind.MERGED if self is Cause.MERGED_TOKENS else CauseKind.REWRITTEN
 
 
 _MEANINGS = {
@@ -79,113 +80,116 @@ _MEANINGS = {
     Cause.GENERATION_PROMPT: "the template takes back its own generation prompt when the turn is over",
     Cause.END_TOKEN: "the template closes an earlier turn with another token than the model's last",
     Cause.MOVED_SYSTEM_PROMPT: "the template moves the system prompt or the tools to a later message",
-    Cause.INJECTED_PROMPT: "the template renders the first prompt otherwise once more messages follow",
-    Cause.RESERIALISED_CALL: "the template writes the assistant turn otherwise once more messages follow",
-    Cause.REGROUPED_TOOLS: "the template groups tool replies otherwise in a longer conversation",
+    Cause.INJECTED_PROMPT: "the template renders the first prompt differently once more messages follow",
+    Cause.RESERIALISED_CALL: "the template renders the assistant turn differently once more messages follow",
+    Cause.REGROUPED_TOOLS: "the template groups tool replies differently in a longer conversation",
     Cause.OTHER: "see the example",
-    Cause.MERGED_TOKENS: "the same text, in other tokens where the turns meet",
+    Cause.MERGED_TOKENS: "the text is the same, but its tokens differ where the turns meet",
 }
 _MEANINGS_OF_KINDS = {
-    Kind.LEFT_OUT: "the template leaves out what the model should see or what it said",
-    Kind.REWRITTEN: "the template rewrites history; the trajectory keeps what the model saw and said",
-    Kind.MERGED: "the tokenizer merges tokens where turns meet; the trajectory keeps those that the model sampled",
+    CauseKind.LEFT_OUT: "the template leaves out what the model should see or what it said",
+    CauseKind.REWRITTEN: "the template rewrites history; the trajectory keeps what the model saw and said",
+    CauseKind.MERGED: "the tokenizer merges tokens where turns meet; the trajectory keeps those that the model sampled",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """An example of one cause."""
+class RenderDifference:
+    """Example of a cause."""
 
     cause: Cause
     kept: str = ""
-    """What the trajectory holds from there on; merged tokens have bars between them."""
+    """Text of the trajectory from the difference on; merged tokens are separated by bars."""
     rendered: str = ""
-    """What the full render holds in its place."""
+    """Text of the full render from the difference on."""
     is_in_no_render: bool = False
-    """The template leaves `kept` out even where it is the last that was said. The tokens of both may be equal."""
+    """Whether the template leaves `kept` out of every render. The tokens of both sides may be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """One conversation's comparison."""
+    """Comparison of one conversation."""
 
     name: str
     has_tools: bool
     is_essential: bool
-    verdict: Verdict
-    differences: tuple[Difference, ...] = ()
-    """One for each cause, the gravest first."""
+    verdict: TemplateVerdict
+    differences: tuple[RenderDifference, ...] = ()
+    """One example per cause, the most severe first."""
     error: str = ""
-    """The template's own, if it cannot write the conversation."""
+    """The template's error, if the template cannot render the conversation."""
     position: int | None = None
-    """Of the first token that differs."""
+    """Index of the first token that differs."""
     is_bridge_exact: bool = True
-    """What follows an assistant turn is the same in both."""
+    """Whether the tokens after an assistant turn are equal."""
     num_bridge_tokens: int = 0
     num_kept_tokens: int = 0
-    """Tokens that the trajectory has more than a full render would leave of it."""
+    """Number of tokens of the trajectory minus number of tokens of the full render."""
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """The gravest first."""
+        """Causes of the differences, the most severe first."""
         return tuple(difference.cause for difference in self.differences)
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What a trial of a chat template has shown."""
+    """Result of `verify_template` for a chat template."""
 
     results: tuple[ProbeResult, ...]
     has_date: bool = False
-    """The template writes today's date into the prompt. It is rendered once, so it does not change on the way."""
+    """Whether the template writes the date into the prompt. The prompt is rendered once, so the date does not change
+    during a trajectory."""
     has_reasoning: bool = True
-    """The template knows of reasoning. If it does not, the report holds for models that do not reason."""
+    """Whether the template renders reasoning. Otherwise the report holds for models that do not reason."""
 
     is_thorough: bool = True
-    """All conversations were tried, not only the few for the start of a run."""
+    """Whether all conversations were checked, not only the few for the start of a run."""
 
     @property
-    def without_tools(self) -> Verdict:
+    def without_tools(self) -> TemplateVerdict:
         return self._overall([result for result in self.results if not result.has_tools])
 
     @property
-    def with_tools(self) -> Verdict | None:
-        """None if tools were not tried."""
+    def with_tools(self) -> TemplateVerdict | None:
+        """Verdict of the conversations with tools, or None if there were none."""
         results = [result for result in self.results if result.has_tools]
         return self._overall(results) if results else None
 
     @property
-    def verdict(self) -> Verdict:
-        """Of both, the worse."""
+    def verdict(self) -> TemplateVerdict:
+        """The worse of both verdicts."""
         verdicts = {self.without_tools, self.with_tools}
-        return next(verdict for verdict in reversed(Verdict) if verdict in verdicts)
+        return next(verdict for verdict in reversed(TemplateVerdict) if verdict in verdicts)
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """Each once: what is left out first, then the commonest."""
+        """All causes, once each: those of kind `left_out` first, then by frequency."""
         return _ranked(self.results)
 
-    def kinds(self, *, tools: bool | None = None) -> tuple[Kind, ...]:
-        """Return the kinds of difference, the gravest first.
+    def kinds(self, *, tools: bool | None = None) -> tuple[CauseKind, ...]:
+        """Return the kinds of the causes, the most severe first.
 
         Args:
-            tools: Of the conversations with tools or of those without; None is all.
+            tools: Only conversations with tools, or only those without. None takes all.
         """
         results = [result for result in self.results if tools is None or result.has_tools is tools]
         found = {cause.kind for cause in _ranked(results)}
-        return tuple(kind for kind in Kind if kind in found)
+        return tuple(kind for kind in CauseKind if kind in found)
 
-    def examples(self, cause: Cause) -> list[tuple[ProbeResult, Difference]]:
-        """The probes that show a cause."""
+    def examples(self, cause: Cause) -> list[tuple[ProbeResult, RenderDifference]]:
+        """Return the probes that show a cause, with their examples."""
         return [(r, found) for r in self.results for found in r.differences if found.cause is cause]
 
     @property
     def limits(self) -> tuple[ProbeResult, ...]:
-        """What the template refuses, beside what it must be able to write."""
-        return tuple(r for r in self.results if r.verdict is Verdict.UNSUPPORTED and not r.is_essential)
+        """Conversations that the template refuses and that a run does not need."""
+        return tuple(
+            r for r in self.results if r.verdict is TemplateVerdict.UNSUPPORTED and not r.is_essential
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as values that JSON can hold."""
         return {
             "verdict": self.verdict,
             "without_tools": self.without_tools,
@@ -202,19 +206,19 @@ class TemplateReport:
         if self.with_tools is not None:
             lines.append(f"with tools: {self.with_tools}")
         lines += [f"{cause}: {cause.meaning}" for cause in self.causes]
-        lines += [f"{r.name}: {r.error}" for r in self.results if r.verdict is Verdict.UNSUPPORTED]
+        lines += [f"{r.name}: {r.error}" for r in self.results if r.verdict is TemplateVerdict.UNSUPPORTED]
         return "\n".join(lines)
 
-    def _overall(self, results: Sequence[ProbeResult]) -> Verdict:
-        if any(result.verdict is Verdict.UNSUPPORTED and result.is_essential for result in results):
-            return Verdict.UNSUPPORTED
+    def _overall(self, results: Sequence[ProbeResult]) -> TemplateVerdict:
+        if any(result.verdict is TemplateVerdict.UNSUPPORTED and result.is_essential for result in results):
+            return TemplateVerdict.UNSUPPORTED
         if any(result.differences for result in results):
-            return Verdict.DIFFERS
-        return Verdict.EXACT if self.is_thorough else Verdict.LIKELY_EXACT
+            return TemplateVerdict.DIFFERS
+        return TemplateVerdict.EXACT if self.is_thorough else TemplateVerdict.LIKELY_EXACT
 
 
 def _ranked(results: Sequence[ProbeResult]) -> tuple[Cause, ...]:
     counts = Counter(cause for result in results for cause in result.causes)
-    left_out = [cause for cause in Cause if cause in counts and cause.kind is Kind.LEFT_OUT]
-    others = [cause for cause in Cause if cause in counts and cause.kind is not Kind.LEFT_OUT]
+    left_out = [cause for cause in Cause if cause in counts and cause.kind is CauseKind.LEFT_OUT]
+    others = [cause for cause in Cause if cause in counts and cause.kind is not CauseKind.LEFT_OUT]
     return (*left_out, *sorted(others, key=lambda cause: -counts[cause]))

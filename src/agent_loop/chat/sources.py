@@ -1,4 +1,4 @@
-"""Images and videos in messages, in the forms in which people give them."""
+"""Loading of images and videos from the forms in which messages contain them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from agent_loop.trajectory.attachments import AttachmentKind
 from agent_loop.types import Message
 
 DEFAULT_FPS = 2.0
-"""Of a video whose frames came without a rate."""
+"""Frame rate of a video that is given without a rate."""
 
 _KINDS: Mapping[str, AttachmentKind] = {
     "image": "image",
@@ -38,7 +38,7 @@ _VIDEO_FORMS = (
 
 
 class Medium(NamedTuple):
-    """An image or a video of a message, as it was given."""
+    """Image or video of a message, as the message contains it."""
 
     kind: AttachmentKind
     source: Any
@@ -46,19 +46,19 @@ class Medium(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Frames that have been sampled already."""
+    """Sampled frames of a video."""
 
     frames: Sequence[Any]
-    """RGB images of Pillow's, all of one size."""
+    """Pillow images in RGB, all of one size."""
     fps: float
     """Frames per second, as they were sampled."""
 
 
 def split_media(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Medium]]:
-    """The messages as a chat template takes them, and the images and videos in them, in order.
+    """Return the messages in the form of chat templates, and their images and videos in order.
 
     Raises:
-        DataError: A part of a message names no image.
+        DataError: A part of a message has the type of an image or a video, but no source.
     """
     media: list[Medium] = []
     for message in messages:
@@ -68,14 +68,14 @@ def split_media(messages: Sequence[Message]) -> tuple[Sequence[Message], list[Me
 
 
 def load_image(source: Any) -> Any:
-    """An RGB image of Pillow's.
+    """Return an image as a Pillow image in RGB.
 
     Args:
         source: A Pillow image, an array [height, width] or [height, width, channels] of uint8, a path, a data URL,
             the bytes of a file, or a mapping with `bytes` or `path`, as data sets hold them.
 
     Raises:
-        DataError: There is no image at that place, or it would have to be fetched from a network.
+        DataError: The image does not exist, cannot be decoded, or is on a network.
     """
     try:
         from PIL import Image, ImageOps  # late: text needs no Pillow
@@ -117,14 +117,14 @@ def load_image(source: Any) -> Any:
 
 
 def load_video(source: Any) -> Video:
-    """The frames of a video.
+    """Return the frames of a video.
 
     Args:
         source: A list of images in any form that `load_image` reads, an array [frames, height, width, 3] of uint8, or
             a mapping with these as `frames` and their rate as `fps`. Files are not decoded.
 
     Raises:
-        DataError: It is none of these, has no frames, or frames of several sizes.
+        DataError: The source has another form, no frames, or frames of several sizes.
     """
     fps = DEFAULT_FPS
     if isinstance(source, Mapping):
@@ -150,10 +150,10 @@ def load_video(source: Any) -> Video:
 
 
 def medium_key(medium: Medium) -> Hashable:
-    """Equal for media that hold the same, as far as that can be told without decoding files.
+    """Return a key that is equal for equal media, without decoding files.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The medium cannot be read.
     """
     if medium.kind == "image":
         return ("image", _image_key(medium.source))
@@ -162,7 +162,7 @@ def medium_key(medium: Medium) -> Hashable:
 
 
 def describe_source(source: Any) -> str:
-    """An image or a video in a few words, without its pixels."""
+    """Return a short description of an image or a video, without its pixels."""
     if isinstance(source, np.ndarray):
         array = cast(NDArray[Any], source)
         return f"an array of shape {list(array.shape)} and type {array.dtype}"
@@ -187,10 +187,10 @@ def describe_source(source: Any) -> str:
 
 
 def without_pixels(message: Message) -> Message:
-    """The message with its images and videos described instead of held.
+    """Return the message with descriptions in the place of its images and videos.
 
     Raises:
-        DataError: A part of it names no image.
+        DataError: A part of the message has the type of an image or a video, but no source.
     """
     [bare], media = split_media([message])
     if not media:
@@ -253,7 +253,7 @@ def _file_of(source: str | Path | bytes) -> Path | io.BytesIO:
 
 
 def _without_media(message: Message, media: list[Medium]) -> Message:
-    """The message with bare parts in the places of its images, which are added to `media`."""
+    """Return the message with bare parts in the place of its images, and append the images to `media`."""
     if not isinstance(message.get("content"), list):
         return message
     parts: list[Any] = []

@@ -1,4 +1,4 @@
-"""Byte-level BPE by `tiktoken`: several times faster than `tokenizers`, and the same ids."""
+"""Byte-level BPE with `tiktoken`, which is several times faster than `tokenizers` and returns the same ids."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from tokenizers import Tokenizer
 
 from agent_loop.chat.byte_level import ByteLevelBpe, OtherTokenizer, read_byte_level
 from agent_loop.chat.encoder_probes import encoder_probes
-from agent_loop.chat.splitting import SplitProof
+from agent_loop.chat.split_check import SplitCheck
 
 MAX_KEPT = 8
-"""So many encoders are kept for tokenizers that are equal to an earlier one."""
+"""Number of encoders that are kept for tokenizers equal to an earlier one."""
 
 MAX_CHARACTERS = 250_000
-"""In one stretch; at a million spaces the search for a pattern breaks down."""
+"""Longest text that is encoded at once; `tiktoken`'s search for its pattern fails on a million spaces."""
 
 _ASCII = "".join(map(chr, range(128)))
 _kept: dict[bytes, TiktokenEncoder | str] = {}
 
 
 def tiktoken_encoder(tokenizer: Tokenizer) -> TiktokenEncoder:
-    """An encoder that gives the tokenizer's own ids, proved on probes.
+    """Return an encoder that returns the tokenizer's own ids, verified on probes.
 
     Raises:
-        OtherTokenizer: There is none; the message says why.
+        OtherTokenizer: `tiktoken` does not support the tokenizer. The message is the reason.
     """
     key = blake2b(tokenizer.to_str().encode()).digest()
     if key not in _kept:
         if len(_kept) >= MAX_KEPT:
             _kept.clear()
         try:
-            _kept[key] = _proved(TiktokenEncoder(read_byte_level(tokenizer), tokenizer=tokenizer), tokenizer)
+            _kept[key] = _verified(
+                TiktokenEncoder(read_byte_level(tokenizer), tokenizer=tokenizer), tokenizer
+            )
         except OtherTokenizer as error:
             _kept[key] = str(error)
     kept = _kept[key]
@@ -46,20 +48,20 @@ def tiktoken_encoder(tokenizer: Tokenizer) -> TiktokenEncoder:
 
 
 class TiktokenEncoder:
-    """Encodes and decodes as a tokenizer does.
+    """Encodes and decodes like a tokenizer of `tokenizers`.
 
     Args:
-        parts: Of the tokenizer.
-        tokenizer: The tokenizer itself, for its normaliser and its pre-tokenizer.
+        parts: Parts of the tokenizer.
+        tokenizer: The tokenizer, for its normaliser and its pre-tokenizer.
 
     Raises:
-        OtherTokenizer: `tiktoken` does not take its pattern.
+        OtherTokenizer: `tiktoken` refuses the pattern of the tokenizer.
     """
 
     def __init__(self, parts: ByteLevelBpe, *, tokenizer: Tokenizer) -> None:
         self._control_ids = parts.control_ids
         self.token_bytes = parts.token_bytes
-        """By id; nothing where there is no such token."""
+        """Bytes of the tokens by id; empty for ids without a token."""
         self._normalizer: Any = tokenizer.normalizer if parts.is_composed else None
         longest_first = sorted(map(re.escape, parts.control_ids), key=len, reverse=True)
         self._controls = re.compile(f"({'|'.join(longest_first)})")
@@ -69,17 +71,17 @@ class TiktokenEncoder:
                 "byte-level", pat_str=parts.pattern, mergeable_ranks=dict(parts.ranks), special_tokens={}
             )
         except ValueError as error:
-            raise OtherTokenizer(f"tiktoken does not take its pattern: {error}") from error
-        self._splits = SplitProof(tokenizer, pattern=parts.pattern)
+            raise OtherTokenizer(f"tiktoken refuses its pattern: {error}") from error
+        self._splits = SplitCheck(tokenizer, pattern=parts.pattern)
         if not self._splits.covers(_ASCII):
-            raise OtherTokenizer("tiktoken splits plain text elsewhere")
+            raise OtherTokenizer("tiktoken splits ASCII text at other positions")
 
     def encode(self, text: str, *, read: Callable[[str], str] = str) -> list[int] | None:
-        """Token ids; control tokens in the text are found. None where it is not certain.
+        """Return the token ids of a text with control tokens, or None if the ids may differ from the tokenizer's.
 
         Args:
             text: The text.
-            read: Applied to each stretch between control tokens before it is encoded.
+            read: Applied to each stretch between control tokens before the stretch is encoded.
         """
         may_hold_controls = any(map(text.__contains__, self._first_characters))
         stretches = self._controls.split(text) if may_hold_controls else [text]
@@ -95,7 +97,7 @@ class TiktokenEncoder:
         return ids
 
     def encode_text(self, text: str) -> list[int] | None:
-        """Token ids of text in which nothing is a control token. None where it is not certain."""
+        """Return the token ids of text without control tokens, or None if the ids may differ from the tokenizer's."""
         if len(text) > MAX_CHARACTERS:
             return None
         if not text.isascii():
@@ -106,7 +108,7 @@ class TiktokenEncoder:
         return self._encoding.encode_ordinary(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids; those that stand for nothing are left out."""
+        """Return the text of token ids. Unknown ids are left out."""
         known = self.token_bytes
         try:
             text = b"".join(map(known.__getitem__, token_ids))
@@ -115,7 +117,7 @@ class TiktokenEncoder:
         return text.decode("utf-8", "replace")
 
 
-def _proved(encoder: TiktokenEncoder, tokenizer: Tokenizer) -> TiktokenEncoder:
+def _verified(encoder: TiktokenEncoder, tokenizer: Tokenizer) -> TiktokenEncoder:
     for probe in encoder_probes([token.content for token in tokenizer.get_added_tokens_decoder().values()]):
         expected = tokenizer.encode(probe, add_special_tokens=False).ids
         ids = encoder.encode(probe)

@@ -1,4 +1,4 @@
-"""A conversation tried on a chat template: what a trajectory would hold of it, and what a full render holds."""
+"""Comparison of one probe on a chat template: the tokens of a trajectory and those of a full render."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.chat.differences import Comparison, find_differences, left_out
+from agent_loop.chat.differences import RenderComparison, find_differences, left_out
 from agent_loop.chat.encoding import num_shared
-from agent_loop.chat.probes import Part, Probe, Turn, landmarks, schema_landmarks
-from agent_loop.chat.report import Cause, Difference, ProbeResult, Verdict
+from agent_loop.chat.probes import MessagePart, Probe, ProbeTurn, landmarks, schema_landmarks
+from agent_loop.chat.report import Cause, ProbeResult, RenderDifference, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.errors import ChatTemplateError
 from agent_loop.types import Message
 
 MAX_FIRST_MESSAGES = 2
-"""A system prompt and a question, for which `ChatTemplate.open` has a quicker way that is to be tried, too."""
+"""Number of messages up to which a prompt is encoded with `ChatTemplate.open`, so that cached renders are checked."""
 
 _SCHEMAS = schema_landmarks()
 
 
 class Renders:
-    """What a template writes, each conversation once: the probes have many in common."""
+    """Renders of a template. Each conversation is rendered once, since the probes share many."""
 
     def __init__(self, template: ChatTemplate, *, tools: Sequence[Mapping[str, Any]]) -> None:
         self.template = template
@@ -30,7 +30,7 @@ class Renders:
         self._ids: dict[str, list[int]] = {}
 
     def text(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Return what the template writes."""
+        """Return the rendered text of messages."""
         key = (repr(messages), add_generation_prompt)
         if key not in self._texts:
             self._texts[key] = self.template.renderer.text(
@@ -39,7 +39,7 @@ class Renders:
         return self._texts[key]
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of that, as `ChatTemplate.open` does."""
+        """Return the tokens of rendered messages."""
         key = repr(messages)
         if key not in self._ids:
             if len(messages) <= MAX_FIRST_MESSAGES:
@@ -50,30 +50,30 @@ class Renders:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One probe on one template."""
+class ProbeTrial:
+    """Check of one probe on one template."""
 
     renders: Renders
     probe: Probe
 
     def result(self) -> ProbeResult:
-        differences: dict[Cause, Difference] = {}
+        differences: dict[Cause, RenderDifference] = {}
         outcomes: list[_Outcome] = []
         error = ""
         try:
             for turn in self.probe.turns:
-                trial = _TurnTrial(self.renders, self.probe, turn)
+                trial = _ProbeTurnTrial(self.renders, self.probe, turn)
                 outcomes.append(trial.outcome())
         except ChatTemplateError as refusal:
             error = " ".join(str(refusal).split())
         for difference in [found for outcome in outcomes for found in outcome.differences]:
             differences.setdefault(difference.cause, difference)
-        verdict = Verdict.DIFFERS if differences else Verdict.EXACT
+        verdict = TemplateVerdict.DIFFERS if differences else TemplateVerdict.EXACT
         return ProbeResult(
             name=self.probe.name,
             has_tools=self.probe.has_tools,
             is_essential=self.probe.is_essential,
-            verdict=Verdict.UNSUPPORTED if error else verdict,
+            verdict=TemplateVerdict.UNSUPPORTED if error else verdict,
             differences=tuple(sorted(differences.values(), key=lambda found: list(Cause).index(found.cause))),
             error=error,
             position=next((o.position for o in outcomes if o.position is not None), None),
@@ -85,9 +85,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What one turn has shown. See `ProbeResult`."""
+    """Result of one turn. See `ProbeResult`."""
 
-    differences: Sequence[Difference]
+    differences: Sequence[RenderDifference]
     position: int | None
     is_bridge_exact: bool
     num_bridge_tokens: int
@@ -95,18 +95,18 @@ class _Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _TurnTrial:
-    """One turn of a probe on one template."""
+class _ProbeTurnTrial:
+    """Check of one turn of a probe on one template."""
 
     renders: Renders
     probe: Probe
-    turn: Turn
+    turn: ProbeTurn
 
     def outcome(self) -> _Outcome:
-        """Compare what a trajectory holds after the turn with a full render.
+        """Compare the tokens of a trajectory after the turn with a full render.
 
         Raises:
-            ChatTemplateError: The template does not accept the messages.
+            ChatTemplateError: The template refuses the messages.
         """
         turn, template = self.turn, self.renders.template
         opening = [template.bridges.adapted(message) for message in turn.opening]
@@ -116,7 +116,7 @@ class _TurnTrial:
         ended = self.renders.text([*opening, said], add_generation_prompt=False)
         completion = self._completion(before, ended)
         bridge = self._bridge(completion)
-        comparison = Comparison(
+        comparison = RenderComparison(
             prompt=self.renders.ids(opening),
             completion=completion,
             bridge=bridge,
@@ -129,7 +129,7 @@ class _TurnTrial:
             history = self.renders.text(opening, add_generation_prompt=False)
             differences += find_differences(comparison, history=history, encoder=template.encoder)
         elif self._is_closed_otherwise(completion, bridge):
-            differences.append(Difference(Cause.END_TOKEN))
+            differences.append(RenderDifference(Cause.END_TOKEN))
         return _Outcome(
             differences,
             position=None if kept == rendered else num_shared(kept, rendered),
@@ -138,9 +138,9 @@ class _TurnTrial:
             num_kept_tokens=len(kept) - len(rendered),
         )
 
-    def _left_out(self, before: str, ended: str) -> Iterator[Difference]:
-        """What the template leaves out of every render."""
-        system = [mark for mark in landmarks(self.turn.opening) if mark.part is Part.SYSTEM]
+    def _left_out(self, before: str, ended: str) -> Iterator[RenderDifference]:
+        """Yield the texts that the template leaves out of every render."""
+        system = [mark for mark in landmarks(self.turn.opening) if mark.part is MessagePart.SYSTEM]
         for mark in (*(_SCHEMAS if self.probe.has_tools else ()), *system):
             if mark.text not in before:
                 yield left_out(mark)
@@ -149,10 +149,10 @@ class _TurnTrial:
                 yield left_out(mark)
 
     def _completion(self, before: str, ended: str) -> list[int]:
-        """What a model would have sampled, if it says what the template writes."""
+        """Return the completion of a model that samples what the template renders."""
         template = self.renders.template
         if not ended.startswith(before):
-            # The template writes history otherwise before this turn: go on from the last text before it.
+            # The template renders history differently before this turn: start at the last common text before the turn.
             for mark in reversed(landmarks(self.turn.opening)):
                 if mark.text in before and mark.text in ended:
                     before, ended = before[before.rindex(mark.text) :], ended[ended.rindex(mark.text) :]
@@ -162,11 +162,11 @@ class _TurnTrial:
         if (stop := self._stop(ids)) is not None:
             return ids[: stop + 1]
         bridge = self._bridge([])
-        # The turn has no close of its own: the model stops at the next role's opening.
+        # The template does not close the turn: the model stops at the opening of the next role.
         return [*ids, bridge[0]] if bridge[0] in template.end_ids else ids
 
     def _stop(self, ids: Sequence[int]) -> int | None:
-        """Where a model would have stopped: at the first of the end tokens with which the turn closes."""
+        """Return the position of the first of the end tokens that close the turn, or None if there are none."""
         template = self.renders.template
         stop = None
         for position in range(len(ids) - 1, -1, -1):
@@ -182,7 +182,7 @@ class _TurnTrial:
         return template.bridge(self.turn.replies, last_token_id=last, calls=self.turn.calls).tolist()
 
     def _is_closed_otherwise(self, completion: list[int], bridge: list[int]) -> bool:
-        """Whether the bridge of a turn cut just before its end ends it in another way."""
+        """Return whether the bridge closes a turn that was cut before its end with another token."""
         stopped = bool(completion) and completion[-1] in self.renders.template.end_ids
         cut = completion[:-1] if stopped else completion
         return [*cut, *self._bridge(cut)] != [*completion, *bridge]

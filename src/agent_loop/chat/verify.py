@@ -1,4 +1,4 @@
-"""Whether what a trajectory holds is what its chat template would render, and if not, why."""
+"""Check of a chat template: whether a trajectory equals a full render of its messages, and if not, why."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from typing import Any
 
 from agent_loop.chat.probes import plain_probes, tool_probes
-from agent_loop.chat.report import Kind, TemplateReport, Verdict
+from agent_loop.chat.report import CauseKind, TemplateReport, TemplateVerdict
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.chat.trial import Renders, Trial
+from agent_loop.chat.trial import ProbeTrial, Renders
 from agent_loop.errors import ChatTemplateError
 
 MAX_CONTROL_TOKENS = 40
-"""So many control tokens are written into a forged reply."""
+"""Number of control tokens in the text of a hostile reply."""
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _REASONING = re.compile("reasoning|think", re.IGNORECASE)
-"""Stands in the source of a template that writes reasoning, or drops it."""
+"""Found in the source of a template that renders or drops reasoning."""
 
 _log = logging.getLogger(__name__)
 
@@ -25,17 +25,16 @@ _log = logging.getLogger(__name__)
 def verify_template(template: ChatTemplate | Any, *, tools: bool, is_thorough: bool = True) -> TemplateReport:
     """Compare prompt, completion and bridge with a full render, over a set of short conversations.
 
-    The completion is the assistant turn as the template itself writes it, up to where a model would have stopped. Its
-    text begins and ends without white space.
+    The completion is the assistant turn as the template itself renders it, up to the token at which a model would stop.
+    Its text begins and ends without white space.
 
     Args:
-        template: Or a tokenizer with a chat template.
-        tools: Try conversations with tools too.
-        is_thorough: Try all conversations, which takes up to some tenths of a second. Otherwise the report calls
-            nothing exact.
+        template: A chat template, or a tokenizer with one.
+        tools: Also check conversations with tools.
+        is_thorough: Check all conversations, which takes a few tenths of a second. Otherwise no verdict is `exact`.
 
     Raises:
-        ChatTemplateError: The tokenizer has no chat template, or is not a fast one.
+        ChatTemplateError: The tokenizer has no chat template, or is not fast.
     """
     if not isinstance(template, ChatTemplate):
         template = ChatTemplate(template)
@@ -50,7 +49,7 @@ def verify_template(template: ChatTemplate | Any, *, tools: bool, is_thorough: b
     ]
     renders = {probe.has_tools: Renders(template, tools=probe.tools) for probe in probes}
     return TemplateReport(
-        results=tuple(Trial(renders[probe.has_tools], probe).result() for probe in probes),
+        results=tuple(ProbeTrial(renders[probe.has_tools], probe).result() for probe in probes),
         has_date="strftime_now" in source,
         has_reasoning=has_reasoning,
         is_thorough=is_thorough,
@@ -58,20 +57,20 @@ def verify_template(template: ChatTemplate | Any, *, tools: bool, is_thorough: b
 
 
 def require_template(template: ChatTemplate, *, tools: bool) -> TemplateReport:
-    """Verify a template before it is used, and log what its full render changes or leaves out.
+    """Verify a template before a run, and log what a full render would change or leave out.
 
     Raises:
-        ChatTemplateError: It cannot write the conversations of a run; the report is in the message.
+        ChatTemplateError: The template cannot render the conversations of a run. The message contains the report.
     """
     report = verify_template(template, tools=tools, is_thorough=False)
-    if report.verdict is Verdict.UNSUPPORTED:
+    if report.verdict is TemplateVerdict.UNSUPPORTED:
         raise ChatTemplateError(
             f"the chat template cannot be used{' with tools' if tools else ''}; "
-            f"give another one with model.chat_template_path\n{report}"
+            f"set model.chat_template_path to another template\n{report}"
         )
-    kept = [cause for cause in report.causes if cause.kind is not Kind.LEFT_OUT]
+    kept = [cause for cause in report.causes if cause.kind is not CauseKind.LEFT_OUT]
     for cause in report.causes:
-        if cause.kind is Kind.LEFT_OUT:
+        if cause.kind is CauseKind.LEFT_OUT:
             _log.error("chat template: %s (%s)", cause, cause.meaning)
     if kept:
         _log.warning(

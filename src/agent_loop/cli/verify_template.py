@@ -16,7 +16,14 @@ from agent_loop.cli.arguments import refuse_no_model
 from agent_loop.errors import ChatTemplateError
 
 if TYPE_CHECKING:
-    from agent_loop.chat.report import Cause, Difference, Kind, ProbeResult, TemplateReport, Verdict
+    from agent_loop.chat.report import (
+        Cause,
+        CauseKind,
+        ProbeResult,
+        RenderDifference,
+        TemplateReport,
+        TemplateVerdict,
+    )
     from agent_loop.chat.template import ChatTemplate
 
 EXIT_UNSUPPORTED = 1
@@ -123,7 +130,7 @@ def _print(report: TemplateReport, console: Console) -> None:
         console.print(error, markup=False, highlight=False)
 
 
-def _print_kind(report: TemplateReport, kind: Kind, console: Console) -> None:
+def _print_kind(report: TemplateReport, kind: CauseKind, console: Console) -> None:
     """Print the causes of a kind, each with an example."""
     console.print(Text(f"{kind}: {kind.meaning}", style=COLOURS[str(kind)]))
     for cause in report.causes:
@@ -132,7 +139,7 @@ def _print_kind(report: TemplateReport, kind: Kind, console: Console) -> None:
             console.print(f"    {_example(report, cause)}", markup=False, highlight=False)
 
 
-def _summary(name: str, verdict: Verdict, report: TemplateReport, *, tools: bool) -> Text:
+def _summary(name: str, verdict: TemplateVerdict, report: TemplateReport, *, tools: bool) -> Text:
     kinds = ", ".join(report.kinds(tools=tools))
     return Text(f"{name}: ") + _coloured(verdict) + Text(f" ({kinds})" if kinds else "")
 
@@ -145,7 +152,7 @@ def _example(report: TemplateReport, cause: Cause) -> str:
     return f"{result.name}{others}: {_shown(difference)}"
 
 
-def _shown(difference: Difference) -> str:
+def _shown(difference: RenderDifference) -> str:
     kept, rendered = (repr(text) if text else "nothing" for text in (difference.kept, difference.rendered))
     if difference.is_in_no_render:
         return f"{kept} is in no render"

@@ -41,7 +41,7 @@ class Batch:
         self.changed = asyncio.Event()
         """There is another job to hand out or another worker to take one, or nothing left to do."""
         self._jobs = jobs
-        self._by_place = {job.place: job for job in jobs}
+        self._by_id = {job.job_id: job for job in jobs}
         self._note = note
         self._unassigned: list[Job] = list(jobs)
         self._suspects: list[Sequence[Job]] = []
@@ -63,7 +63,7 @@ class Batch:
     @property
     def trajectories(self) -> list[Trajectory]:
         """In the order of the jobs."""
-        return [trajectory for job in self._jobs for trajectory in self._ended[job.place]]
+        return [trajectory for job in self._jobs for trajectory in self._ended[job.job_id]]
 
     def worker_of(self, trajectory_id: str) -> RemoteWorker | None:
         """Who runs it."""
@@ -71,7 +71,7 @@ class Batch:
             chunk.worker
             for chunk in self._chunks
             for job in chunk.jobs
-            if job.trajectory_id == trajectory_id and job.place not in self._ended
+            if job.trajectory_id == trajectory_id and job.job_id not in self._ended
         )
         return next(runs, None)
 
@@ -103,7 +103,7 @@ class Batch:
         for job_id, payload in records:
             if job_id in self._ended:
                 continue
-            log = self._by_place[job_id].log
+            log = self._by_id[job_id].log
             assert log is not None  # only rows that have a log are recorded
             log.take_over(payload)
             self._records.setdefault(job_id, []).append(payload)
@@ -135,16 +135,18 @@ class Batch:
         Raises:
             JournalError: The journal cannot be written.
         """
-        left = [job for given in chunk.jobs if given.place not in self._ended for job in self._rest_of(given)]
-        self._num_restarts.update(job.place for job in left)
+        left = [
+            job for given in chunk.jobs if given.job_id not in self._ended for job in self._rest_of(given)
+        ]
+        self._num_restarts.update(job.job_id for job in left)
         if chunk.is_alone:
-            if len(left) == 1 and self._num_restarts[left[0].place] > max_restarts:
+            if len(left) == 1 and self._num_restarts[left[0].job_id] > max_restarts:
                 await self._give_up(left[0], reason=reason)
             else:
                 self._suspects += [half for half in split(left, 2) if half]
         else:
-            self._unassigned += [job for job in left if self._num_restarts[job.place] == 1]
-            suspects = [job for job in left if self._num_restarts[job.place] > 1]
+            self._unassigned += [job for job in left if self._num_restarts[job.job_id] == 1]
+            suspects = [job for job in left if self._num_restarts[job.job_id] > 1]
             self._suspects += [half for half in split(suspects, 2) if half]
         self.close(chunk)
         return len(left)
@@ -158,19 +160,19 @@ class Batch:
 
     def _rest_of(self, job: Job) -> list[Job]:
         """The job, to go on from what is on record of it; nothing if the record says how it ended."""
-        payloads = self._records.pop(job.place, None)
+        payloads = self._records.pop(job.job_id, None)
         if job.log is None or payloads is None:
             return [job]
         log = job.log.extended(payloads)
         if log.record.has_succeeded:
             self.add(log.record.trajectories(job.row, group=job.group, rollout=job.rollout))
             return []
-        self._by_place[job.place] = replace(job, log=log)
-        return [self._by_place[job.place]]
+        self._by_id[job.job_id] = replace(job, log=log)
+        return [self._by_id[job.job_id]]
 
     async def _give_up(self, job: Job, *, reason: str) -> None:
         """Records a job that no worker survives."""
-        times = self._num_restarts[job.place]
+        times = self._num_restarts[job.job_id]
         failure = Failure(
             error=f"{times} workers died while they ran this row, the last one alone with it: {reason}",
             traceback="",

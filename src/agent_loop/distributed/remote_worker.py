@@ -52,9 +52,9 @@ class RemoteWorker:
             ActorLost: The worker died.
         """
         client, run_id = self.client, uuid4().hex
-        by_id = {job.place: job for job in jobs}
+        by_id = {job.job_id: job for job in jobs}
         bare = [replace(job, log=None) for job in jobs]
-        records = {job.place: job.log.record for job in jobs if job.log is not None}
+        records = {job.job_id: job.log.record for job in jobs if job.log is not None}
         running = self._actor.run.remote(client, run_id, bare, records, weight_version)
         is_over = False
         try:

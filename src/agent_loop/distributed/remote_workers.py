@@ -31,7 +31,7 @@ def _recorded(job: Job) -> Job:
     The batch remembers what a row's worker recorded, so that the row's next worker resumes it, and does not repeat
     calls of tools with `on_replay: once`.
     """
-    return job if job.log is not None else replace(job, log=RowLog(job.place, sink=Discard()))
+    return job if job.log is not None else replace(job, log=RowLog(job.job_id, sink=Discard()))
 
 
 class RemoteWorkers:

@@ -177,5 +177,5 @@ def _sendable(trajectory: Trajectory) -> Trajectory:
 
 
 def job_of(trajectory: Trajectory) -> str:
-    """As `Job.place`."""
+    """Return the `job_id` of a trajectory's job."""
     return f"group={trajectory.group}/rollout={trajectory.rollout}"

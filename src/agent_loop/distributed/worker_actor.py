@@ -231,8 +231,8 @@ class WorkerActor:
 
 
 def _logged(job: Job, records: Mapping[str, RowRecord], relay: Relay) -> Job:
-    record = records.get(job.place)
+    record = records.get(job.job_id)
     if record is None:
         return job
-    sink = relay.sink(job.place)
-    return replace(job, log=RowLog(job.place, sink=sink, record=record))
+    sink = relay.sink(job.job_id)
+    return replace(job, log=RowLog(job.job_id, sink=sink, record=record))

@@ -1,4 +1,4 @@
-"""Recognise the files and folders that this package reads and writes, for errors about one of the wrong kind."""
+"""Kinds of files and folders that this package reads and writes, for errors about a path of the wrong kind."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any, cast
 from agent_loop.files.plain_values import parse_json
 
 MAX_LINE = 1 << 24
-"""Bytes of a first line that are looked at: records of long trajectories are lines of megabytes."""
+"""Number of bytes that are read of a first line. Lines of long trajectories have megabytes."""
 PARQUET_MAGIC = b"PAR1"
 ARROW_MAGIC = b"ARROW1"
 GZIP_MAGIC = b"\x1f\x8b"
 JOURNAL_MAGIC = b"agent-loop journal"
 TRACE_START = b'{"version":'
 STORED = b"agent_loop.schema_version"
-"""The key of the metadata of Parquet files that hold trajectories."""
+"""Metadata key of Parquet files that hold trajectories."""
 STATE_FILE = "state.json"
-"""In a checkpoint, and in a folder saved by `datasets`, which has `DATASET_FILE` too."""
+"""File in a checkpoint, and in a folder saved by `datasets`, which also has `DATASET_FILE`."""
 DATASET_FILE = "dataset_info.json"
 DATASET_DICT_FILE = "dataset_dict.json"
 
@@ -33,9 +33,9 @@ class FileKind:
     """A kind of file or folder, and the commands that read it."""
 
     what: str
-    """The end of a sentence that begins with "it is"."""
+    """Description that completes the sentence "it is ..."."""
     read_by: str
-    """The commands, as one types them."""
+    """The commands that read it."""
 
 
 RUN = FileKind("the folder of a training run", "`agent-loop show`, `view`, `rescore`, `replay` and `export`")
@@ -69,10 +69,10 @@ SETTINGS = FileKind("a YAML file of settings", "`agent-loop train`, `rollout` an
 
 
 def explain(path: Path, *, wanted: str) -> str:
-    """Return an error about a path of the wrong kind: what it is, which command reads it, and what to give instead.
+    """Return an error message for a path of the wrong kind: its kind, the command that reads it, and what to give.
 
     Args:
-        wanted: What to give, as in `the folder of a run`.
+        wanted: What to give instead, such as `the folder of a run`.
     """
     named = repr(str(path))
     if not path.exists():
@@ -90,7 +90,7 @@ def explain(path: Path, *, wanted: str) -> str:
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """Return what a file or a folder is; None if that is not known, or if it cannot be read."""
+    """Return the kind of a file or a folder; None if it is unknown or cannot be read."""
     try:
         return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
     except OSError:
@@ -103,7 +103,7 @@ def is_run(path: Path) -> bool:
 
 
 def runs_in(path: Path) -> list[Path]:
-    """Return the runs that lie directly in a folder, as `runs/demo/train` lies in `runs/demo`."""
+    """Return the runs directly below a folder, such as `runs/demo/train` in `runs/demo`."""
     try:
         return sorted(inner for inner in path.iterdir() if is_run(inner))
     except OSError:
@@ -111,7 +111,7 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def only_run(path: Path) -> Path:
-    """Return the run that lies in a folder that holds no other; else the path itself."""
+    """Return the only run in a folder. Return the path itself if there is not exactly one run."""
     if not path.is_dir() or kind_of(path) is not None or any(path.glob("*.parquet")):
         return path
     runs = runs_in(path)
@@ -119,7 +119,7 @@ def only_run(path: Path) -> Path:
 
 
 def model_in(path: Path) -> Path | None:
-    """Return the folder of a model that lies in a checkpoint, or in the last checkpoint of a run."""
+    """Return the model folder of a checkpoint, or of the last checkpoint of a run."""
     checkpoints = [
         path,
         *sorted(path.glob("checkpoints/step-*"), reverse=True),
@@ -155,7 +155,7 @@ def _kind_of_file(path: Path) -> FileKind | None:
     if path.suffix in (".yaml", ".yml"):
         return SETTINGS
     if first_line.startswith(TRACE_START):
-        return TRACES  # (whether the line is whole or not)
+        return TRACES  # the line may be incomplete
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if suffix == ".csv":
         return _kind_of_record({*next(csv.reader([first_line.decode("utf-8-sig", "replace")]))})

@@ -1,7 +1,7 @@
-"""Read YAML and JSON that users write, with bounds on depth and size, and an error for everything that is wrong.
+"""Parsing of users' YAML and JSON, with limits on depth and size and a clear error for each problem.
 
-Parsers recurse: a file that is nested deeply enough ends CPython with a segmentation fault. So the depth of a text is
-bounded before a parser sees the text.
+Parsers recurse: a file with enough nested values ends CPython with a segmentation fault. Therefore the depth of a text
+is checked before it is parsed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from omegaconf.errors import OmegaConfBaseException
 from agent_loop.errors import ConfigError
 
 MAX_DEPTH = 50
-"""Lists and mappings inside one another, in configuration and tool files."""
+"""Depth of nested lists and mappings in configuration and tool files."""
 MAX_VALUES = 100_000
-"""Values of one such file, each alias counted as all that it stands for."""
+"""Number of values in one such file, after the expansion of aliases."""
 MAX_DATA_DEPTH = 200
-"""The same as `MAX_DEPTH`, for rows of data."""
+"""Depth of nested lists and mappings in rows of data."""
 LONGEST_NUMBER = re.compile(r"[-+]?[0-9a-fA-FxoXO_:]{1000,}")
-"""A plain scalar that fits this is taken for a number of thousands of digits, in whatever base."""
+"""Pattern of a plain scalar that is considered a number of thousands of digits, in any base."""
 UNUSABLE = re.compile("[\0\ud800-\udfff]")
 MAX_SHOWN = 200
-"""Characters of a value that an error shows."""
+"""Number of characters of a value in an error message."""
 _LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FAULTS = (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, OSError, RecursionError)
-"""Errors of OmegaConf and its parsers for a text that they cannot read."""
+"""Errors of OmegaConf and its parsers for an invalid text."""
 
 
 def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
-    """Return the plain values of a YAML file; an empty file gives an empty mapping.
+    """Return the plain values of a YAML file. An empty file gives an empty mapping.
 
     Args:
-        path: Relative to where the command runs.
-        what: What the file is, for errors, as in `config file`.
+        path: Path, relative to the working directory.
+        what: Kind of the file for error messages, such as `config file`.
         resolve: Resolve `${...}` interpolation, as OmegaConf does.
 
     Raises:
@@ -63,10 +63,10 @@ def read_yaml(path: str | Path, *, what: str, resolve: bool = False) -> Any:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Return what one `key=value` says, as nested mappings.
+    """Return the nested mappings of a `key=value` override.
 
     Raises:
-        ConfigError: The text has another form, or its value is not YAML.
+        ConfigError: The text has another form, or its value is not valid YAML.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -84,7 +84,7 @@ def resolve_interpolation(values: Mapping[str, Any], *, where: str) -> dict[str,
     """Return the values with every `${...}` resolved, as OmegaConf does.
 
     Raises:
-        ConfigError: An interpolation leads nowhere, in a circle, or is not written correctly.
+        ConfigError: An interpolation has no target, is circular, or is malformed.
     """
     try:
         return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True))
@@ -93,11 +93,11 @@ def resolve_interpolation(values: Mapping[str, Any], *, where: str) -> dict[str,
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text that a user wrote.
+    """Return the value of a user's JSON text.
 
     Raises:
-        ValueError: The text is not JSON, is nested too deeply, or holds an integer of thousands of digits. The message
-            says which, on one line.
+        ValueError: The text is not valid JSON, is nested too deeply, or holds an integer of thousands of digits. The
+            message names the problem on one line.
     """
     try:
         return json.loads(text)
@@ -109,7 +109,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def depth_fault(value: Any, *, max_depth: int = MAX_DATA_DEPTH) -> str | None:
-    """Return what is wrong with a value that is nested more deeply than `max_depth`; None if nothing is."""
+    """Return a description of the problem if a value is nested more deeply than `max_depth`; otherwise None."""
     open_values: list[Iterator[Any]] = [iter([value])]
     while open_values:
         for inner in open_values[-1]:
@@ -126,16 +126,16 @@ def depth_fault(value: Any, *, max_depth: int = MAX_DATA_DEPTH) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """Return the value as an error shows it: on one line, cut, whatever its `repr` does."""
+    """Return the repr of a value for an error message: on one line and truncated. Never raises."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as error:  # noqa: BLE001  (a repr that raises must not hide what is wrong with the value)
+    except Exception as error:  # noqa: BLE001  (a failing repr must not hide the error about the value)
         return f"<a {type(value).__name__} that cannot be shown: {type(error).__name__}>"
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def reason(error: BaseException) -> str:
-    """Return why a parser refused a text, in the user's words."""
+    """Return a parser's reason for refusing a text, in the user's words."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
@@ -149,10 +149,10 @@ def reason(error: BaseException) -> str:
 
 
 def _scan_yaml(text: str) -> bool:
-    """Return whether the text is a single value, and neither a list nor a mapping.
+    """Return whether the text is a single value, as opposed to a list or a mapping.
 
     Raises:
-        ValueError: Values are nested too deeply, or are too many once aliases are expanded.
+        ValueError: Values are nested too deeply, or there are too many after the expansion of aliases.
     """
     open_values, is_scalar = [_Size()], False
     anchored: dict[str, _Size | None] = {}
@@ -169,14 +169,14 @@ def _scan_yaml(text: str) -> bool:
         elif isinstance(event, yaml.AliasEvent):
             meant = anchored.get(event.anchor, _Size())
             if meant is None:
-                raise ValueError(f"the alias *{event.anchor} stands inside of what it stands for")
+                raise ValueError(f"the alias *{event.anchor} refers to a value that contains it")
             open_values[-1].add(meant)
         elif isinstance(event, yaml.ScalarEvent):
             if event.implicit[0] and LONGEST_NUMBER.fullmatch(event.value):
                 raise ValueError("it holds an integer of thousands of digits")
             if UNUSABLE.search(event.value):
                 raise ValueError(
-                    "it holds a zero character or half a surrogate, which no name and no file can hold"
+                    "it holds a null character or a lone surrogate, which names and files cannot hold"
                 )
             open_values[-1].num_values += 1
             is_scalar = is_scalar or (len(open_values) == 1 and bool(event.value))
@@ -192,7 +192,7 @@ def _scan_yaml(text: str) -> bool:
 
 
 class _Size:
-    """How many values a list or mapping of YAML holds, itself included, and how deep they are nested below it."""
+    """Number of values in a YAML list or mapping, including itself, and the depth of nesting below it."""
 
     def __init__(self, *, anchor: str | None = None) -> None:
         self.anchor = anchor

@@ -136,7 +136,7 @@ class AgentLoopBase(ABC):
         )
         return self.last_episode
 
-    def left_behind(
+    def unfinished_output(
         self, reason: StopReason, *, failure: Failure | None = None
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Return the output of a `run` that did not return: the record of its last episode, if it had one.

@@ -58,7 +58,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         try:
             output = await super().run(sampling_params, **{**row, "raw_prompt": prompt})
         except EpisodeStopped as stopped:
-            output = cast(AgentLoopOutput, self.left_behind(stopped.reason))
+            output = cast(AgentLoopOutput, self.unfinished_output(stopped.reason))
         if output.stop_reason is StopReason.CANCELLED:
             return output
         reward = await _bounded(

@@ -95,7 +95,7 @@ class AsyncPartialToolAgentLoop(ToolAgentLoop):
         try:
             return await super().run(sampling_params, **row)
         except EpisodeStopped as stopped:
-            return cast(AgentLoopOutput, self.left_behind(stopped.reason))
+            return cast(AgentLoopOutput, self.unfinished_output(stopped.reason))
 
 
 def _recorded(output: AgentLoopOutput | None) -> Sequence[bytes]:

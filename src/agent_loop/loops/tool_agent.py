@@ -62,10 +62,10 @@ class ToolAgentLoop(AgentLoopBase):
             await agent_data.episode.finish()
             return self._with_rewards(agent_data.episode.output())
 
-    def left_behind(
+    def unfinished_output(
         self, reason: StopReason, *, failure: Failure | None = None
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
-        left = super().left_behind(reason, failure=failure)
+        left = super().unfinished_output(reason, failure=failure)
         return self._with_rewards(left) if isinstance(left, AgentLoopOutput) else left
 
     # -- handlers, one for each state ------------------------------------------------------------------------------

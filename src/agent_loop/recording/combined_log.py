@@ -1,4 +1,4 @@
-"""Two records of one episode: one answers first, the other keeps what is new."""
+"""Log of an episode that reads two records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 
 class CombinedLog:
-    """A log over another one, which is asked only for what the upper one does not have. Implements `TurnLog`."""
+    """Log that reads one record first and falls back to another. Implements `TurnLog`."""
 
     def __init__(self, upper: TurnLog, lower: TurnLog) -> None:
         self._upper = upper

@@ -1,4 +1,4 @@
-"""What is on record of one rollout of one row."""
+"""Records of one rollout of one row."""
 
 from __future__ import annotations
 
@@ -17,67 +17,67 @@ from agent_loop.types import Origin, Row, StopReason
 
 
 class RecordKind(StrEnum):
-    """What a record says."""
+    """Kind of a record."""
 
     STEP = "step"
-    """Which rollout the journal is of. The first record."""
+    """Identity of the rollout that the journal belongs to. The first record."""
     PROMPT = "prompt"
     OBSERVATION = "observation"
     INTERACTION = "interaction"
-    """Tokens that the interaction, not a tool, added."""
+    """Tokens that the interaction added. Tokens of tools are observations."""
     COMPLETION_BEGAN = "completion_began"
-    """So much of it was sampled when it was cut."""
+    """The tokens that were sampled before the completion was aborted."""
     COMPLETION = "completion"
     CALL_BEGAN = "call_began"
     CALL_ENDED = "call_ended"
     REPLY_BEGAN = "reply_began"
     REPLY = "reply"
     VERDICTS = "verdicts"
-    """Verdicts of the tools when the trajectory was cut."""
+    """Rewards of the tools when the trajectory was interrupted."""
     BRANCH = "branch"
-    """An episode began where another one stood, or had stood."""
+    """An episode that begins with the first tokens of another episode."""
     RESTART = "restart"
-    """The row begins anew; what was recorded of it before counts no more."""
+    """The row starts again; its earlier records no longer count."""
     END = "end"
     """The row's trajectories, scored."""
     REWARDS = "rewards"
-    """What a batch reward function found of rows that had ended."""
+    """Results of a batch reward function for rows that had ended."""
     COMPLETE = "complete"
-    """The rollout is over, with these trajectories."""
+    """The rollout has ended with these trajectories."""
     DAMAGE = "damage"
     """The journal was damaged and repaired: records of rows that did not end may be missing."""
 
 
 class RecordPosition(NamedTuple):
-    """Where in a row something was asked."""
+    """Position of a request in a row."""
 
-    lane: int
-    """The episode: the first one of the row is 0."""
+    episode: int
+    """The episode; the first episode of the row is 0."""
     turn: int
-    """The verb, counted from 0 in its episode."""
+    """The operation of the episode, such as a completion, counted from 0."""
     number: int = 0
-    """The call, in a turn with several."""
+    """The call, in a turn with several calls."""
 
 
 class RecordEntry(NamedTuple):
     """One record of a row."""
 
     kind: RecordKind
-    place: RecordPosition
+    position: RecordPosition
     asked: str
-    """A digest of the question."""
+    """Digest of the request."""
     got: Any
-    """The answer; None if it has no recorded form. Of the beginning of a call or a reply: `what` may be asked only
-    once, if so."""
+    """The response; None if it cannot be recorded. For the beginning of a call or a reply: `what` names the tool or
+    interaction if it can be used only once."""
 
 
 @dataclass(slots=True)
 class RowRecord:
-    """The records of one rollout of one row. Written by the reader of a journal alone."""
+    """Records of one rollout of one row. Only the reader of a journal writes to it."""
 
     entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
     end: Mapping[str, Any] | None = None
-    """Its trajectories, if it ended."""
+    """The trajectories of a row that ended; else None."""
     num_records: int = 0
     """Number of records so far, which is the index of the next record."""
     doubt: str | None = None
@@ -85,22 +85,22 @@ class RowRecord:
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> RowRecord:
-        """Reads packed records.
+        """Read packed records.
 
         Raises:
-            ValueError: They are none.
+            ValueError: The bytes are not records.
         """
         record = cls()
         record.extend(payloads)
         return record
 
     def extend(self, payloads: Iterable[bytes]) -> None:
-        """Takes the row's next records, packed."""
+        """Add the row's next records, packed."""
         for payload in payloads:
             self.add(unpack(payload))
 
     def add(self, payload: Mapping[str, Any]) -> None:
-        """Takes the row's next record, as it was unpacked."""
+        """Add the row's next record, unpacked."""
         kind = RecordKind(payload["is"])
         self.num_records += 1
         if kind is RecordKind.RESTART:
@@ -112,38 +112,38 @@ class RowRecord:
                 RecordEntry(kind, RecordPosition(*payload["at"]), payload["asked"], payload["got"])
             )
 
-    def answers(self) -> dict[RecordPosition, RecordEntry]:
-        """By place; where a call began and ended, the end."""
-        return {entry.place: entry for entry in self.entries}
+    def entries_by_position(self) -> dict[RecordPosition, RecordEntry]:
+        """Return the last entry of each position: the end of a call that began and ended."""
+        return {entry.position: entry for entry in self.entries}
 
     @property
     def has_succeeded(self) -> bool:
-        """It ended, and without a failure, so that it need not be run again."""
+        """Whether the row ended without a failure, and need not be run again."""
         return self.end is not None and all(
             each["stop"] != StopReason.FAILED for each in self.end["trajectories"]
         )
 
     def trajectories(self, row: Row, *, group: int, rollout: int) -> list[Trajectory]:
-        """The finished trajectories, their tokens as they were recorded."""
+        """Return the finished trajectories with their recorded tokens."""
         if self.end is None:
             return []
-        lanes = self._lanes() if not self.end["segments"] else {}
-        return deserialize_trajectories(self.end, lanes=lanes, row=row, group=group, rollout=rollout)
+        episodes = self._episodes() if not self.end["segments"] else {}
+        return deserialize_trajectories(self.end, episodes=episodes, row=row, group=group, rollout=rollout)
 
-    def _lanes(self) -> dict[int, Sequence[Segment]]:
+    def _episodes(self) -> dict[int, Sequence[Segment]]:
         ledgers: dict[int, TokenLedger] = {}
-        for kind, (lane, _, _), _, got in self.entries:
+        for kind, (episode, _, _), _, got in self.entries:
             if got is None:
                 continue
             if kind is RecordKind.BRANCH:
-                ledgers[lane] = ledgers[got["parent"]].fork(got["num_tokens"])
+                ledgers[episode] = ledgers[got["parent"]].fork(got["num_tokens"])
             elif kind is RecordKind.COMPLETION:
-                ledgers[lane].append_completion(deserialize_completion(got))
+                ledgers[episode].append_completion(deserialize_completion(got))
             elif kind in _ORIGINS:
                 encoded = from_plain(got, Encoded)
-                ledger = ledgers.setdefault(lane, TokenLedger())
+                ledger = ledgers.setdefault(episode, TokenLedger())
                 ledger.append(encoded.token_ids, origin=_ORIGINS[kind], attachments=encoded.attachments)
-        return {lane: ledger.segments() for lane, ledger in ledgers.items()}
+        return {episode: ledger.segments() for episode, ledger in ledgers.items()}
 
 
 _ORIGINS = {

@@ -1,4 +1,4 @@
-"""What was said in a finished trajectory, taken apart into what its loop asked for."""
+"""Responses in a finished trajectory, in the order in which its loop requested them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from agent_loop.types import Message, Origin, StopReason, TokenChunk, TokenOutpu
 
 @dataclass(frozen=True, slots=True)
 class RecordedResponses:
-    """The answers of a trajectory, each kind in order, in the forms of a record."""
+    """Recorded responses of a trajectory, in order for each kind, as plain values."""
 
     completions: Sequence[Mapping[str, Any]]
-    """By assistant turn."""
+    """One per assistant turn."""
     calls: Sequence[Sequence[Mapping[str, Any]]]
     """The results of each turn with calls."""
     call_turns: Sequence[int]
-    """Which assistant turn asked for each of these; the first is 1."""
+    """Assistant turn of each entry of `calls`; the first turn is 1."""
     replies: Sequence[Mapping[str, Any]]
-    """The interaction's, its first words included."""
+    """Replies of the interaction, its opening message included."""
     reply_turns: Sequence[int]
-    """Which assistant turn each of them answers; 0 is none."""
+    """Assistant turn before each reply; 0 for the opening message."""
 
     def before(self, turn: int) -> RecordedResponses:
-        """Only what came before the model's turn of this number; the first is 1."""
+        """Return the responses before an assistant turn; the first turn is 1."""
         calls = [number for number, asked in enumerate(self.call_turns) if asked < turn]
         replies = [number for number, asked in enumerate(self.reply_turns) if asked < turn]
         return RecordedResponses(
@@ -46,11 +46,11 @@ class RecordedResponses:
 
 
 def extract_responses(trajectory: Trajectory) -> RecordedResponses:
-    """Reads a trajectory of one episode.
+    """Return the responses in a trajectory of one episode.
 
     Raises:
-        DataError: It does not tell all that was answered: it is one of several branches, images were shown, or its
-            messages are not those that the loops of this package write.
+        DataError: The trajectory does not contain all responses: it is one of several branches, has images, or has
+            messages that the loops of this package do not write.
     """
     output = trajectory.output
     if trajectory.branch is not None:
@@ -84,7 +84,7 @@ def extract_responses(trajectory: Trajectory) -> RecordedResponses:
 
 
 def _turns(output: AgentLoopOutput) -> Iterator[tuple[list[Segment], int]]:
-    """The segments of each completion, and where in the response its last token is."""
+    """Yield the segments of each completion, and the position of its last token in the response."""
     place = 0
     for is_model, group in groupby(
         output.response_segments, key=lambda segment: segment.origin is Origin.MODEL
@@ -105,7 +105,7 @@ def _completion(output: AgentLoopOutput, run: Sequence[Segment], *, turn: int) -
 
 
 def _answers(messages: Sequence[Message]) -> list[list[Message]]:
-    """What came before the first assistant message, and after each."""
+    """Return the messages before the first assistant message, and those after each assistant message."""
     answers: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] == "assistant":
@@ -118,7 +118,7 @@ def _answers(messages: Sequence[Message]) -> list[list[Message]]:
 def _calls(
     output: AgentLoopOutput, answers: Sequence[Sequence[Message]], *, ends: Sequence[int]
 ) -> list[tuple[int, list[Mapping[str, Any]]]]:
-    """The results of each turn with calls. A call that could not be read has an answer without a name."""
+    """Return the results of each turn with calls. The reply to a malformed call has no name."""
     found: list[tuple[int, list[Mapping[str, Any]]]] = []
     by_tools = [feedback for feedback in output.feedback if feedback.origin is Origin.TOOL]
     for place, group in groupby(by_tools, key=lambda feedback: feedback.place):
@@ -171,7 +171,7 @@ def _replies(
 
 
 def _greeting(row: Mapping[str, Any], opening: Sequence[Message]) -> str:
-    """What an interaction that opens the conversation added to the row's prompt."""
+    """Return the text that an interaction added to the row's prompt when it opened the conversation."""
     prompt: Sequence[Message] = row["raw_prompt"]
     if not row.get("interaction_kwargs") or list(opening) == list(prompt):
         return ""
@@ -182,7 +182,7 @@ def _greeting(row: Mapping[str, Any], opening: Sequence[Message]) -> str:
 
 
 def _turn_at(place: int | None, ends: Sequence[int]) -> int:
-    """The number of the assistant turn whose last token is there; the first is 1."""
+    """Return the number of the assistant turn that ends at this position; the first is 1."""
     if place not in ends:
         raise DataError(f"something was answered at token {place} of the response, where no turn ends")
     return ends.index(place) + 1

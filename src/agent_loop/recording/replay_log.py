@@ -1,4 +1,4 @@
-"""Runs a finished trajectory again: the loop, the template and the parser are real, what they are answered is not."""
+"""Replay of a finished trajectory: loop, template and parser run again, and responses come from the record."""
 
 from __future__ import annotations
 
@@ -17,61 +17,62 @@ from agent_loop.types import Message
 
 
 class ReplayLog(RowLog):
-    """Answers completions, calls and replies in the order in which they were given the first time, whatever is asked;
-    prompts and observations are encoded anew.
+    """Log that returns recorded completions, calls and replies in their order, without comparing the requests.
+
+    Prompts and observations are encoded again.
 
     Args:
         trajectory_id: `group=.../rollout=...`.
-        spoken: The answers.
-        goes_on: What is asked beyond them is really asked: of the server, the tools, the interaction. Instances are
-            brought to where they were, as they say in `on_replay`. Otherwise it is refused, and no tool is touched.
+        recorded: The recorded responses.
+        continue_live: Whether requests beyond the record go to the server, the tools and the interaction. The state of
+            tools and interactions is then restored as `on_replay` says. Otherwise such requests fail the row.
     """
 
-    def __init__(self, trajectory_id: str, spoken: RecordedResponses, *, goes_on: bool) -> None:
+    def __init__(self, trajectory_id: str, recorded: RecordedResponses, *, continue_live: bool) -> None:
         super().__init__(trajectory_id, sink=Memory())
-        self.goes_on = goes_on
+        self.continue_live = continue_live
         self.refused: str | None = None
-        """What was asked beyond the answers there are."""
-        self._answers_of: Mapping[RecordKind, Sequence[Any]] = {
-            RecordKind.COMPLETION: spoken.completions,
-            RecordKind.CALL_ENDED: spoken.calls,
-            RecordKind.REPLY: spoken.replies,
+        """The first request beyond the record; None if there was none."""
+        self._responses_of: Mapping[RecordKind, Sequence[Any]] = {
+            RecordKind.COMPLETION: recorded.completions,
+            RecordKind.CALL_ENDED: recorded.calls,
+            RecordKind.REPLY: recorded.replies,
         }
         self._turns: defaultdict[RecordKind, list[tuple[int, int]]] = defaultdict(list)
 
     def new_episode(self) -> EpisodeLog:
-        self._num_lanes += 1
-        return _ReplayEpisodeLog(self, self._num_lanes - 1)
+        self._num_episodes += 1
+        return _ReplayEpisodeLog(self, self._num_episodes - 1)
 
-    def recorded(self, kind: RecordKind, place: RecordPosition, asked: str) -> RecordEntry | None:
-        """The next answer of this kind.
+    def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
+        """Return the next recorded response of this kind; None if the request is not recorded and goes to the engine.
 
         Raises:
-            ReplayMismatch: There are no more, and it does not go on.
+            ReplayMismatch: The record has no more responses, and `continue_live` is false.
         """
         if kind not in BEGINNINGS.values():
             return None
-        turns, turn = self._turns[kind], (place.lane, place.turn)
+        turns, turn = self._turns[kind], (position.episode, position.turn)
         if turn not in turns:
             turns.append(turn)
-        number, answers = turns.index(turn), self._answers_of[kind]
-        got = answers[number] if number < len(answers) else None
+        number, responses = turns.index(turn), self._responses_of[kind]
+        got = responses[number] if number < len(responses) else None
         if kind is RecordKind.CALL_ENDED and got is not None:
-            got = got[place.number] if place.number < len(got) else None
-        if got is None and not self.goes_on:
+            got = got[position.number] if position.number < len(got) else None
+        if got is None and not self.continue_live:
             raise self.mismatched(
-                f"the loop asks for another {kind.replace('_', ' ')} than the {number} that were recorded"
+                f"the loop requests another {kind.replace('_', ' ')}, but only {number} were recorded"
             )
-        return None if got is None else RecordEntry(kind, place, asked, got)
+        return None if got is None else RecordEntry(kind, position, asked, got)
 
     def mismatched(self, why: str) -> ReplayMismatch:
-        """The row is not begun anew: it fails, and says why."""
+        """Return the error that fails the row. The row does not start again."""
         self.refused = self.refused or why
         return ReplayMismatch(why)
 
 
 class _ReplayEpisodeLog(EpisodeLog):
-    """The log of one episode of a rehearsal."""
+    """Log of one episode of a replay."""
 
     def __init__(self, row: ReplayLog, number: int) -> None:
         super().__init__(row, number)
@@ -95,5 +96,5 @@ class _ReplayEpisodeLog(EpisodeLog):
         again: Callable[[], Awaitable[object]],
         prepare: Callable[[], Awaitable[object]],
     ) -> None:
-        if self._replay.goes_on:
+        if self._replay.continue_live:
             await super()._rebuild(what, on_replay, is_read_later=is_read_later, again=again, prepare=prepare)

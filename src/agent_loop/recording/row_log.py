@@ -1,4 +1,4 @@
-"""The turns of one rollout of one row: answered from its record as far as that goes, then kept as they happen."""
+"""Log of one rollout of one row: returns recorded turns first, then records new ones."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 NOT_RUN = frozenset({IncidentKind.UNKNOWN_TOOL, IncidentKind.INVALID_ARGUMENTS})
-"""Calls that were answered without the tool."""
+"""Incidents of calls that never reached the tool."""
 
 
 AFTER_ALL_TURNS = -1
-"""The turn of what an episode is found worth when it is cut, of which the last record counts."""
+"""Turn of the rewards at an interruption. The last record of this turn counts."""
 
 BEGINNINGS = {
     RecordKind.COMPLETION_BEGAN: RecordKind.COMPLETION,
     RecordKind.CALL_BEGAN: RecordKind.CALL_ENDED,
     RecordKind.REPLY_BEGAN: RecordKind.REPLY,
 }
-"""What each beginning is followed by, if it gets that far."""
+"""Kind of record that follows each beginning, unless the run is interrupted."""
 
 
 class RowLog:
-    """The log of one row, one after the other given to its attempts. Single use.
+    """Log of one row, used by one attempt at a time. Single use.
 
     Args:
         trajectory_id: `group=.../rollout=...`.
-        sink: Takes what happens.
-        record: What happened before, up to a crash or a cancellation.
+        sink: Receives new records.
+        record: Records from before a crash or a cancellation.
         cancellation: Once it is set, no completion, call or reply begins that is not on record: it raises
             `CallAborted`.
     """
@@ -63,46 +63,46 @@ class RowLog:
         cancellation: asyncio.Event | None = None,
     ) -> None:
         self.mismatch: str | None = None
-        """Why the record cannot be followed, if it cannot; the row then has to begin anew."""
+        """Why the record cannot be replayed; None if it can. The row then has to start again."""
         self.only_once: str | None = None
-        """A tool or interaction that was used, or may have been used, and may not be used twice. The row cannot begin
-        anew if there is one."""
+        """A tool or interaction that was or may have been used, and can be used only once. The row cannot start again
+        if there is one."""
         self.is_cut = False
-        """Something on record was not brought back to where it was, since the row was cancelled meanwhile."""
+        """Whether a cancellation interrupted the restoration of recorded state."""
         self._row = trajectory_id
         self._sink = sink
         self._cancellation = cancellation
         self.record = record or RowRecord()
-        """What it answers from."""
-        self._answers: Mapping[RecordPosition, RecordEntry] = self.record.answers()
+        """Records to replay."""
+        self._answers: Mapping[RecordPosition, RecordEntry] = self.record.entries_by_position()
         for entry in self.record.entries:
             if entry.kind in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN) and entry.got is not None:
                 self.only_once = str(entry.got["what"])
-        self._num_lanes = 0
+        self._num_episodes = 0
         self._num_records = self.record.num_records
         self._held: dict[int, tuple[Sequence[Segment], int]] = {}
 
     def extended(self, payloads: Iterable[bytes]) -> RowLog:
-        """The log of the row's next attempt, which answers from what the attempt before appended elsewhere too."""
+        """Return the log of the row's next attempt, with the records that another process appended."""
         record = replace(self.record, entries=list(self.record.entries))
         record.extend(payloads)
         return RowLog(self._row, sink=self._sink, record=record)
 
     def new_episode(self) -> EpisodeLog:
-        """The log of the row's next episode."""
-        self._num_lanes += 1
-        return EpisodeLog(self, self._num_lanes - 1)
+        """Return the log of the row's next episode."""
+        self._num_episodes += 1
+        return EpisodeLog(self, self._num_episodes - 1)
 
     def restart(self) -> None:
-        """Forgets what is on record: the next attempt begins at the beginning."""
+        """Discard all records, so that the next attempt starts from the beginning."""
         self._append({"is": RecordKind.RESTART, "why": self.mismatch})
         self._answers = {}
-        self._num_lanes = 0
+        self._num_episodes = 0
         self._held.clear()
         self.mismatch = None
 
     async def end(self, trajectories: Sequence[Trajectory]) -> None:
-        """Keeps the row's result; when this returns, a process that is killed does not lose it."""
+        """Record the row's result. Once this returns, a process that is killed does not lose the result."""
         try:
             form = serialization.serialize_trajectories(trajectories, find_episode=self._find_episode)
             self._append({"is": RecordKind.END, "got": form})
@@ -110,56 +110,56 @@ class RowLog:
             logger.warning("%s cannot be kept as finished: its result holds %s", self._row, error)
         await self._sink.flushed()
 
-    # -- for its lanes ---------------------------------------------------------------------------------------------
+    # -- for its episodes ------------------------------------------------------------------------------------------
 
-    def recorded(self, kind: RecordKind, place: RecordPosition, asked: str) -> RecordEntry | None:
-        """What is on record at a place.
+    def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
+        """Return the record at a position; None if there is none.
 
         Raises:
-            ReplayMismatch: Something else was asked there.
-            CallAborted: Nothing is, and the row is cancelled.
+            ReplayMismatch: The recorded request differs.
+            CallAborted: There is no record, and the row is cancelled.
         """
         if self.mismatch is not None:
             raise ReplayMismatch(self.mismatch)
-        entry = self._answers.get(place)
+        entry = self._answers.get(position)
         if entry is None:
             if self._is_cancelled and kind in BEGINNINGS.values():
                 raise CallAborted
             return None
         if BEGINNINGS.get(entry.kind, entry.kind) is not kind or entry.asked != asked:
             raise self.mismatched(
-                f"turn {place.turn} of episode {place.lane} asks for another {kind.replace('_', ' ')} than the first "
-                f"time ({entry.kind.replace('_', ' ')}); the loop is not deterministic, or was changed"
+                f"turn {position.turn} of episode {position.episode} requests another {kind.replace('_', ' ')} than "
+                f"the recorded {entry.kind.replace('_', ' ')}; the loop is not deterministic, or was changed"
             )
         if entry.got is None and entry.kind not in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN):
-            raise self.mismatched(f"the answer at turn {place.turn} could not be kept")
+            raise self.mismatched(f"the response at turn {position.turn} could not be recorded")
         return entry
 
     def mismatched(self, why: str) -> ReplayMismatch:
-        """Gives up on the record; every later question of this attempt is refused too."""
+        """Return the error that ends this attempt. All its later requests get the same error."""
         self.mismatch = self.mismatch or why
         return ReplayMismatch(self.mismatch)
 
-    def keep(self, kind: RecordKind, place: RecordPosition, *, asked: str, got: Any) -> None:
-        """Appends a record of this row."""
-        record = {"is": kind, "at": place, "asked": asked, "got": got}
+    def keep(self, kind: RecordKind, position: RecordPosition, *, asked: str, got: Any) -> None:
+        """Append a record of this row."""
+        record = {"is": kind, "at": position, "asked": asked, "got": got}
         try:
             self._append(record)
         except Unstorable as error:
-            logger.warning("%s: the %s at turn %d holds %s", self._row, kind, place.turn, error)
+            logger.warning("%s: the %s at turn %d holds %s", self._row, kind, position.turn, error)
             self._append({**record, "got": None})
 
     def take_over(self, payload: bytes) -> None:
-        """Keeps what another log of this row appended in its process."""
+        """Append a record that a log of this row in another process wrote."""
         self._sink.append(payload)
 
     async def flushed(self, *, to_disk: bool = False) -> None:
-        """Wait until what was kept is safe from the end of this process or, with `to_disk`, of this machine."""
+        """Wait until all records survive the end of this process or, with `to_disk`, of this machine."""
         await self._sink.flushed(to_disk=to_disk)
 
-    def hold(self, segments: Sequence[Segment], *, lane: int) -> None:
-        """Takes note that these are the tokens on record of a lane."""
-        self._held[id(segments)] = (segments, lane)
+    def hold(self, segments: Sequence[Segment], *, episode: int) -> None:
+        """Note that an episode recorded the tokens of these segments."""
+        self._held[id(segments)] = (segments, episode)
 
     @property
     def _is_cancelled(self) -> bool:
@@ -170,13 +170,13 @@ class RowLog:
         return None if held is None else held[1]
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        """Append a record of this row under the row's next number, by which a reader notices that one is missing."""
+        """Append a record with the row's next number. A reader detects missing records by the number."""
         self._sink.append(pack({**record, "row": self._row, "n": self._num_records}))
         self._num_records += 1
 
 
 class EpisodeLog:
-    """The log of one episode: a `TurnLog`."""
+    """Log of one episode. Implements `TurnLog`."""
 
     def __init__(self, row: RowLog, number: int, *, num_tokens: int = 0) -> None:
         self._row = row
@@ -184,19 +184,19 @@ class EpisodeLog:
         self._num_turns = 0
         self._num_tokens = num_tokens
         self._lost: str | None = None
-        """A tool whose recorded replies were given although the state that they left is gone."""
+        """A tool whose replies were replayed although its state was not restored."""
 
     def position(self) -> int:
         return self._num_tokens
 
     def branch(self, *, at: int) -> TurnLog:
-        lane = self._row.new_episode()
+        episode = self._row.new_episode()
         parent = {"parent": self._number, "num_tokens": at}
-        place, asked = lane._place(lane.next_turn()), digest(parent)
-        if self._row.recorded(RecordKind.BRANCH, place, asked) is None:
-            self._row.keep(RecordKind.BRANCH, place, asked=asked, got=parent)
-        lane._num_tokens = at
-        return lane
+        position, asked = episode._position(episode.next_turn()), digest(parent)
+        if self._row.recorded(RecordKind.BRANCH, position, asked) is None:
+            self._row.keep(RecordKind.BRANCH, position, asked=asked, got=parent)
+        episode._num_tokens = at
+        return episode
 
     def next_turn(self) -> int:
         self._num_turns += 1
@@ -206,11 +206,11 @@ class EpisodeLog:
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Encoded:
         kind = RecordKind.PROMPT if not self._num_tokens else _kind_of(messages)
-        place, asked = self._place(self.next_turn()), digest(messages)
-        entry = self._row.recorded(kind, place, asked)
+        position, asked = self._position(self.next_turn()), digest(messages)
+        entry = self._row.recorded(kind, position, asked)
         if entry is None:
             encoded = await encode()
-            self._row.keep(kind, place, asked=asked, got=to_plain(encoded))
+            self._row.keep(kind, position, asked=asked, got=to_plain(encoded))
         else:
             encoded = from_plain(_got(entry), Encoded)
         self._num_tokens += len(encoded.token_ids)
@@ -223,15 +223,15 @@ class EpisodeLog:
         num_context: int,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
-        place, asked = self._place(self.next_turn()), digest(f"{num_context} {params}")
-        entry = self._row.recorded(RecordKind.COMPLETION, place, asked)
+        position, asked = self._position(self.next_turn()), digest(f"{num_context} {params}")
+        entry = self._row.recorded(RecordKind.COMPLETION, position, asked)
         output = None if entry is None else deserialize_completion(_got(entry))
         if output is None or output.stop_reason == "aborted":
             rest = await sample(output)
             output = rest if output is None else output.then(rest)
             is_cut = output.stop_reason == "aborted"
             kind = RecordKind.COMPLETION_BEGAN if is_cut else RecordKind.COMPLETION
-            self._row.keep(kind, place, asked=asked, got=serialize_completion(output))
+            self._row.keep(kind, position, asked=asked, got=serialize_completion(output))
             if is_cut:
                 return output
         self._num_tokens += len(output.token_ids)
@@ -248,8 +248,8 @@ class EpisodeLog:
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> ToolResult:
-        place, asked = self._place(turn, number), digest([call.name, call.arguments])
-        entry = self._row.recorded(RecordKind.CALL_ENDED, place, asked)
+        position, asked = self._position(turn, number), digest([call.name, call.arguments])
+        entry = self._row.recorded(RecordKind.CALL_ENDED, position, asked)
         what = f"tool {call.name!r}"
         if entry is not None and entry.kind is RecordKind.CALL_ENDED:
             result = from_plain(_got(entry), ToolResult)
@@ -261,14 +261,14 @@ class EpisodeLog:
             return result
         self._refuse_if_state_is_lost(what, on_replay)
         if entry is None:
-            await self._begin(what, RecordKind.CALL_BEGAN, place, asked, on_replay)
+            await self._begin(what, RecordKind.CALL_BEGAN, position, asked, on_replay)
             result = await execute()
         elif on_replay is OnReplay.ONCE:
             result = _interrupted(call)
         else:
             self._refuse_if_lost(what, on_replay)
             result = await execute()
-        self._row.keep(RecordKind.CALL_ENDED, place, asked=asked, got=to_plain(result))
+        self._row.keep(RecordKind.CALL_ENDED, position, asked=asked, got=to_plain(result))
         return result
 
     async def interaction_reply(
@@ -279,47 +279,47 @@ class EpisodeLog:
         respond: Callable[[], Awaitable[InteractionReply]],
         prepare: Callable[[], Awaitable[object]],
     ) -> InteractionReply:
-        place, asked = self._place(self.next_turn()), str(num_messages)
-        entry = self._row.recorded(RecordKind.REPLY, place, asked)
+        position, asked = self._position(self.next_turn()), str(num_messages)
+        entry = self._row.recorded(RecordKind.REPLY, position, asked)
         what = "the interaction"
         if entry is not None and entry.kind is RecordKind.REPLY:
             await self._rebuild(what, on_replay, again=respond, prepare=prepare)
             return from_plain(_got(entry), InteractionReply)
         if entry is None:
-            await self._begin(what, RecordKind.REPLY_BEGAN, place, asked, on_replay)
+            await self._begin(what, RecordKind.REPLY_BEGAN, position, asked, on_replay)
         elif on_replay is OnReplay.ONCE:
             raise self._row.mismatched(
-                "the interaction was interrupted while it answered, and is asked only once"
+                "the interaction was interrupted while it replied, and can be used only once"
             )
         else:
             self._refuse_if_lost(what, on_replay)
         reply = await respond()
-        self._row.keep(RecordKind.REPLY, place, asked=asked, got=to_plain(reply))
+        self._row.keep(RecordKind.REPLY, position, asked=asked, got=to_plain(reply))
         return reply
 
     is_kept = True
 
     def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
         got = {**self.kept_verdicts(), **verdicts}
-        self._row.keep(RecordKind.VERDICTS, self._place(AFTER_ALL_TURNS), asked="", got=got)
+        self._row.keep(RecordKind.VERDICTS, self._position(AFTER_ALL_TURNS), asked="", got=got)
 
     def kept_verdicts(self) -> Mapping[str, float | None]:
-        place = self._place(AFTER_ALL_TURNS)
-        entry = self._row.recorded(RecordKind.VERDICTS, place, "")
+        position = self._position(AFTER_ALL_TURNS)
+        entry = self._row.recorded(RecordKind.VERDICTS, position, "")
         return {} if entry is None else _got(entry)
 
     def holds(self, segments: Sequence[Segment]) -> None:
         # A prompt or an observation that did not fit is on record, but was not given to the model.
         if sum(map(len, segments)) == self._num_tokens:
-            self._row.hold(segments, lane=self._number)
+            self._row.hold(segments, episode=self._number)
 
-    def _place(self, turn: int, number: int = 0) -> RecordPosition:
+    def _position(self, turn: int, number: int = 0) -> RecordPosition:
         return RecordPosition(self._number, turn, number)
 
     async def _begin(
-        self, what: str, kind: RecordKind, place: RecordPosition, asked: str, on_replay: OnReplay
+        self, what: str, kind: RecordKind, position: RecordPosition, asked: str, on_replay: OnReplay
     ) -> None:
-        """Has it on record, before it begins, that something was asked that may not be asked again."""
+        """Record that a call or a reply begins, if it cannot simply be repeated."""
         if on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
             return
         is_once = on_replay is OnReplay.ONCE
@@ -328,19 +328,19 @@ class EpisodeLog:
             doubt = self._row.record.doubt
             if doubt is not None:
                 raise self._row.mismatched(f"{what} may have been used before: {doubt}")
-        self._row.keep(kind, place, asked=asked, got={"what": what} if is_once else None)
+        self._row.keep(kind, position, asked=asked, got={"what": what} if is_once else None)
         await self._row.flushed(to_disk=is_once)
 
     def _refuse_if_lost(self, what: str, on_replay: OnReplay) -> None:
         if on_replay is OnReplay.RESTART:
-            raise self._row.mismatched(f"{what} had been used, and does not say that it can be replayed")
+            raise self._row.mismatched(f"{what} had been used, and its on_replay does not allow a replay")
 
     def _refuse_if_state_is_lost(self, what: str, on_replay: OnReplay) -> None:
-        """Refuse a new call where the state of a tool is gone. Tools of one trajectory may share state, so only those
-        that have none, or rebuilt their own, may be called."""
+        """Refuse a new call if the state of a tool was not restored. Tools of one trajectory may share state, so only
+        tools without state, or with restored state, may be called."""
         if self._lost is not None and on_replay not in (OnReplay.RECORDED, OnReplay.RERUN):
             raise self._row.mismatched(
-                f"{what} is called after {self._lost} had been used, whose state cannot be brought back"
+                f"{what} is called after {self._lost} had been used, whose state cannot be restored"
             )
 
     async def _rebuild(
@@ -352,7 +352,7 @@ class EpisodeLog:
         again: Callable[[], Awaitable[object]],
         prepare: Callable[[], Awaitable[object]],
     ) -> None:
-        """Brings an instance to where it was when it gave the recorded answer, if anything reads its state again."""
+        """Restore the state that an instance had after its recorded response, if the state is read later."""
         if on_replay is OnReplay.RESTART and not is_read_later:
             self._lost = what
             return
@@ -366,13 +366,13 @@ class EpisodeLog:
 
 
 def _kind_of(messages: Sequence[Message]) -> RecordKind:
-    """As the episode tells the origin of an observation."""
+    """Return whether a tool or the interaction wrote the messages."""
     is_tool_reply = any(message["role"] == "tool" for message in messages)
     return RecordKind.OBSERVATION if is_tool_reply else RecordKind.INTERACTION
 
 
 def _got(entry: RecordEntry) -> Any:
-    assert entry.got is not None  # `recorded` refuses answers that could not be kept
+    assert entry.got is not None  # `recorded` refuses responses that could not be recorded
     return entry.got
 
 

@@ -1,4 +1,4 @@
-"""Journal form of finished trajectories: plain values and arrays."""
+"""Conversion of completions and finished trajectories to the plain values and arrays of a journal, and back."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from agent_loop.types import Message, Row, StopReason, TokenOutput
 
 
 class FindEpisode(Protocol):
-    """Function that returns the episode whose recorded tokens the segments are, or None if there is none."""
+    """Function that returns the number of the episode that recorded the segments, or None if no episode did."""
 
     def __call__(self, segments: Sequence[Segment]) -> int | None: ...
 
 
 def serialize_completion(output: TokenOutput) -> dict[str, Any]:
-    """Return the form of a completion, with log-probs as float32 as in a segment."""
+    """Return a completion as plain values, with float32 log-probs as in a segment."""
     return {"completion": encode_completion(output, logprob_type=np.float32)}
 
 
 def deserialize_completion(form: Mapping[str, Any]) -> TokenOutput:
-    """Return the completion of a form."""
+    """Return the completion that `serialize_completion` was given."""
     return decode_completion(form["completion"])
 
 
 def serialize_trajectories(
     trajectories: Sequence[Trajectory], *, find_episode: FindEpisode
 ) -> dict[str, Any]:
-    """Return the form of the trajectories of one rollout. Tokens that the journal already holds are not repeated."""
+    """Return the trajectories of one rollout as plain values, without the tokens that the journal already holds."""
     lanes = [find_episode(trajectory.output.segments) for trajectory in trajectories]
     segments: dict[int, Segment] = {}
     if None in lanes:
@@ -63,15 +63,19 @@ def serialize_trajectories(
 
 
 def deserialize_trajectories(
-    form: Mapping[str, Any], *, lanes: Mapping[int, Sequence[Segment]], row: Row, group: int, rollout: int
+    form: Mapping[str, Any], *, episodes: Mapping[int, Sequence[Segment]], row: Row, group: int, rollout: int
 ) -> list[Trajectory]:
-    """Return the trajectories of a form. Args: lanes: The recorded tokens of each episode."""
+    """Return the trajectories that `serialize_trajectories` was given.
+
+    Args:
+        episodes: The recorded segments of each episode.
+    """
     table = from_plain(form["segments"], list[Segment])
 
     def segments_of(each: Mapping[str, Any]) -> Sequence[Segment]:
         lane: int | None = each["lane"]
         if lane is not None:
-            return lanes[lane]
+            return episodes[lane]
         places: list[int] = each["segments"]
         return [table[place] for place in places]
 
@@ -90,7 +94,7 @@ def deserialize_trajectories(
 
 
 def serialize_rewards(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the form of what a batch reward function changed in a trajectory."""
+    """Return the changes that a batch reward function made to a trajectory, as plain values."""
     output, failure = trajectory.output, trajectory.output.failure
     return {
         "branch": trajectory.branch,
@@ -102,7 +106,7 @@ def serialize_rewards(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def with_recorded_rewards(trajectory: Trajectory, form: Mapping[str, Any]) -> Trajectory:
-    """Return a finished trajectory with the changes of a batch reward function."""
+    """Return a finished trajectory with the changes that `serialize_rewards` recorded."""
     output = trajectory.output
     for incident in from_plain(form["incidents"], list[Incident])[len(output.incidents) :]:
         output = output.noted(incident)

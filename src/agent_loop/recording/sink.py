@@ -1,4 +1,4 @@
-"""Where the records of trajectories go."""
+"""Receivers of the records of trajectories."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """Takes records, in order."""
+    """Receiver of records, in order."""
 
     def append(self, payload: bytes) -> None:
-        """Queues a record behind all others.
+        """Append a record after all others.
 
         Raises:
             JournalError: An earlier record could not be written.
@@ -18,24 +18,23 @@ class Sink(Protocol):
         ...
 
     async def flushed(self, *, to_disk: bool = False) -> None:
-        """Wait until the operating system has every record that was appended: a process that is killed then loses
-        none of them.
+        """Wait until the operating system has every record, so that a process that is killed loses none.
 
         Args:
-            to_disk: Wait until they are on the disk too, so that a machine that loses power loses none of them.
+            to_disk: Wait until the records are on the disk too, so that a power failure loses none.
 
         Raises:
-            JournalError: One could not be written.
+            JournalError: A record could not be written.
         """
         ...
 
 
 class Memory:
-    """Keeps records in this process. Implements `Sink`."""
+    """List of records in this process. Implements `Sink`."""
 
     def __init__(self, payloads: Iterable[bytes] = ()) -> None:
         self.payloads = list(payloads)
-        """All of them."""
+        """All records."""
 
     def append(self, payload: bytes) -> None:
         self.payloads.append(payload)
@@ -45,7 +44,7 @@ class Memory:
 
 
 class Discard:
-    """Keeps nothing. Implements `Sink`."""
+    """Sink that drops all records. Implements `Sink`."""
 
     def append(self, payload: bytes) -> None:
         pass

@@ -23,7 +23,7 @@ class Unstorable(Exception):
 
 
 def pack(value: Any) -> bytes:
-    """A value as bytes.
+    """Return a value as bytes.
 
     What JSON knows, NaN and half surrogates included, comes back as it is, but tuples come back as lists and keys as
     text. Arrays of numbers, bytes and Pillow images come back equal.
@@ -63,7 +63,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value that `pack` was given.
+    """Return the value that `pack` was given.
 
     Raises:
         ValueError: These bytes are not from `pack`.
@@ -98,7 +98,7 @@ def unpack(data: bytes) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Tells values apart: 16 hexadecimal digits, the same in every process. Objects of unknown types count by type."""
+    """Return a digest of 16 hexadecimal digits, the same in every process. Objects of unknown types count by type."""
     try:
         text = value if isinstance(value, str) else _DIGESTED.encode(value)
     except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
@@ -124,5 +124,5 @@ _DIGESTED = json.JSONEncoder(default=_fingerprint, check_circular=False, separat
 
 
 def _is_image(item: Any) -> bool:
-    pillow: Any = sys.modules.get("PIL.Image")  # where nobody has loaded it, there are no images
+    pillow: Any = sys.modules.get("PIL.Image")  # no image can exist before Pillow is imported
     return pillow is not None and isinstance(item, pillow.Image)

@@ -1,4 +1,4 @@
-"""Trajectories to padded tensors, by their real lengths: one flat concatenation, one copy per row and tensor.
+"""Batches of padded tensors. Each column is one flat concatenation, copied row by row.
 
 Shapes: B rows, P prompt width, R response width, W = P + R.
 """
@@ -49,20 +49,20 @@ def assemble(
     prompt_width: int | None = None,
     response_width: int | None = None,
 ) -> RolloutBatch:
-    """Pads trajectories into one batch, in the order given.
+    """Return a batch of padded trajectories, in the order given.
 
     Args:
-        trajectories: Any number, none included.
-        pad_token_id: Fills what no token takes.
+        trajectories: Any number, including none.
+        pad_token_id: Token id of the padding.
         prompt_width: P; None is the longest prompt.
         response_width: R; None is the longest response.
 
     Returns:
         int64: `input_ids` [B, W], and its views `prompts` [B, P], padded left, and `responses` [B, R], padded right;
-        `response_mask` [B, R] (1 = the model said it; a segment that several branches share has it in the first scored
-        one only), `attention_mask`, `position_ids` [B, W] (0 where there is no token), `group`, `rollout`, `branch` (-1
-        where the loop returned a single output), `num_turns` [B]; where a trajectory has images with positions of their
-        own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
+        `response_mask` [B, R] (1 = sampled by the model; in segments that branches share, 1 in the first scored
+        branch only), `attention_mask`, `position_ids` [B, W] (0 where there is no token), `group`, `rollout`, `branch`
+        (-1 where the loop returned a single output), `num_turns` [B]; if a trajectory has images with positions of
+        their own, also `multi_modal_position_ids` [B, 3, W] in time, height and width.
         int32: `weight_versions` [B, R], -1 where the mask is 0. float32: `reward` [B], NaN where there is none,
         and `rollout_log_probs` [B, R], 0 where the mask is 0; the key is absent unless every sampled token has
         one. Rewards of turns, of tools and of the interaction: float32 `turn_rewards` [B, R], their sum at the last
@@ -162,7 +162,7 @@ def _token_columns(
     input_ids = _padded(token_runs, first_B=first_B, shape=whole, dtype=np.int64, fill=pad_token_id)
 
     def of_tokens(values: NDArray[Any]) -> NDArray[Any]:
-        """The same for each row, as far as it has tokens."""
+        """Return a column with the first values in the positions of each row's tokens."""
         of_rows = (values[:length] for length in lengths_B.tolist())
         return _padded(of_rows, first_B=first_B, shape=whole, dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""What a batch holds beside tokens: one value for each of B rows."""
+"""Columns of a batch with one value for each of B rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_loop.trajectory import Trajectory
 
 
 def row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    """Rewards and names, shape [B]."""
+    """Return the numeric columns, shape [B]."""
     return {
         "reward": np.array([np.nan if t.reward is None else t.reward for t in trajectories], np.float32),
         "is_scored": np.array([t.reward is not None for t in trajectories], np.bool_),
@@ -27,7 +27,7 @@ def row_columns(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
 
 
 def set_objects(batch: TensorDict, trajectories: Sequence[Trajectory], *, taken: Collection[str]) -> None:
-    """Adds what is no number; names that are taken get a prefix."""
+    """Add the columns of objects to a batch. A name that is taken gets a prefix."""
     for name, values in _object_columns(trajectories, taken=taken).items():
         batch.set(name, NonTensorStack(*values))
 
@@ -38,7 +38,7 @@ def extra_column(name: str, *, taken: Collection[str]) -> str:
 
 
 def as_tensor(array: NDArray[Any]) -> torch.Tensor:
-    """Shares the memory of a writable array."""
+    """Return a tensor that shares the memory of a writable array."""
     return torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]
 
 

@@ -1,4 +1,4 @@
-"""All trajectories' tokens end to end. B rows; N tokens, M of them of responses."""
+"""Concatenated tokens of all trajectories. B rows; N tokens, M of them in responses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ IndexArray: TypeAlias = NDArray[np.int64]
 
 
 class FlatTokens:
-    """Trajectories' tokens end to end, in the order given; each prompt stands before its response.
+    """Concatenated tokens of trajectories, in the order given, each prompt before its response.
 
-    An array is made when it is asked for, so that only the one at hand takes memory.
+    Arrays are built on access and not kept, so that only the current one takes memory.
     """
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
@@ -35,7 +35,7 @@ class FlatTokens:
 
     @property
     def lengths_B(self) -> IndexArray:
-        """Of prompt and response together."""
+        """Number of tokens in prompt and response."""
         return self.prompt_lengths_B + self.response_lengths_B
 
     @property
@@ -44,18 +44,18 @@ class FlatTokens:
 
     @property
     def is_model_M(self) -> NDArray[np.bool_]:
-        """Whether it is trained on: no token is that of two branches."""
+        """Whether a token is trained on. Tokens that branches share are trained on once."""
         return self._repeated(_is_trained(self._trajectories, self._responses), np.bool_)
 
     @property
     def weight_versions_M(self) -> IntArray:
-        """-1 where it is not the model's."""
+        """Weight versions, -1 where the model did not sample the token."""
         versions = [-1 if s.weight_version is None else s.weight_version for s in self._of_responses]
         return self._repeated(versions, np.int32)
 
     @property
     def logprobs_M(self) -> FloatArray | None:
-        """None unless every sampled token has one."""
+        """Log-probs; None unless every sampled token has one."""
         by_model = Origin.MODEL
         if any(s.logprobs is None and s.origin is by_model for s in self._of_responses):
             return None
@@ -92,12 +92,12 @@ class FlatTokens:
         return [s for s in self._of_responses if s.origin is by_model and len(s)]
 
     def _repeated(self, values: Sequence[Any], dtype: Any) -> NDArray[Any]:
-        """The value of each segment of the responses, for each of its tokens."""
+        """Return the value of each response segment, repeated for each of its tokens."""
         return np.repeat(np.array(values, dtype), self._segment_lengths)
 
 
 def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence[Segment]]) -> list[bool]:
-    """For each segment of each response whether it is the model's, and nobody before it is trained on it."""
+    """Return for each response segment whether the model sampled it and no earlier branch is trained on it."""
     trained: set[int] = set()
     by_model = Origin.MODEL
     is_trained: list[bool] = []
@@ -109,7 +109,7 @@ def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence
 
 
 def runs(flat: NDArray[Any], lengths_B: IndexArray) -> Iterator[NDArray[Any]]:
-    """What each row has of a flat array; views."""
+    """Yield each row's part of a flat array, as views."""
     end = 0
     for length in lengths_B.tolist():
         start, end = end, end + length

@@ -1,4 +1,4 @@
-"""Trajectories to tensors without padding, for trainers that lay rows end to end."""
+"""Batches of nested tensors without padding, for trainers that pack rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAKEN = (*TENSOR_COLUMNS, "prompt_length", "response_length")
 
 
 def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Trajectories in one batch, in the order given, prompts and responses together.
+    """Return a batch of nested tensors, in the order given, prompts and responses together.
 
     Args:
         trajectories: One or more.
@@ -27,7 +27,7 @@ def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
     Returns:
         Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
         `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
-        row from 0), `response_mask` (1 = the model said it). int32: `weight_versions`, -1 where the mask is 0.
+        row from 0), `response_mask` (1 = sampled by the model). int32: `weight_versions`, -1 where the mask is 0.
         float32: `rollout_log_probs`, 0 where the mask is 0; absent unless every sampled token has one. The extras of
         segments as in `agent_loop.rollout.batch.assemble`, with values [N, ...]. Beside them int64 `prompt_length` and
         `response_length` [B], and the columns [B] of `assemble`.

@@ -32,8 +32,8 @@ class Job:
     """Seed from which the seeds of its completions are derived. None leaves seeding to the servers."""
 
     @property
-    def place(self) -> str:
-        """Name of the job within its run: its group and its rollout."""
+    def job_id(self) -> str:
+        """Name of the job, unique within its run: its group and its rollout."""
         return f"group={self.group}/rollout={self.rollout}"
 
     @property
@@ -45,7 +45,7 @@ class Job:
 
     @property
     def trajectory_id(self) -> str:
-        return f"{self.label}/{self.place}" if self.label else self.place
+        return f"{self.label}/{self.job_id}" if self.label else self.job_id
 
 
 class JobFactory:

@@ -120,7 +120,7 @@ class LoopOutputs(Struct, frozen=True):
         return replace(output, **changes)
 
     def _pieces(self, segment: Segment, *, context: IntArray, start: int) -> tuple[list[Segment], int]:
-        """Cut a model segment, which begins at `start` of the context, into pieces of one weight version each.
+        """CallAborted a model segment, which begins at `start` of the context, into pieces of one weight version each.
 
         Returns the pieces, and how many of their tokens no completion explains.
         """
@@ -197,7 +197,11 @@ def listed_outputs(returned: Any, *, loop_name: str) -> list[AgentLoopOutput]:
 
 
 def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopOutput:
-    """Raises: EpisodeError: A field is not what its type says."""
+    """Return the output with fields of the declared types.
+
+    Raises:
+        EpisodeError: A field has a wrong type or value.
+    """
     if type(output.num_turns) is not int or not 0 <= output.num_turns <= MAX_INT32:
         output = replace(output, num_turns=_count(output.num_turns, name="num_turns"))
     if type(output.stop_reason) is not StopReason:
@@ -240,7 +244,11 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
 
 
 def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
-    """Raises: EpisodeError: A token id is not one of the model's, which would end the training with an IndexError."""
+    """Check that all token ids are in the model's vocabulary. Others would end the training with an IndexError.
+
+    Raises:
+        EpisodeError: A token id is outside the vocabulary.
+    """
     for segment in segments:
         ids = segment.token_ids
         if ids.dtype != np.int32 or ids.ndim != 1:

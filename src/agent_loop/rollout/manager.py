@@ -132,9 +132,8 @@ class AgentLoopManager:
         Raises:
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
         """
-        with (
-            infrequent_collections()
-        ):  # (the next collection finds the batch alone, without the trajectories)
+        # The next garbage collection finds the batch alone, without the trajectories.
+        with infrequent_collections():
             trajectories = await self.run(rows, n=n, validate=validate)
             return await make_batch(trajectories, config=self.config, pad_token_id=self.template.pad_token_id)
 

@@ -50,7 +50,7 @@ async def replay_trajectory(
         reward=load_reward_function(config) if continue_live else None,
     )
     params = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
-    log = ReplayLog(trajectory.trajectory_id, recorded, goes_on=continue_live)
+    log = ReplayLog(trajectory.trajectory_id, recorded, continue_live=continue_live)
     job = Job(trajectory.row, trajectory.group, trajectory.rollout, params, log=log)
     await manager.start()
     try:

@@ -324,7 +324,7 @@ def _record(
 ) -> AgentLoopOutput | list[AgentLoopOutput]:
     if loop is None:
         return AgentLoopOutput(segments=(), stop_reason=reason, failure=failure)
-    return loop.left_behind(reason, failure=failure)
+    return loop.unfinished_output(reason, failure=failure)
 
 
 def _failed_replay(log: RowLog, outputs: AgentLoopOutput | list[AgentLoopOutput]) -> AgentLoopOutput:

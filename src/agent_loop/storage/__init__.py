@@ -1,4 +1,4 @@
-"""Trajectories on disk, one Parquet file per step. Importing it imports pyarrow."""
+"""Trajectories on disk, one Parquet file per step. Importing this package imports pyarrow."""
 
 from agent_loop.storage.columns import Learned
 from agent_loop.storage.reading import to_trajectory

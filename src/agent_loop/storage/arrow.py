@@ -1,4 +1,4 @@
-"""pyarrow, which says nothing of its types."""
+"""Modules of pyarrow, which has no type hints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ compute: Any = import_module("pyarrow.compute")
 
 
 def mask_of_rows(table: Any, **wanted: Any) -> Any:
-    """The rows of a table whose columns have these values; None is any."""
+    """Return a mask of the table's rows whose columns have these values. None matches every value."""
     mask: Any = pa.array([True] * table.num_rows, pa.bool_())
     for name, value in wanted.items():
         if value is not None:

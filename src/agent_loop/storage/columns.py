@@ -1,4 +1,4 @@
-"""A trajectory as the values of its columns."""
+"""Conversion of a trajectory to a stored row."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from agent_loop.types import FloatArray, Origin, Row
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Learned:
-    """What training made of one trajectory, per response token."""
+    """Values per response token that training computed for one trajectory."""
 
     advantages: FloatArray | None = None
-    """Shape [response_tokens]; None where it was not trained."""
+    """Shape [response_tokens]; None if the trajectory was not trained on."""
     train_logprobs: FloatArray | None = None
-    """Shape [response_tokens]: the trainer's, before the update; None where it computed none."""
+    """Shape [response_tokens]: the trainer's log-probs before the update; None if it computed none."""
     trained_mask: NDArray[np.bool_] | None = None
-    """Shape [response_tokens]; None is the response mask. What branches share is trained once."""
+    """Shape [response_tokens]; None is the response mask. Tokens that branches share are trained on once."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What all rows of a file have in common."""
+    """Values that all rows of a file share."""
 
     step: int
     split: str
@@ -38,7 +38,7 @@ class StepFacts:
 
 
 def columns_of(trajectory: Trajectory, *, facts: StepFacts, learned: Learned | None = None) -> dict[str, Any]:
-    """The value of each column of `storage.schema`."""
+    """Return the value of each column of `storage.schema`."""
     learned = learned or Learned()
     return {
         **_who(trajectory, facts),
@@ -94,7 +94,7 @@ def _result(trajectory: Trajectory, facts: StepFacts) -> dict[str, Any]:
 
 
 def _compared(output: AgentLoopOutput, facts: StepFacts, learned: Learned) -> dict[str, Any]:
-    """What is known once the trainer has seen it."""
+    """Return the columns that compare the trajectory with the trainer."""
     is_model = output.response_mask.astype(bool)
     is_trained = is_model if learned.trained_mask is None else learned.trained_mask & is_model
     values: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def _extras(output: AgentLoopOutput) -> list[dict[str, Any]] | None:
 
 
 def _logprobs(output: AgentLoopOutput) -> FloatArray | list[float | None] | None:
-    """None for the tokens of model segments without, and None as a whole where no model segment has any."""
+    """Return log-probs, with None for each token of a model segment that has none, or None if no segment has any."""
     if output.response_logprobs is not None:
         return output.response_logprobs
     by_model = [s for s in output.segments if s.origin is Origin.MODEL]

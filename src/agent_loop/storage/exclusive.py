@@ -1,4 +1,4 @@
-"""Locks on what a run writes, so that two runs do not write into one folder or file."""
+"""Locks on folders and files, so that two runs do not write to the same one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from agent_loop.errors import OutputError
 from agent_loop.runtime.describe import describe_error
 
 MAX_COMMAND = 200
-"""Characters of the command line that are shown of the process that holds a lock."""
+"""Characters shown of the command line of the process that holds a lock."""
 
 
 @contextmanager
 def exclusive_folder(folder: Path, *, name: str) -> Generator[None]:
-    """Create a folder and hold its lock, which the operating system releases when this process ends, however it ends.
+    """Create a folder and hold its lock. The operating system releases the lock when this process ends.
 
     Args:
-        folder: Gets two small files: `.lock`, which stays, and while the lock is held `.lock.owner`. A folder that was
-            created here and got nothing else is removed again.
+        folder: Gets two small files: `.lock`, which remains, and `.lock.owner` while the lock is held. A folder that
+            was created here and has no other files is removed again.
         name: The option or setting that names the folder, for errors.
 
     Raises:
-        OutputError: The path is that of a file, the folder cannot be written to, or another process holds its lock;
-            the error says which.
+        OutputError: The path is a file, the folder cannot be written to, or another process holds its lock. The error
+            names that process.
     """
     is_new, lock = False, folder / ".lock"
     with _errors_named(folder, name=name):
@@ -51,11 +51,11 @@ def exclusive_folder(folder: Path, *, name: str) -> Generator[None]:
 
 @contextmanager
 def exclusive_file(file: Path, *, name: str) -> Generator[None]:
-    """Hold the lock of a file, as `exclusive_folder` does of a folder. The lock stands beside the file.
+    """Hold the lock of a file. The lock is in the same folder. See `exclusive_folder`.
 
     Raises:
-        OutputError: The path is that of a folder, the folder of the file cannot be written to, or another process holds
-            the lock.
+        OutputError: The path is a folder, the folder of the file cannot be written to, or another process holds the
+            lock.
     """
     with _errors_named(file, name=name):
         if not file.name or file.is_dir():
@@ -98,7 +98,7 @@ def _errors_named(what: Path, *, name: str) -> Generator[None]:
 
 
 def _sign(owner: Path) -> None:
-    """Write down who holds the lock, for those who come later. Not being able to breaks no run."""
+    """Write which process holds the lock, for later error messages. A failure to write is ignored."""
     facts = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -116,4 +116,4 @@ def _described(owner: Path) -> str:
         shown = command if len(command) <= MAX_COMMAND else f"{command[:MAX_COMMAND]}..."
         return f"process {facts['pid']} on {facts['host']}, since {facts['since']}: {shown}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has not said which it is yet"
+        return "an unknown process"

@@ -1,4 +1,4 @@
-"""Which files of a run hold trajectories."""
+"""Files of a run that hold trajectories."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "trajectories"
-"""Of a run's folder."""
+"""Folder of the files in a run's folder."""
 _NAME = re.compile(r"(?P<split>[a-z]+)-(?P<step>\d{6,})\.parquet")
 _NUMBER = re.compile(r"(\d+)\.parquet$")
 
 
 @dataclass(frozen=True, slots=True)
 class StepFile:
-    """One file of a run, by its name."""
+    """File of a run, with the step and split in its name."""
 
     path: Path
     split: str
@@ -23,12 +23,12 @@ class StepFile:
 
 
 def step_path(run_dir: Path, *, split: str, step: int) -> Path:
-    """Where a step's trajectories are, as in `trajectories/train-000012.parquet`."""
+    """Return the path of a step's trajectories, such as `trajectories/train-000012.parquet`."""
     return run_dir / FOLDER / f"{split}-{step:06d}.parquet"
 
 
 def step_files(run_dir: Path) -> list[StepFile]:
-    """The files of a run, earliest first."""
+    """Return the files of a run, earliest first."""
     folder = run_dir / FOLDER
     if not folder.is_dir():
         return []
@@ -38,8 +38,11 @@ def step_files(run_dir: Path) -> list[StepFile]:
 
 
 def parquet_files(path: Path) -> list[Path]:
-    """All Parquet files of a run's folder or of any other folder, by the number at the end of their names; or the one
-    that is given."""
+    """Return the Parquet files of a run's folder or another folder, ordered by the number at the end of their names.
+
+    Args:
+        path: The folder, or one file, which is then returned alone.
+    """
     if path.is_file():
         return [path]
     folder = path / FOLDER
@@ -48,12 +51,12 @@ def parquet_files(path: Path) -> list[Path]:
 
 
 def drop_steps_after(run_dir: Path, *, step: int) -> None:
-    """Removes what later steps wrote, so that a resumed run writes it anew."""
+    """Remove the files of later steps. A resumed run writes them again."""
     _remove(file for file in step_files(run_dir) if file.step > step)
 
 
 def drop_all_but_newest(run_dir: Path, *, num_steps: int) -> None:
-    """Removes the files of all steps but so many."""
+    """Remove the files of all but the newest `num_steps` steps."""
     files = step_files(run_dir)
     newest = sorted({file.step for file in files}, reverse=True)[:num_steps]
     _remove(file for file in files if file.step not in newest)

@@ -1,4 +1,4 @@
-"""Values as JSON that every reader of JSON reads."""
+"""Conversion of any value to valid JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from agent_loop.types import Message
 
 HALVES = re.compile("[\ud800-\udfff]")
 MAX_ARRAY = 4096
-"""Arrays with more numbers are described."""
+"""Arrays with more numbers are replaced by a description."""
 MAX_TEXT = 2000
-"""Characters kept of how an object of an unknown type writes itself."""
+"""Maximum characters of the `str` of an object of an unknown type."""
 
 
 def to_json(value: Any) -> str:
-    """Return the JSON of a value, whatever the value is. Arrays become lists, what JSON does not know is described, and
-    numbers that are not finite become null."""
+    """Return any value as JSON.
+
+    Arrays become lists, other types become a description, and numbers that are not finite become null.
+    """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
     except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
@@ -34,13 +36,12 @@ def to_json(value: Any) -> str:
 
 
 def to_text(text: str) -> str:
-    """The text with a replacement character (U+FFFD) for each half of a surrogate, which no file holds and many readers
-    of JSON refuse."""
+    """Return the text with a replacement character (U+FFFD) for each half of a surrogate, which UTF-8 cannot encode."""
     return HALVES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def described(messages: Iterable[Message]) -> list[Message]:
-    """The messages with their images described instead of held. A part that names none stays as it is."""
+    """Return the messages with descriptions in place of their images. Parts without an image stay the same."""
     return [_described(message) for message in messages]
 
 

@@ -1,4 +1,4 @@
-"""Keeps the trajectories of a run while it trains."""
+"""Background writer of the trajectories of a training."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 MAX_WAITING_TOKENS = 50_000_000
-"""While so many wait to be written, what comes more is left out, so that memory does not fill up."""
+"""Maximum tokens that wait to be written. Further trajectories are dropped, so that memory does not fill up."""
 CLOSE_TIMEOUT_S = 120.0
-"""How long the end of a run waits for what is still being written."""
+"""Seconds that the end of a run waits for pending writes."""
 
 
 class TrajectoryKeeper:
-    """Writes each step's trajectories to a file of the run's folder, in a thread of its own. What cannot be written is
-    counted and said once per kind, and stops nothing. For `with`: leaving waits until all is written, unless a
-    cancellation or a second Ctrl-C ends it.
+    """Writer of each step's trajectories to a file of the run's folder, in a thread.
+
+    A failed write is counted and reported once per kind of error, and does not stop the run. The end of the `with`
+    block waits for all writes, unless a cancellation or a second Ctrl-C ends it.
 
     Args:
         run_dir: The run's folder.
-        num_steps: Keep the files of the newest so many steps; None keeps all, 0 none.
-        success_threshold: A reward of at least this counts as a success.
-        say: Told what could not be written, from that thread; None is the log.
+        num_steps: Number of newest steps whose files are kept; None keeps all, 0 none.
+        success_threshold: Least reward that counts as a success.
+        say: Function that reports errors, called in the thread; None writes to the log.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class TrajectoryKeeper:
 
     @property
     def num_failed(self) -> int:
-        """Files that were not written."""
+        """Number of files that were not written."""
         return self._num_failed
 
     def keep_vocabulary(self, tokenizer: Any) -> None:
-        """Has the text of each token written, for readers that have no tokenizer."""
+        """Write the text of each token, for readers that have no tokenizer."""
         path = self._run_dir / VOCABULARY_FILE
         self._queue(partial(write_vocabulary, path, tokenizer), what="the vocabulary", num_tokens=0)
 
@@ -75,7 +76,7 @@ class TrajectoryKeeper:
         weight_version: int,
         learned: Sequence[Learned] | None = None,
     ) -> None:
-        """Has a step's trajectories written; returns at once. The arguments are those of `write_trajectories`."""
+        """Queue a step's trajectories. The arguments are those of `write_trajectories`."""
         write = partial(
             write_trajectories,
             step_path(self._run_dir, split=split, step=step),
@@ -119,12 +120,12 @@ class TrajectoryKeeper:
             self._thread.submit(self._write, write, what, num_tokens)
 
     def _write(self, write: Callable[[], None], what: str, num_tokens: int) -> None:
-        """In the thread. Whatever goes wrong, a run that trains goes on."""
+        """Write in the thread. An error does not stop the training."""
         try:
             write()
             if self._num_steps is not None:
                 drop_all_but_newest(self._run_dir, num_steps=self._num_steps)
-        except Exception as error:  # noqa: BLE001  (counted, and told of)
+        except Exception as error:  # noqa: BLE001  (counted and reported)
             self._fail(describe_error(error), what)
         finally:
             with self._lock:

@@ -14,7 +14,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file. A last line that was cut off while it was written is left out.
+    """Yield the lines of a metrics file. An incomplete last line is left out.
 
     Raises:
         DataError: Another line is damaged.

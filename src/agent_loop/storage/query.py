@@ -1,4 +1,4 @@
-"""Which of the stored trajectories somebody wants to see."""
+"""Queries over stored trajectories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_loop.storage.run import StoredRun
 from agent_loop.storage.schema import SCALARS, SCHEMA
 
 SEARCHED = ("messages", "answer", "failure", "feedback", "incidents")
-"""Columns of text that are searched."""
+"""Columns of text in which a query searches."""
 _CONDITION = re.compile(r"\s*(\w+)\s*(<=|>=|!=|==|=|<|>)\s*(.*?)\s*")
 _OPERATIONS = {
     "<": "less",
@@ -29,20 +29,20 @@ _OPERATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A comparison of a column with a value."""
+    """Comparison of a column with a value."""
 
     column: str
     operation: str
-    """Arrow's name of it."""
+    """Arrow's name of the operation."""
     value: Any
-    """Of the column's type; None is null."""
+    """Value of the column's type; None is null."""
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """Reads `reward<1`, `stop_reason=answered` or `failure!=null`.
+        """Parse a condition such as `reward<1`, `stop_reason=answered` or `failure!=null`.
 
         Raises:
-            DataError: It is none, there is no such column, or the value is not of its type.
+            DataError: The text is not a comparison, the column does not exist, or the value has another type.
         """
         found = _CONDITION.fullmatch(text)
         if found is None:
@@ -62,7 +62,7 @@ class Condition:
             ) from None
 
     def holds(self, table: Any) -> Any:
-        """A mask of the table's rows."""
+        """Return a mask of the table's rows that fulfil the condition."""
         column = table[self.column]
         if self.value is None:
             is_null = compute.is_null(column)
@@ -80,18 +80,18 @@ def find(
     text: str | None = None,
     sort: str | None = None,
 ) -> Any:
-    """The scalar columns of the trajectories for which all of this holds, as a pyarrow Table.
+    """Return the scalar columns of the matching trajectories as a pyarrow Table.
 
     Args:
-        run: Where they are.
-        split: Only of this one.
-        step: Only of this one.
-        where: All of them hold.
-        text: Is in what was said, whatever the case.
-        sort: By this column, the smallest first; the largest with a `-` before it.
+        run: The stored trajectories.
+        split: Only trajectories of this split.
+        step: Only trajectories of this step.
+        where: Conditions that a trajectory must fulfil.
+        text: Text that one of the columns `SEARCHED` must contain, in any case.
+        sort: Column to sort by, smallest first; largest first with a `-` before the name.
 
     Raises:
-        DataError: There is no such column.
+        DataError: A column does not exist.
     """
     table = run.scalars(split=split, step=step)
     if text is not None:
@@ -106,7 +106,11 @@ def find(
 
 
 def check_column(name: str) -> None:
-    """Raises: DataError: There is no such column, or it holds more than one value."""
+    """Check that a column can be compared.
+
+    Raises:
+        DataError: The column does not exist, or holds more than one value per row.
+    """
     if name not in SCALARS:
         known = ", ".join(SCALARS)
         raise DataError(

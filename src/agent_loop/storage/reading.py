@@ -1,4 +1,4 @@
-"""A stored row as a trajectory."""
+"""Conversion of a stored row to a trajectory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from agent_loop.types import FloatArray, Origin, StopReason, as_token_ids
 
 
 def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory that a row of `StoredRun.trajectory` was made of. Images are not stored: messages describe them,
-    and segments have no attachments.
+    """Return the trajectory of a row of `StoredRun.trajectory`.
+
+    Images are not stored: messages describe them, and segments have no attachments.
 
     Raises:
-        ValueError: The values of the row do not fit together.
+        ValueError: The values of the row contradict each other.
     """
     return Trajectory(
         output=_output(row),
@@ -61,7 +62,7 @@ def _output(row: Mapping[str, Any]) -> AgentLoopOutput:
 
 
 def _segments(row: Mapping[str, Any]) -> list[Segment]:
-    """Cuts the tokens, which lie end to end, into their runs."""
+    """Split the concatenated tokens into segments."""
     token_ids = np.concatenate([as_token_ids(row["prompt_ids"]), as_token_ids(row["response_ids"])])
     num_prompt = len(row["prompt_ids"])
     extras = _extras(row.get("extras"))
@@ -84,7 +85,7 @@ def _segments(row: Mapping[str, Any]) -> list[Segment]:
 
 
 def _extras(stored: Sequence[Mapping[str, Any]] | None) -> dict[int, dict[str, NDArray[Any]]]:
-    """Return the arrays of each segment, by its place and their names. Files of earlier versions have none."""
+    """Return the arrays of each segment, by its index and their names. Files of earlier versions have none."""
     extras: dict[int, dict[str, NDArray[Any]]] = {}
     for each in stored or ():
         array = np.frombuffer(each["data"], np.dtype(each["dtype"])).reshape(each["shape"])
@@ -93,7 +94,7 @@ def _extras(stored: Sequence[Mapping[str, Any]] | None) -> dict[int, dict[str, N
 
 
 def _logprobs(stored: Sequence[Any] | FloatArray | None, start: int, end: int) -> FloatArray | None:
-    """Null is NaN in the array of a row."""
+    """Return the log-probs of a segment; None if it has none. NaN stands for null."""
     if stored is None:
         return None
     part = np.asarray(stored[start:end], np.float32)

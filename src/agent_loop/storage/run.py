@@ -1,4 +1,4 @@
-"""Reads what a run stored."""
+"""Reader of the stored trajectories of a run."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from agent_loop.storage.vocabulary import Piece, read_vocabulary
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One Parquet file of trajectories, and what it says of itself."""
+    """Parquet file of trajectories, with its metadata."""
 
     path: Path
     step: int | None
-    """None where it holds several."""
+    """None if the file has several steps."""
     split: str | None
-    """The same."""
+    """None if the file has several splits."""
     num_trajectories: int
     success_threshold: float
 
 
 class StoredRun:
-    """The trajectories of a run, file by file; nothing is kept in memory.
+    """Stored trajectories of a run, read file by file without keeping them in memory.
 
     Args:
-        path: The folder of a run, a folder of Parquet files, or one of them.
+        path: The folder of a run, a folder of Parquet files, or one file.
 
     Raises:
-        DataError: It is not there, or holds none.
+        DataError: The path does not exist, or has no trajectories.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.folder = self.path.parent if self.path.is_file() else self.path
-        """Where the vocabulary and the metrics are."""
+        """Folder of the vocabulary and the metrics."""
         if self.folder.name == FOLDER:
             self.folder = self.folder.parent
         if not self.path.exists():
@@ -54,10 +54,10 @@ class StoredRun:
             )
 
     def files(self) -> list[StoredFile]:
-        """Those that are there, by step and split.
+        """Return the files, ordered by step and split.
 
         Raises:
-            DataError: One is no file of trajectories, or of a later version.
+            DataError: A file does not hold trajectories, or has a later version.
         """
         files = map(_described, parquet_files(self.path))
         return sorted(files, key=lambda file: (file.step or 0, file.split or "", file.path.name))
@@ -65,12 +65,12 @@ class StoredRun:
     def scalars(
         self, *, split: str | None = None, step: int | None = None, columns: Sequence[str] = SCALARS
     ) -> Any:
-        """A pyarrow Table of all trajectories, in the order of the files.
+        """Return a pyarrow Table of all trajectories, in the order of the files.
 
         Args:
-            split: Only of this one.
-            step: Only of this one.
-            columns: By default all that hold one number or name.
+            split: Only trajectories of this split.
+            step: Only trajectories of this step.
+            columns: By default all columns with one number or name per row.
         """
         wanted = pa.schema([SCHEMA.field(name) for name in columns])
         tables = [wanted.empty_table()]
@@ -81,7 +81,7 @@ class StoredRun:
         return pa.concat_tables(tables)
 
     def trajectory(self, split: str, step: int, trajectory_id: str) -> dict[str, Any]:
-        """All columns of one trajectory; lists of numbers are numpy arrays.
+        """Return all columns of one trajectory, with lists of numbers as numpy arrays.
 
         Raises:
             DataError: There is no such trajectory.
@@ -96,19 +96,19 @@ class StoredRun:
     def rows(
         self, *, split: str | None = None, step: int | None = None, trajectory_id: str | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Trajectories one by one, with all columns, as `trajectory` gives them."""
+        """Yield trajectories with all columns, as `trajectory` returns them."""
         for file in self._files_of(split=split, step=step):
             with parquet.ParquetFile(file.path) as stored:
                 for group in range(stored.num_row_groups):
                     yield from _rows_of(stored, group, split=split, step=step, trajectory_id=trajectory_id)
 
     def vocabulary(self) -> list[Piece] | None:
-        """The text of each token by its id, bytes where they are no text by themselves; None if it is not there."""
+        """Return the text of each token by its id, as bytes if these are not valid text; None if it was not stored."""
         path = self.folder / VOCABULARY_FILE
         return read_vocabulary(path) if path.is_file() else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's metrics; none if it has none."""
+        """Return the lines of the run's metrics."""
         path = self.folder / METRICS_FILE
         return list(read_metrics(path)) if path.is_file() else []
 
@@ -147,7 +147,7 @@ def _described(path: Path) -> StoredFile:
 
 
 def _text(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
-    """What other writers put there need not be text."""
+    """Return a file's metadata as text. Other writers may have stored other bytes."""
     return {
         key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, value in metadata.items()
     }
@@ -156,7 +156,7 @@ def _text(metadata: Mapping[bytes, bytes]) -> dict[str, str]:
 def _rows_of(
     stored: Any, group: int, *, split: str | None, step: int | None, trajectory_id: str | None
 ) -> Iterator[dict[str, Any]]:
-    """Of one group of rows; the large columns are read only if one of them is asked for."""
+    """Yield the matching rows of one row group. Large columns are read only if a row matches."""
     names = stored.read_row_group(group, columns=["split", "step", "trajectory_id"])
     mask = mask_of_rows(names, split=split, step=step, trajectory_id=trajectory_id)
     wanted: list[int] = compute.indices_nonzero(mask).to_pylist()

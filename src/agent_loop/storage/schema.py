@@ -1,6 +1,6 @@
-"""The columns of stored trajectories: one row per trajectory, one file per step.
+"""Columns of stored trajectories: one row per trajectory, one file per step.
 
-A file also says in its own metadata, by `METADATA`, of which schema, step and split it is.
+The metadata of a file, under the keys of `METADATA`, holds its schema version, step and split.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from agent_loop.storage.arrow import pa
 
 SCHEMA_VERSION = "1"
-"""Changes when a column changes its meaning or goes away; columns that are added change nothing."""
+"""Version that changes when a column changes its meaning or is removed, but not when columns are added."""
 ROWS_PER_GROUP = 64
-"""Rows of a row group at most: one trajectory is read with no more than its neighbours."""
+"""Maximum rows of a row group, which is the unit of reading."""
 VOCABULARY_VERSION = 1
 VOCABULARY_FILE = "vocabulary.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The keys of a file's own metadata; all values are text."""
+    """Keys of a file's metadata. All values are text."""
 
     schema_version: str = "agent_loop.schema_version"
     step: str = "agent_loop.step"
@@ -33,13 +33,13 @@ METADATA = Metadata()
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column."""
+    """Column of the schema."""
 
     name: str
     type: Any
-    """Arrow's."""
+    """Type of Arrow."""
     about: str
-    """What it holds, in Markdown."""
+    """Description in Markdown."""
 
 
 TEXT, BOOL = pa.string(), pa.bool_()
@@ -51,114 +51,124 @@ EXTRAS = pa.list_(
 )
 
 WHO = (
-    Column("step", INT32, "Of the training it belongs to; 0 outside of training and before the first step."),
+    Column("step", INT32, "Training step; 0 outside of training and before the first step."),
     Column("split", TEXT, "`train`, `val`, `eval` or `rollout`."),
     Column("trajectory_id", TEXT, "`group=3/rollout=1`, with `/branch=0` where the loop returned several."),
-    Column("group", INT32, "Which prompt of the batch."),
-    Column("rollout", INT32, "Which of the group's samples."),
-    Column("branch", INT32, "Which output, where the loop returned a list of them; else null."),
-    Column("agent_name", TEXT, "The row's agent loop; null where it names none."),
+    Column("group", INT32, "Index of the prompt in the batch."),
+    Column("rollout", INT32, "Index of the sample in the group."),
+    Column("branch", INT32, "Index of the output if the loop returned a list of outputs; else null."),
+    Column("agent_name", TEXT, "The row's agent loop; null if the row names none."),
     Column("row", TEXT, "JSON: the row's other columns, `raw_prompt` included, images described."),
     Column("weight_version", INT32, "The trainer's when the step began; null outside of training."),
 )
-"""Which trajectory it is."""
+"""Identity of the trajectory."""
 
 RESULT = (
-    Column("reward", FLOAT64, "Null where it failed, was cancelled, or nothing scores it."),
-    Column(
-        "reward_score", FLOAT64, "What the loop or its tools gave it themselves; null where they left it."
-    ),
+    Column("reward", FLOAT64, "Null if the trajectory failed, was cancelled or has no score."),
+    Column("reward_score", FLOAT64, "Reward from the loop or its tools; null if they gave none."),
     Column("is_success", BOOL, "The reward is at least `reward.success_threshold`."),
-    Column("stop_reason", TEXT, "Why it ended; a `StopReason`."),
-    Column("failure", TEXT, "The error that ended it, type and message; null where none did."),
-    Column("failure_traceback", TEXT, "The same, in full."),
+    Column("stop_reason", TEXT, "Why the trajectory ended; a `StopReason`."),
+    Column(
+        "failure", TEXT, "Type and message of the error that ended the trajectory; null if there was none."
+    ),
+    Column("failure_traceback", TEXT, "Traceback of the error."),
     Column("num_turns", INT32, "Prompt, assistant turns and replies, each counted once."),
-    Column("num_assistant_turns", INT32, "A completion that spans a weight swap is one."),
-    Column("num_tool_calls", INT32, "Calls that could be read."),
+    Column(
+        "num_assistant_turns",
+        INT32,
+        "Number of completions. A completion that spans a weight swap counts once.",
+    ),
+    Column("num_tool_calls", INT32, "Tool calls that could be parsed."),
     Column(
         "num_failed_calls",
         INT32,
-        "Of these, those that a tool or its schema refused, or that ran out of time.",
+        "Tool calls that failed, timed out, or did not fit the schema.",
     ),
-    Column("num_incidents", INT32, "Named losses; see `incidents`."),
-    Column("prompt_length", INT32, "Tokens."),
-    Column("response_length", INT32, "Tokens: the model's and the replies'."),
-    Column("num_model_tokens", INT32, "Tokens that the model said."),
-    Column("advantage", FLOAT32, "Mean over its trained tokens; null where it was not trained."),
+    Column("num_incidents", INT32, "Number of entries in `incidents`."),
+    Column("prompt_length", INT32, "Number of tokens."),
+    Column("response_length", INT32, "Number of tokens of the model and of replies."),
+    Column("num_model_tokens", INT32, "Number of tokens that the model sampled."),
+    Column("advantage", FLOAT32, "Mean over the trained tokens; null if the trajectory was not trained on."),
     Column("staleness", INT32, "Steps between the oldest weights that sampled a token and `weight_version`."),
     Column("logprob_diff_max", FLOAT32, "Largest |`train_logprobs` - `response_logprobs`| of a model token."),
-    Column("logprob_diff_mean", FLOAT32, "The same, mean."),
+    Column(
+        "logprob_diff_mean", FLOAT32, "Mean |`train_logprobs` - `response_logprobs`| of the model tokens."
+    ),
 )
-"""What came of it."""
+"""Result of the trajectory."""
 
 TIME = (
-    Column("began_at", FLOAT64, "When it was asked for, in seconds since 1970."),
-    Column("seconds", FLOAT32, "From there until it was scored; the nine columns after it sum to this."),
+    Column("began_at", FLOAT64, "Time of the request, in seconds since 1970."),
+    Column(
+        "seconds",
+        FLOAT32,
+        "From `began_at` until the trajectory was scored; the nine columns after it sum to this.",
+    ),
     Column("admission_s", FLOAT32, "Held back by `rollout.max_concurrent`."),
-    Column("queue_s", FLOAT32, "Waiting for a place at a server."),
+    Column("queue_s", FLOAT32, "Queued for a server."),
     Column("generate_s", FLOAT32, "Waiting for completions."),
     Column(
-        "prefill_s", FLOAT32, "The part of `generate_s` before each first token; null where no server said."
+        "prefill_s", FLOAT32, "Part of `generate_s` before each first token; null if no server reports it."
     ),
     Column("tool_s", FLOAT32, "In tools."),
     Column("interaction_s", FLOAT32, "In the interaction."),
     Column("reward_s", FLOAT32, "Being scored."),
-    Column("encode_s", FLOAT32, "Reading images and the like before tokens are made."),
+    Column("encode_s", FLOAT32, "Reading images and other media before encoding."),
     Column("other_s", FLOAT32, "The rest: closing tools, the journal, the loop's own code."),
 )
-"""Seconds, null without a trace. An instant in which several things went on counts for what began last."""
+"""Seconds, null without a trace. If several activities overlap, the one that began last counts."""
 
 TOKENS = (
     Column("prompt_ids", INTS, "The prompt."),
-    Column("response_ids", INTS, "All tokens behind the prompt."),
-    Column("response_mask", pa.list_(pa.int8()), "Per response token: 1 = the model said it."),
+    Column("response_ids", INTS, "All tokens after the prompt."),
+    Column("response_mask", pa.list_(pa.int8()), "Per response token: 1 = sampled by the model."),
     Column(
         "response_logprobs",
         FLOATS,
-        "Per response token, as the server gave it; 0 where the mask is 0, null in a segment without; null as a "
-        "whole where no segment has any.",
+        "Per response token, from the server; 0 where the mask is 0, null in a segment without log-probs. Null as "
+        "a whole if no segment has any.",
     ),
-    Column("weight_versions", INTS, "Per response token: what sampled it; -1 where the mask is 0."),
-    Column("advantages", FLOATS, "Per response token; null as a whole where it was not trained."),
+    Column("weight_versions", INTS, "Per response token: version that sampled it; -1 where the mask is 0."),
+    Column("advantages", FLOATS, "Per response token; null as a whole if the trajectory was not trained on."),
     Column(
         "train_logprobs",
         FLOATS,
-        "Per response token: the trainer's before the update, 0 at tokens of others; null where it computed none.",
+        "Per response token: the trainer's log-probs before the update, 0 at other tokens; null if it computed none.",
     ),
     Column("segments", SEGMENTS, "Runs of tokens with one origin (`Origin`) and version, the prompt first."),
     Column(
         "extras",
         EXTRAS,
-        "More values per token from the server: of each array its place in `segments`, name, numpy dtype, shape "
-        "`[num_tokens, ...]` and bytes in C order; null where there are none.",
+        "More values per token from the server: of each array its index in `segments`, name, numpy dtype, shape "
+        "`[num_tokens, ...]` and bytes in C order; null if there are none.",
     ),
 )
-"""Everything about its tokens."""
+"""Tokens and values per token."""
 
 TEXTS = (
     Column("messages", TEXT, "JSON: OpenAI messages, images described."),
-    Column("tool_schemas", TEXT, "JSON: the OpenAI function schemas that the model was shown."),
+    Column("tool_schemas", TEXT, "JSON: the OpenAI function schemas in the model's prompt."),
     Column("answer", TEXT, "The text of the last assistant message."),
     Column("feedback", TEXT, "JSON: a list of `{origin, name, place, reward, incident, extra}`."),
     Column("incidents", TEXT, "JSON: a list of `{kind, detail, assistant_turn}`."),
     Column("spans", TEXT, "JSON: a list of `[kind, name, start, end, details]`; null without a trace."),
     Column("metrics", TEXT, "JSON: the `AgentLoopMetrics`."),
-    Column("reward_extra", TEXT, "JSON: what else the reward function returned."),
-    Column("extra_fields", TEXT, "JSON: what else the loop handed on."),
+    Column("reward_extra", TEXT, "JSON: further values that the reward function returned."),
+    Column("extra_fields", TEXT, "JSON: further values of the loop."),
 )
-"""What people read."""
+"""Texts and further values."""
 
 GROUPS = {"who": WHO, "result": RESULT, "time": TIME, "tokens": TOKENS, "text": TEXTS}
 """All columns, in the order of the file."""
 SCALARS = tuple(
     column.name for column in (*WHO, *RESULT, *TIME) if column.name not in ("row", "failure_traceback")
 )
-"""Those that are quick to read of a whole run."""
+"""Columns that can be read quickly for a whole run."""
 SCHEMA = pa.schema([(column.name, column.type) for group in GROUPS.values() for column in group])
 
 
 def markdown() -> str:
-    """The columns as tables, for the documentation."""
+    """Return the columns as tables for the documentation."""
     lines: list[str] = []
     for group, columns in GROUPS.items():
         lines += [f"### {group}", "", "| column | type | |", "|---|---|---|"]

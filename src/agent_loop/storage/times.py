@@ -37,8 +37,7 @@ class Times:
 
 
 def times_of(trace: Trace) -> Times:
-    """What the seconds of a trace went to. An instant in which several spans are open counts for the one that began
-    last: for what lies within another, and for one of several that lie beside each other."""
+    """Return the seconds of a trace by activity. If several spans overlap, the one that began last counts."""
     seconds = _seconds_by_kind(trace.spans)
     named = {f"{kind}_s": seconds.pop(kind, 0.0) for kind in WaitKind if f"{kind}_s" in _NAMES}
     prefills = [s.details[PREFILL] for s in trace.spans if s.details.get(PREFILL) is not None]

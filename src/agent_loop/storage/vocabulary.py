@@ -1,4 +1,4 @@
-"""The text of each token, for readers that have no tokenizer."""
+"""Text of each token, for readers that have no tokenizer."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from agent_loop.storage.schema import VOCABULARY_VERSION
 from agent_loop.storage.whole_file import whole_file
 
 Piece: TypeAlias = str | list[int]
-"""The text of a token, or its bytes where these are no text by themselves."""
+"""Text of a token, or its bytes if these are not valid text."""
 BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How vocabularies that are not of bytes name those that they fall back to."""
 ANCHOR = "a"
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Writes what each token of a Hugging Face tokenizer stands for.
+    """Write the text of each token of a Hugging Face tokenizer.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     pieces = pieces_of(tokenizer)
     text = json.dumps(
@@ -35,10 +35,10 @@ def write_vocabulary(path: Path, tokenizer: Any) -> None:
 
 
 def read_vocabulary(path: Path) -> list[Piece]:
-    """The piece of each token, by its id.
+    """Return the text or bytes of each token, by its id.
 
     Raises:
-        DataError: The file is damaged, or of a later version.
+        DataError: The file is damaged, or has a later version.
     """
     try:
         form = json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def read_vocabulary(path: Path) -> list[Piece]:
 
 
 def text_of(token_ids: Iterable[int], pieces: Sequence[Piece]) -> str:
-    """What tokens say; those that are not in the vocabulary, by their number."""
+    """Return the text of tokens. Tokens outside the vocabulary become their number."""
     parts: list[bytes] = []
     for token in token_ids:
         piece: Piece = pieces[token] if 0 <= token < len(pieces) else f"<{token}>"
@@ -66,7 +66,7 @@ def text_of(token_ids: Iterable[int], pieces: Sequence[Piece]) -> str:
 
 
 def pieces_of(tokenizer: Any) -> list[Piece]:
-    """The piece of each token of a Hugging Face tokenizer, by its id."""
+    """Return the text or bytes of each token of a Hugging Face tokenizer, by its id."""
     names: dict[int, str] = {number: name for name, number in tokenizer.get_vocab().items()}
     added: dict[int, str] = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
     read = _reader(tokenizer)
@@ -79,7 +79,7 @@ def pieces_of(tokenizer: Any) -> list[Piece]:
 
 
 def _reader(tokenizer: Any) -> Callable[[str], Piece]:
-    """What turns a name in the vocabulary into what its token stands for."""
+    """Return a function from a name in the vocabulary to the text or bytes of its token."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder: Any = getattr(backend, "decoder", None)
     if decoder is None:

@@ -1,4 +1,4 @@
-"""Writes a step's trajectories, whole or not at all."""
+"""Writer of a step's trajectories. A file is replaced completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_loop.storage.whole_file import whole_file
 from agent_loop.trajectory import Trajectory
 
 SPREAD_BYTES = ("response_logprobs", "train_logprobs")
-"""Numbers of which no two are the same: their bytes compress better apart than together."""
+"""Columns of distinct floats, which compress better with their bytes split into streams."""
 
 
 def write_trajectories(
@@ -27,19 +27,19 @@ def write_trajectories(
     success_threshold: float = 1.0,
     learned: Sequence[Learned | None] | None = None,
 ) -> None:
-    """Writes a Parquet file with the columns of `storage.schema`, one row per trajectory.
+    """Write a Parquet file with the columns of `storage.schema`, one row per trajectory.
 
     Args:
-        path: The file; it is replaced at once, when the new one is whole.
-        trajectories: Any number, none included.
-        step: Of the training they belong to; 0 outside of training.
+        path: The file. It is replaced once the new file is complete.
+        trajectories: Any number, including none.
+        step: Training step; 0 outside of training.
         split: `train`, `val`, `eval` or `rollout`.
-        weight_version: The trainer's when the step began; None outside of training.
-        success_threshold: A reward of at least this counts as a success.
-        learned: What training made of each of them; None if nothing did.
+        weight_version: Weight version of the trainer when the step began; None outside of training.
+        success_threshold: Least reward that counts as a success.
+        learned: Values that training computed for each trajectory; None if there was no training.
 
     Raises:
-        OSError: It cannot be written; what was there before is untouched.
+        OSError: The file cannot be written; an existing file is unchanged.
     """
     facts = StepFacts(step, split, weight_version, success_threshold)
     learned = learned or [None] * len(trajectories)
@@ -70,16 +70,16 @@ def rewrite_scores(
     *,
     success_threshold: float,
 ) -> None:
-    """Writes stored rows again with other rewards; all else stays as it is.
+    """Write stored rows with other rewards and no other changes.
 
     Args:
-        path: The file; it is replaced at once.
-        rows: As `StoredRun.rows` gives them, perhaps of several steps.
-        scores: The reward of each, and what else the reward function returned.
-        success_threshold: A reward of at least this counts as a success.
+        path: The file. It is replaced once the new file is complete.
+        rows: Rows of `StoredRun.rows`, of one or more steps.
+        scores: Reward of each row, and further values that the reward function returned.
+        success_threshold: Least reward that counts as a success.
 
     Raises:
-        OSError: It cannot be written; what was there before is untouched.
+        OSError: The file cannot be written; an existing file is unchanged.
     """
     metadata = {
         METADATA.schema_version: SCHEMA_VERSION,
@@ -103,7 +103,7 @@ def rewrite_scores(
 
 
 def _write(path: Path, chunks: Iterable[Sequence[Mapping[str, Any]]], *, metadata: Mapping[str, str]) -> None:
-    """Each chunk becomes a group of rows."""
+    """Write each chunk as one row group."""
     with (
         whole_file(path) as temporary,
         parquet.ParquetWriter(temporary, SCHEMA.with_metadata(metadata), **_options()) as writer,
@@ -128,7 +128,7 @@ def _options() -> dict[str, Any]:
 
 
 def _leaves() -> list[str]:
-    """The paths of the columns of numbers and texts that Parquet makes of the schema."""
+    """Return the paths of Parquet's columns of numbers and texts."""
     leaves: list[str] = []
     for field in SCHEMA:
         if not pa.types.is_list(field.type):

@@ -47,7 +47,10 @@ STEP_NAMES = StepNames(
 
 
 class Actor:
-    """Owns the model and the optimiser; the only writer of the weights. One call at a time, from any thread."""
+    """Owner of the policy's model and optimiser, and the only writer of its weights.
+
+    Call one method at a time, from any thread.
+    """
 
     def __init__(
         self,
@@ -62,23 +65,23 @@ class Actor:
         num_threads: int = 1,
         max_row_tokens: int = 1024,
     ) -> None:
-        """Takes over a loaded model.
+        """Take ownership of a loaded model.
 
         Args:
-            model: The policy; stays on its device. Parameters that want no gradient are left as they are.
-            config: How to train it.
-            temperature: That of the rollout. Log-probs are compared at this temperature; at 0 (greedy) servers
-                give them at 1, and so does the actor.
-            reference: The policy that a KL penalty pulls towards; needed if `config.kl_loss_coef` is not 0.
-            dtype: What the models compute in; None is that of their parameters.
-            seed: Decides how rows are dealt into mini-batches.
+            model: The policy; stays on its device. Parameters that require no gradient are not changed.
+            config: Settings of the actor.
+            temperature: Temperature of the rollout, at which log-probs are compared. At 0 (greedy), servers return
+                log-probs at temperature 1, so the actor computes them at 1 too.
+            reference: Reference policy of the KL penalty; needed if `config.kl_loss_coef` is not 0.
+            dtype: Dtype that the models compute in; None is the dtype of their parameters.
+            seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the models are sharded.
-            num_threads: So many micro-batches are trained on at once; 1 in a process group of several ranks.
-            max_row_tokens: Longest row that ways of batching are tried on before the start.
+            num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
+            max_row_tokens: Length of the longest row on which batching is tested at the start.
 
         Raises:
-            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as the
-                configuration wants.
+            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as
+                configured.
         """
         if config.kl_loss_coef and reference is None:
             raise ValueError(
@@ -111,14 +114,14 @@ class Actor:
         self._optimizer = Optimizer(self._weights, config=config, seed=seed)
 
     def logprobs(self, batch: RolloutBatch) -> Tensor:
-        """Log-probs of the model's tokens under the weights of this moment; [B, R] float32, 0 elsewhere."""
+        """Return the log-probs of the sampled tokens under the current weights; [B, R] float32, 0 elsewhere."""
         return self._logprobs_of(self.model, batch, torch.arange(batch.batch_size[0]))
 
     def past_logprobs(self, batch: RolloutBatch, *, rows: Tensor) -> PastLogProbs:
-        """What an update of these rows is measured against.
+        """Return the log-probs that an update of these rows is compared with.
 
-        The old log-probs are those of the rollout, unless the configuration wants them computed or the servers gave
-        none.
+        The old log-probs are those of the rollout. The actor computes them if `old_log_probs` is `recompute` or the
+        servers returned none.
         """
         rollout_BR: Tensor | None = cast(Any, batch).get("rollout_log_probs")
         old_BR = rollout_BR
@@ -137,20 +140,21 @@ class Actor:
         keep_B: Tensor | None = None,
         past: PastLogProbs | None = None,
     ) -> dict[str, float]:
-        """One PPO update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
+        """Run one PPO update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
 
         Args:
-            batch: As `assemble` makes it.
-            advantages_BR: One per token, or anything that expands to it.
-            keep_B: True for rows to train on; None is all of them. Rows without a token of the model's are left
-                out anyway. If no row remains, the weights stay as they are.
-            past: Of `past_logprobs`, at least for these rows and under these weights; None computes it.
+            batch: Batch that `assemble` returned.
+            advantages_BR: Advantage of each token, or a tensor that expands to [B, R].
+            keep_B: True for rows to train on; None is all. Rows without a sampled token are never trained. If no row
+                remains, the weights do not change.
+            past: Result of `past_logprobs` for these rows under the current weights; None computes it.
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; means over the optimiser steps.
 
         Raises:
-            DataError: A row has no prompt, or the servers gave no log-probs and `correction` compares with them.
+            AlgorithmError: The policy loss raised, or did not return a loss.
+            DataError: A row has no prompt, or the servers returned no log-probs and `correction` needs them.
         """
         rows = trainable_rows(batch, keep_B)
         if not len(rows):
@@ -178,28 +182,28 @@ class Actor:
 
     @property
     def trains_factors_alone(self) -> bool:
-        """Low-rank adapters are all that is trained."""
+        """Whether only low-rank adapters are trained."""
         return self._adapted is not None
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """All weights under the names of the model's state dict, tied ones once; adapters are merged into them.
+        """Return all weights by the names of the model's state dict, tied weights once, with adapters merged.
 
-        They are as precise as what the model computes in. If it `trains_factors_alone`, these are `AdaptedWeights`
-        of this moment. Otherwise, what has no adapter and is not sharded shares the actor's memory:
-        take what is needed before the next update.
+        Their dtype is the one that the model computes in. If `trains_factors_alone`, the result is `AdaptedWeights`.
+        Otherwise, weights without an adapter that are not sharded share the actor's memory: read them before the next
+        update.
         """
         return self._merged_weights() if self._adapted is None else self._adapted.weights()
 
     def save(self, folder: Path) -> None:
-        """Writes the model as `transformers` loads it, in full precision."""
+        """Save the model in the format of `transformers`, in full precision."""
         save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the actor holds beside the model: optimiser, warm-up and random state."""
+        """Return the state of the actor besides the model: optimiser, warm-up and random state."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         self._optimizer.load_state_dict(state)
 
     def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -210,7 +214,7 @@ class Actor:
     def _own_logprobs(
         self, past: PastLogProbs, rows: Tensor, *, first_BR: Tensor, first_rows: Tensor
     ) -> Tensor:
-        """Under the weights before the update, as far as it needed them; NaN in other rows."""
+        """Return the log-probs under the weights before the update; NaN in rows for which they were not computed."""
         if past.old_BR is past.rollout_BR:
             found_BR, rows = self._process_group.sum_tensor(first_BR), first_rows
         else:
@@ -228,7 +232,7 @@ class Actor:
         tally: UpdateTally,
         first_BR: Tensor,
     ) -> None:
-        """One optimiser step; the first one puts the log-probs that it finds into `first_BR`."""
+        """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
         config = self._config
         reduce = Aggregation.of_rows(
             batch["response_mask"],
@@ -269,7 +273,7 @@ class Actor:
         targets: Targets,
         reduce: Aggregation,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's share of the mini-batch's loss, and of the metrics."""
+        """Return this micro-batch's part of the loss and of the metrics of the mini-batch."""
         config, past, mask_BR = self._config, targets.past, micro_batch.mask_BR
         old_BR = micro_batch.cut(past.old_BR)
         policy = token_loss(

@@ -1,4 +1,4 @@
-"""A model with low-rank adapters as servers get it: what stays, and what an update changes."""
+"""Weights of a model with low-rank adapters: the base, which does not change, and the factors of the adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_loop.weights import AdaptedWeights, Factors
 
 
 def are_low_rank(model: PreTrainedModel) -> bool:
-    """Whether adapters are all that is trained, and each adds a product of two matrices to a weight."""
+    """Return whether only adapters are trained, and each adds a product of two matrices to a weight."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not names or not all(ADAPTER in name for name in names):
         return False
@@ -27,15 +27,17 @@ def are_low_rank(model: PreTrainedModel) -> bool:
 
 
 class AdaptedModel:
-    """Owns the base that servers get."""
+    """Source of the base weights and factors that servers receive."""
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, process_group: ProcessGroup) -> None:
-        """Args:
-        model: One whose adapters are low-rank.
-        dtype: Of the weights that servers get.
-        process_group: Process group over which the model is sharded. With several ranks, rank 0 copies the base to the
-            machine's memory at the first call of `weights`. With one rank, the base shares the model's memory, and
-            gets a new id after it was written to.
+        """Refer to a model with low-rank adapters.
+
+        Args:
+            model: The model.
+            dtype: Dtype of the weights that servers receive.
+            process_group: Process group over which the model is sharded. With several ranks, rank 0 copies the base to
+                CPU memory at the first call of `weights`. With one rank, the base shares the model's memory, and gets a
+                new id if it has been written to.
         """
         self._model = model
         self._dtype = dtype
@@ -46,9 +48,9 @@ class AdaptedModel:
 
     @torch.no_grad()
     def weights(self) -> AdaptedWeights:
-        """Base and factors of this moment. All ranks must call it; the factors of rank 0 are filled in."""
+        """Return the base and the current factors. All ranks must call this; only rank 0 gets factors."""
         if self._process_group.mesh is None:
-            self._look_at_base()
+            self._update_base_id()
         elif not self._base_id:
             self._gather_base()
         factors: dict[str, Factors] = {}
@@ -59,7 +61,7 @@ class AdaptedModel:
             self._base, base_id=self._base_id, factors=factors if self._process_group.rank == 0 else {}
         )
 
-    def _look_at_base(self) -> None:
+    def _update_base_id(self) -> None:
         tensors = list(self._below_adapters())
         places = [(tensor.data_ptr(), cast(Any, tensor)._version) for _, tensor, _ in tensors]
         if places != self._places:
@@ -69,12 +71,12 @@ class AdaptedModel:
     def _gather_base(self) -> None:
         for name, tensor, dtype in self._below_adapters():
             gathered = whole(tensor)
-            if self._process_group.rank == 0:  # a copy: what is gathered is freed after a forward
+            if self._process_group.rank == 0:  # copied, because gathered weights are freed after a forward
                 self._base[name] = gathered.to("cpu", dtype, copy=True)
         self._base_id = secrets.token_hex(8)
 
     def _below_adapters(self) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-        """Names, tensors, and in which dtype servers get them."""
+        """Yield the name, the tensor, and the dtype for servers of all weights that are not adapters."""
         for name, parameter in self._model.named_parameters():
             if ADAPTER not in name:
                 yield name.replace(BASE, "."), parameter.detach(), self._dtype
@@ -90,7 +92,7 @@ def _is_low_rank(layer: Any) -> bool:
 
 
 def _factors_of(layer: Any) -> Factors | None:
-    """Of all active adapters together: the products of matrices that are put side by side add up."""
+    """Return the factors of all active adapters, concatenated: the product is the sum of their products."""
     lefts: list[Tensor] = []
     rights: list[Tensor] = []
     for adapter in layer.active_adapters:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a model whose weights stay as they are, and small ones beside them."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from agent_loop.training.master_weights import whole
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = ".lora_"
 BASE = ".base_layer."
-"""In the names of parameters: those of adapters have the one, what lies below an adapter the other."""
+"""Part of the name of a weight below an adapter. Names of the adapters' own weights contain `ADAPTER`."""
 
 
 def add_adapters(model: PreTrainedModel, *, config: ModelConfig, seed: int) -> None:
-    """Puts new adapters into the model, which change nothing yet, and freezes all else.
+    """Add new adapters to the model and freeze all other weights. New adapters do not change the outputs.
 
     Raises:
-        ConfigError: The model has no such modules, or `peft` is missing.
+        ConfigError: The model has no such modules, or `peft` is not installed.
     """
     try:
         from peft import LoraConfig
@@ -47,10 +47,10 @@ def add_adapters(model: PreTrainedModel, *, config: ModelConfig, seed: int) -> N
 
 
 def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) -> None:
-    """Puts the adapters that `save_pretrained` wrote into the model, to be trained on.
+    """Load adapters that `save_pretrained` wrote into the model, for further training.
 
     Raises:
-        ConfigError: They are of another rank, or `peft` is missing.
+        ConfigError: The adapters have another rank, or `peft` is not installed.
     """
     try:
         from peft import PeftConfig
@@ -66,10 +66,10 @@ def load_adapters(model: PreTrainedModel, *, config: ModelConfig, folder: Path) 
 
 
 def merged_adapters(model: PreTrainedModel, *, folder: Path) -> PreTrainedModel:
-    """The model with the adapters that `save_pretrained` wrote in its weights.
+    """Return the model with adapters that `save_pretrained` wrote, merged into its weights.
 
     Raises:
-        ConfigError: `peft` is missing.
+        ConfigError: `peft` is not installed.
     """
     try:
         from peft import PeftModel
@@ -86,9 +86,10 @@ def is_adapter_folder(path: str | Path) -> bool:
 
 @torch.no_grad()
 def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """All parameters under the names that they have without adapters, tied ones once, what adapters add included.
+    """Yield all parameters, with adapters merged, by the names that they have without adapters; tied ones once.
 
-    Those without an adapter share the model's memory, unless they are sharded; then all processes are to ask for them.
+    Parameters without an adapter share the model's memory. If the model is sharded, all ranks must call this, and the
+    parameters are gathered.
     """
     for name, parameter in model.named_parameters():
         if ADAPTER in name:
@@ -106,7 +107,7 @@ def merged_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """What the model's state dict has beside parameters; shares the model's memory."""
+    """Yield the buffers of the model's state dict. They share the model's memory."""
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in persistent:

@@ -1,7 +1,7 @@
-"""Compares rows that share a forward with rows alone, in each way that a training will batch them, before it starts.
+"""Comparison of batched rows with single rows before a training, for each kind of batching that it will use.
 
-Some models let padding, or the rows beside a row, change what they compute: recurrent layers run through padding,
-convolutions and windows reach into the row before. Such a model would be trained on log-probs that it does not have.
+In some models, padding or neighbouring rows change the outputs of a row: recurrent layers run through padding, and
+convolutions and windows reach into the previous row. Such a model would be trained on wrong log-probs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from agent_loop.training.forward import model_inputs, outputs_at
 from agent_loop.training.micro_batches import SHARED_LINE, MicroBatch
 
 TOLERANCE = 1e-4
-"""Difference of float32 outputs that needs no explanation, as a share of the largest output."""
+"""Difference of float32 outputs that is always accepted, as a share of the largest output."""
 LARGEST_TOLERANCE = 5e-3
-"""Difference of float32 outputs that is no rounding, however sensitive the model."""
+"""Difference of float32 outputs that is never accepted as rounding."""
 TOLERANCE_OF_SHORT_TYPES = 0.02
 MARGIN = 16.0
-"""Two ways of batching differ in many roundings; the disturbance that is measured is one per embedding."""
+"""Factor on the measured effect of rounding. Two kinds of batching differ in many roundings; the measured disturbance
+is one per embedding."""
 SHORT_ROWS = ((3, 6), (7, 2), (1, 4), (5, 5))
 """Tokens of the prompt and of the response of each row."""
 TOKENS_BEYOND = 6
-"""By so many tokens a row is longer than the limit that it crosses."""
+"""Number of tokens by which a row exceeds the limit that it crosses."""
 CPU_OPERATIONS = 2e12
-"""A model on a CPU is tried on rows of so many tokens, times its parameters, at most."""
+"""On a CPU, maximum of the tokens of a row times the parameters of the model."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Rows of one micro-batch, and what the model gives for each of them alone."""
+    """Rows of one micro-batch, and the outputs of the model for each row alone."""
 
     rows: tuple[_Row, ...]
     micro_batch: MicroBatch
@@ -58,19 +59,19 @@ class _Trial:
 
 
 def prove_batching(model: PreTrainedModel, *, config: OptimConfig, section: str, max_row_tokens: int) -> bool:
-    """Try the ways of batching that the configuration asks for on rows that cross the model's windows and chunks.
+    """Test the configured kinds of batching on rows that cross the model's windows and chunks.
 
     Args:
-        model: Language model, or one with a value per token.
-        config: `use_packing` and `share_prefixes` say which ways are tried. Rows with images are padded anyway.
+        model: Language model, or a model with one value per token.
+        config: Settings; `use_packing` and `share_prefixes` select the kinds. Rows with images are always padded.
         section: Name of `config` in messages: `actor` or `critic`.
-        max_row_tokens: Longest row that is tried.
+        max_row_tokens: Length of the longest row to test.
 
     Returns:
-        Whether rows may be padded. Where they may not, a warning says so, and each row needs a forward of its own.
+        Whether rows may be padded. If not, a warning is logged, and each row needs its own forward.
 
     Raises:
-        ConfigError: The model's forward fails, or rows that share lines or prefixes are not computed as rows alone.
+        ConfigError: The model's forward fails, or packed rows differ from single rows.
     """
     name = type(model).__name__
     packs, shares = config.use_packing and not config.share_prefixes, config.share_prefixes
@@ -102,19 +103,19 @@ def _fault(
     tolerance: float,
     batch: Callable[[MicroBatch], MicroBatch],
 ) -> str | None:
-    """Return what is wrong with a way of batching, or None."""
+    """Return a description of what is wrong with a kind of batching, or None."""
     for trial in trials:
         try:
             found_MX = _outputs(model, batch(trial.micro_batch))
-        except Exception as error:  # noqa: BLE001  (the model's code, which is not ours)
+        except Exception as error:  # noqa: BLE001  (the model's code may raise anything)
             return f"fails with {type(error).__name__}: {error}"
         largest = float(trial.expected_MX.abs().max())
         difference = float((found_MX - trial.expected_MX).abs().max()) / largest
         if not difference <= tolerance:
             longest = int(trial.micro_batch.attention_mask_BW.sum(dim=1).max())
             return (
-                f"computes rows of up to {longest} tokens otherwise than alone (outputs differ by {difference:.2g} of "
-                f"the largest, tolerance {tolerance:.2g})"
+                f"computes rows of up to {longest} tokens differently than alone (outputs differ by {difference:.2g} "
+                f"of the largest, tolerance {tolerance:.2g})"
             )
     return None
 
@@ -128,8 +129,10 @@ def _shared(padded: MicroBatch) -> MicroBatch:
 
 
 def _trials(model: PreTrainedModel, *, section: str, max_row_tokens: int) -> list[_Trial]:
-    """Short rows, and for each limit rows that end shortly before it, cross it, and go on for as long again, and rows
-    that are shorter than the limit but whose line is longer.
+    """Return test rows: short rows, and rows around each limit of the model.
+
+    For each limit there are rows that end shortly before it, that cross it, that are twice as long, and rows that are
+    shorter than the limit in a line that is longer.
 
     Raises:
         ConfigError: The model's forward fails.
@@ -153,13 +156,13 @@ def _trials(model: PreTrainedModel, *, section: str, max_row_tokens: int) -> lis
 
 
 def _line(limit: int, longest: int) -> list[tuple[int, int]]:
-    """Sizes of rows that share a line twice as long as a limit."""
+    """Return sizes of rows that share a line twice as long as a limit."""
     num_sampled = max(6, min(limit // 4, longest - 3))
     return [(3, num_sampled)] * (2 * limit // num_sampled + 1)
 
 
 def _rows(sizes: Sequence[tuple[int, int]], random: Random, *, vocabulary: Sequence[int]) -> list[_Row]:
-    """Rows of random tokens, whose prompts begin alike."""
+    """Return rows of random tokens, whose prompts share a prefix."""
     prompt = random.choices(vocabulary, k=max(length for length, _ in sizes))
     return [_Row(prompt[:length], random.choices(vocabulary, k=num_sampled)) for length, num_sampled in sizes]
 
@@ -192,7 +195,7 @@ def _outputs(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
     inputs, before_M = model_inputs(model, micro_batch)
     if cast(Any, model).get_output_embeddings() is not None:
         return outputs_at(model, before_M, inputs).float()
-    # A head of values begins at zero, and would hide every difference.
+    # A head of values starts at zero, which would hide every difference.
     hidden_KLH: Tensor = cast(Any, model).base_model(**inputs, use_cache=False).last_hidden_state
     return hidden_KLH.flatten(0, 1).index_select(0, before_M).float()
 
@@ -207,7 +210,7 @@ def _tolerance(model: PreTrainedModel, trial: _Trial) -> float:
 
 
 def _vocabulary(model: PreTrainedModel) -> list[int]:
-    """Return the token ids that the configuration gives no meaning of their own, such as that of an image."""
+    """Return the token ids without a special meaning in the configuration, such as that of an image."""
     config: Any = cast(Any, model.config).get_text_config()
     special: set[Any] = set()
     for part in (model.config, config):

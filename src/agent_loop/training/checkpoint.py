@@ -1,4 +1,4 @@
-"""Checkpoints: one folder per step, whole or not there at all.
+"""Checkpoints: one folder per step, which is either complete or absent.
 
 checkpoints/step-000040/
     model/       what `transformers` loads: weights, config, tokenizer
@@ -44,32 +44,32 @@ logger = logging.getLogger(__name__)
 
 
 class SavesPretrained(Protocol):
-    """A tokenizer, as far as a checkpoint is concerned."""
+    """Tokenizer or processor that a checkpoint saves."""
 
     def save_pretrained(self, save_directory: str) -> Any: ...
 
 
 class SavesItself(Protocol):
-    """A learner, as far as a checkpoint is concerned."""
+    """Learner that a checkpoint saves."""
 
     def save(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on disk whose files are all there."""
+    """Checkpoint on disk whose files are complete."""
 
     path: Path
     step: int
     """Completed steps."""
     weight_version: int
     config: Mapping[str, Any]
-    """The configuration of the run that wrote it."""
+    """Configuration of the run that wrote the checkpoint."""
     config_digest: str
     version: str
-    """The version of this package that wrote it."""
+    """Version of this package that wrote the checkpoint."""
     rows: Mapping[str, DataManifest] = field(default_factory=dict[str, DataManifest])
-    """The rows of the run, by split (`train`, `val`); empty in checkpoints of older versions."""
+    """Rows of the run, by split (`train`, `val`); empty in checkpoints of older versions."""
 
     @property
     def model_path(self) -> Path:
@@ -90,7 +90,7 @@ def save_checkpoint(
     """Write a checkpoint, then remove all but the last `keep` of the run.
 
     Raises:
-        CheckpointError: It cannot be written. What was written of it is removed; the checkpoints before are untouched.
+        CheckpointError: The checkpoint cannot be written. Its files are removed; earlier checkpoints are not changed.
     """
     folder = checkpoints_folder(run_dir)
     final, temporary = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
@@ -130,19 +130,19 @@ def save_checkpoint(
 
 
 def save_state(state: dict[str, Any], folder: Path) -> None:
-    """Writes nested tensors into the folder of a checkpoint; sharded ones together with the other processes."""
-    with _in_any_number_of_processes():
+    """Write nested tensors to the folder of a checkpoint. If tensors are sharded, all ranks must call this."""
+    with _without_single_process_warning():
         cast(Any, dcp).save(state, checkpoint_id=folder / TRAINER_FOLDER)
 
 
 def load_state(state: dict[str, Any], checkpoint: Checkpoint) -> None:
-    """Fills nested tensors with what was saved under their names, however it was sharded.
+    """Load saved tensors into nested tensors of the same names, even if they were sharded differently.
 
     Raises:
-        CheckpointError: The files are damaged, or lack some of them.
+        CheckpointError: The files are damaged, or some tensors are missing.
     """
     try:
-        with _in_any_number_of_processes():
+        with _without_single_process_warning():
             cast(Any, dcp).load(state, checkpoint_id=checkpoint.path / TRAINER_FOLDER)
     except (CheckpointException, RuntimeError, UnpicklingError, EOFError, OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
@@ -150,7 +150,7 @@ def load_state(state: dict[str, Any], checkpoint: Checkpoint) -> None:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, earliest first; half-written ones are none."""
+    """Return the checkpoints of a run, earliest first, without incomplete ones."""
     folder = checkpoints_folder(run_dir)
     if not folder.is_dir():
         return []
@@ -159,34 +159,34 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Return the step in the name of a checkpoint."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def latest_checkpoint(run_dir: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
-    """The last checkpoint of a run.
+    """Return the last checkpoint of a run.
 
     Args:
-        run_dir: The folder of the run.
-        parts: Check the files of these subfolders alone; None checks all.
+        run_dir: Folder of the run.
+        parts: Check only the files of these subfolders; None checks all.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The run has no checkpoint, or the last one is damaged.
     """
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         raise CheckpointError(
             f"{str(checkpoints_folder(run_dir))!r} holds no checkpoint; start without resume, or set "
-            "trainer.run_dir to the folder of the run to go on with"
+            "trainer.run_dir to the folder of the run to resume"
         )
     return open_checkpoint(checkpoints[-1], parts=parts)
 
 
 def named_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
-    """The checkpoint in this folder, or the last one of the run in it; see `latest_checkpoint`.
+    """Return the checkpoint in a folder, or the last checkpoint of the run in it; see `latest_checkpoint`.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The folder holds no checkpoint, or the checkpoint is damaged.
     """
     if list_checkpoints(path):
         return latest_checkpoint(path, parts=parts)
@@ -198,14 +198,14 @@ def named_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Check
 
 
 def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkpoint:
-    """Read what a checkpoint says of itself, and check that its files are what was written. That reads each of them.
+    """Read the state file of a checkpoint, and check the size and the checksum of its files by reading them.
 
     Args:
-        path: The folder of the checkpoint.
-        parts: Check the files of these subfolders alone; None checks all.
+        path: Folder of the checkpoint.
+        parts: Check only the files of these subfolders; None checks all.
 
     Raises:
-        CheckpointError: It is missing or damaged.
+        CheckpointError: The checkpoint is missing or damaged.
     """
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {str(path)!r} does not exist; give a folder like .../step-000040")
@@ -214,7 +214,7 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
         manifest = read_manifest(state["files"])
         has_checksums = "crc32" in state or any(facts.crc32 is not None for facts in manifest.values())
         if has_checksums and state.pop("crc32", None) != _checksum(state):
-            raise ValueError("it is not what was written; its checksum differs")
+            raise ValueError("its checksum differs from the one that was written")
         checkpoint = Checkpoint(
             path=path,
             step=int(state["step"]),
@@ -235,17 +235,17 @@ def open_checkpoint(path: Path, *, parts: Iterable[str] | None = None) -> Checkp
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
-    """Where the checkpoints of a run are."""
+    """Return the folder of a run's checkpoints."""
     return run_dir / "checkpoints"
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Tells configurations apart."""
+    """Return a digest of a configuration."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _checksum(state: Mapping[str, Any]) -> int:
-    """Return the CRC-32 of what a state file says, however it is laid out."""
+    """Return the CRC-32 of the contents of a state file, whose layout does not matter."""
     return zlib.crc32(json.dumps(state, sort_keys=True).encode())
 
 
@@ -254,7 +254,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
     advice = (
         f"move that folder elsewhere and resume, which takes the checkpoint before it, {str(earlier[-1])!r}"
         if earlier
-        else "copy it again from where it is whole; its run has no earlier checkpoint"
+        else "copy it again from a complete copy; its run has no earlier checkpoint"
     )
     return CheckpointError(f"checkpoint {str(path)!r} is damaged: {why}; {advice}")
 
@@ -266,7 +266,7 @@ def _step_in(path: Path) -> int:
 
 def _last_good(run_dir: Path) -> str:
     earlier = list_checkpoints(run_dir)
-    return f"the last one is {str(earlier[-1])!r}, untouched." if earlier else "there was none before."
+    return f"the last one is {str(earlier[-1])!r}, unchanged." if earlier else "there was none before."
 
 
 def _first_line(error: BaseException) -> str:
@@ -274,8 +274,8 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _in_any_number_of_processes() -> Generator[None]:
-    """One of them is right too."""
+def _without_single_process_warning() -> Generator[None]:
+    """Suppress the warning of `torch.distributed.checkpoint` about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""The critic: what it expects of a trajectory at each token, its optimiser, and one update.
+"""The critic: a model that predicts the return at each token, and its optimiser.
 
 B rows of a batch, R response width.
 """
@@ -39,7 +39,7 @@ STEP_NAMES = StepNames(
 
 
 class Critic:
-    """Owns the critic's model and its optimiser. One call at a time, from any thread."""
+    """Owner of the critic's model and optimiser. Call one method at a time, from any thread."""
 
     def __init__(
         self,
@@ -52,20 +52,20 @@ class Critic:
         num_threads: int = 1,
         max_row_tokens: int = 1024,
     ) -> None:
-        """Takes over a loaded model.
+        """Take ownership of a loaded model.
 
         Args:
-            model: Gives one number per token, as `load_critic` loads it; stays on its device.
-            config: How to train it.
-            dtype: What the model computes in; None is that of its parameters.
-            seed: Decides how rows are dealt into mini-batches.
+            model: Model that returns one number per token, as `load_critic` loads it; stays on its device.
+            config: Settings of the critic.
+            dtype: Dtype that the model computes in; None is the dtype of its parameters.
+            seed: Seed of the shuffle into mini-batches.
             process_group: Process group over which the model is sharded.
-            num_threads: So many micro-batches are trained on at once; 1 in a process group of several ranks.
-            max_row_tokens: Longest row that ways of batching are tried on before the start.
+            num_threads: Number of micro-batches that are computed at once; 1 in a process group of several ranks.
+            max_row_tokens: Length of the longest row on which batching is tested at the start.
 
         Raises:
-            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as the
-                configuration wants.
+            ConfigError: The model's forward fails, or is not exact on rows that share lines or prefixes as
+                configured.
         """
         self.model = model
         self._config = config
@@ -81,7 +81,7 @@ class Critic:
         return self._optimizer.num_updates
 
     def values(self, batch: RolloutBatch, *, rows: Tensor) -> Tensor:
-        """What is expected just before each token of the model's; [B, R] float32, 0 elsewhere."""
+        """Return the values predicted before each sampled token; [B, R] float32, 0 elsewhere."""
 
         @torch.no_grad()
         def values_of(micro_batch: MicroBatch) -> Tensor:
@@ -97,13 +97,13 @@ class Critic:
     def update(
         self, batch: RolloutBatch, *, returns_BR: Tensor, old_values_BR: Tensor, keep_B: Tensor | None = None
     ) -> dict[str, float]:
-        """One update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
+        """Run one update: `ppo_epochs` passes of `ppo_mini_batches` optimiser steps each.
 
         Args:
-            batch: As `assemble` makes it.
-            returns_BR: What to predict just before each token of the model's.
-            old_values_BR: Of `values`, under the weights of this moment.
-            keep_B: True for rows to train on; None is all of them.
+            batch: Batch that `assemble` returned.
+            returns_BR: Returns to predict before each sampled token.
+            old_values_BR: Result of `values` under the current weights.
+            keep_B: True for rows to train on; None is all.
 
         Returns:
             Metrics, by the names in `agent_loop.training.metrics`; empty if no row remains.
@@ -124,15 +124,15 @@ class Critic:
         return tally.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
 
     def save(self, folder: Path) -> None:
-        """Writes the model as `transformers` loads it, in full precision."""
+        """Save the model in the format of `transformers`, in full precision."""
         save_model(self.model, folder, weights=self._weights, process_group=self._process_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the critic holds beside the model: optimiser, warm-up and random state."""
+        """Return the state of the critic besides the model: optimiser, warm-up and random state."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         self._optimizer.load_state_dict(state)
 
     def _step(
@@ -190,17 +190,17 @@ class Critic:
 def load_critic(
     config: CriticConfig, *, model_config: ModelConfig, path: str | Path | None = None
 ) -> PreTrainedModel:
-    """Loads a model with a head of one number per token and moves it to its device.
+    """Load a model with a head of one value per token, and move it to its device.
 
-    A head that the files lack begins at 0: such a critic expects nothing of anything.
+    A head that is not in the files starts at 0.
 
     Args:
-        config: What to load.
-        model_config: The policy's: its path where the critic has none, precision and device.
-        path: Takes the place of both paths, as when a run goes on from a checkpoint.
+        config: Settings of the critic.
+        model_config: Settings of the policy: device, and the path if the critic has none.
+        path: Path to load instead of the configured one, for example from a checkpoint.
 
     Raises:
-        ConfigError: There is no such model, or `transformers` has no such head for it.
+        ConfigError: The model does not exist, or `transformers` has no such head for it.
     """
     source = str(path or config.path or model_config.path)
     try:
@@ -223,7 +223,7 @@ def load_critic(
 
 
 def _response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Shape [B, R]; in float32, or in float64 where the outputs are."""
+    """Return the values of a micro-batch, [B, R]; float32, or float64 if the outputs are float64."""
     predictions = predict_response(model, micro_batch)
     values_N = predictions.outputs_NX.squeeze(-1)
     precise_N = values_N.to(torch.promote_types(values_N.dtype, torch.float32))
@@ -231,7 +231,7 @@ def _response_values(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
 
 
 def _fit(values_BR: Tensor, returns_BR: Tensor, *, mask_BR: Tensor) -> dict[str, float]:
-    """How well the critic knew what came."""
+    """Return metrics of the critic's predictions before the update."""
     returns_N, errors_N = returns_BR[mask_BR.bool()], (returns_BR - values_BR)[mask_BR.bool()]
     metrics = {
         names.VALUE_MEAN: float(masked_mean(values_BR, mask_BT=mask_BR)),

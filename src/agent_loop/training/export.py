@@ -1,4 +1,4 @@
-"""The model of a checkpoint as a folder of its own, for whatever loads models from the Hugging Face hub."""
+"""Export of a checkpoint's model to a folder in the format of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from agent_loop.training.manifest import find_damage, manifest_form, manifest_of
 from agent_loop.training.policy import compute_dtype
 
 MERGED_FOLDER = "merged"
-"""Of a checkpoint of adapters: the model with them, made when it is first evaluated."""
+"""Subfolder of a checkpoint of adapters with the merged model, which the first evaluation writes."""
 
 
 def export_model(
     checkpoint: Checkpoint, out: Path, *, dtype: str | None = None, keep_adapter: bool = False
 ) -> None:
-    """Writes weights, configuration, tokenizer and chat template; all of it or nothing.
+    """Write weights, configuration, tokenizer and chat template. If it fails, `out` is not created.
 
     Args:
-        checkpoint: Of any training. Adapters (LoRA) are merged into the weights below them.
-        out: A folder that is not there yet, or is empty.
-        dtype: Of the weights; None is what the model was trained to compute in.
-        keep_adapter: Write the adapters alone, as `peft` loads them.
+        checkpoint: Checkpoint of a training. Adapters (LoRA) are merged into the weights.
+        out: Folder that does not exist or is empty.
+        dtype: Dtype of the weights; None is the dtype that the model computed in.
+        keep_adapter: Write only the adapters, in the format of `peft`.
 
     Raises:
-        ConfigError: `out` holds something, there are no adapters to keep, or the model below them is gone.
+        ConfigError: `out` is not empty, there are no adapters to keep, or the model of the adapters cannot be loaded.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{str(out)!r} is there already; give a folder that is not there yet")
+        raise ConfigError(f"{str(out)!r} exists already; give a folder that does not exist")
     if keep_adapter and not is_adapter_folder(checkpoint.model_path):
         raise ConfigError(f"{str(checkpoint.path)!r} holds a whole model and no adapters (LoRA) to keep")
     temporary = out.with_name(f".{out.name}.tmp")
@@ -51,16 +51,16 @@ def export_model(
         model = _load_model(checkpoint, config)
         cast(Any, model).to(compute_dtype(config) if dtype is None else getattr(torch, dtype))
         cast(Any, model).save_pretrained(str(temporary))
-        _save_readers(checkpoint, config, temporary)
+        _save_tokenizer(checkpoint, config, temporary)
     os.replace(temporary, out)
 
 
 def evaluated_model(path: Path) -> Path:
-    """The folder with the model of a checkpoint, or of a run's last one. Adapters are merged at the first time.
+    """Return the folder with the model of a checkpoint, or of a run's last one. The first call merges adapters.
 
     Raises:
-        CheckpointError: It is missing or damaged.
-        ConfigError: The model below the adapters is gone.
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: The model of the adapters cannot be loaded.
     """
     checkpoint = named_checkpoint(path, parts=[MODEL_FOLDER])
     if not is_adapter_folder(checkpoint.model_path):
@@ -92,13 +92,14 @@ def _load_model(checkpoint: Checkpoint, config: ModelConfig) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"{str(checkpoint.path)!r} is of a training of {source!r}, which cannot be loaded: {error}; run where it is"
+            f"{str(checkpoint.path)!r} is from a training of {source!r}, which cannot be loaded: {error}; run this "
+            "where that model can be loaded"
         ) from error
     return merged_adapters(model, folder=checkpoint.model_path) if has_adapters else model
 
 
-def _save_readers(checkpoint: Checkpoint, config: ModelConfig, folder: Path) -> None:
-    """What makes tokens of text and, for a model that sees, of images."""
+def _save_tokenizer(checkpoint: Checkpoint, config: ModelConfig, folder: Path) -> None:
+    """Save the tokenizer, and the processor of a model with images."""
     remote: Any = {"trust_remote_code": config.trust_remote_code}
     if hasattr(cast(Any, AutoConfig).from_pretrained(str(folder), **remote), "vision_config"):
         cast(Any, AutoProcessor).from_pretrained(config.path, **remote).save_pretrained(str(folder))

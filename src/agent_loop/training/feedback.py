@@ -1,4 +1,4 @@
-"""What tools brought, as metrics."""
+"""Metrics of tool calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from agent_loop.types import Origin
 
 
 def feedback_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Per tool: `calls` per rollout, the `failed_share` of them, the mean `reward` where there are rewards, and the
-    mean of each number that `execute` returned in its third place. Branches share the weight of their rollout."""
+    """Return for each tool its `calls` per rollout, their `failed_share`, and the means of their rewards and numbers.
+
+    The numbers are those in the dict that `execute` returned. Branches share the weight of their rollout.
+    """
     weights = branch_weights(trajectories)
     calls: defaultdict[str, list[tuple[Feedback, float]]] = defaultdict(list)
     for trajectory, weight in zip(trajectories, weights, strict=True):

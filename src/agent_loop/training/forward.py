@@ -1,6 +1,6 @@
-"""What a model says just before each token of its own: the one place where training calls models.
+"""Forward passes of training: the outputs of a model before each sampled token.
 
-B rows, R response width, W prompt and response, M tokens of the model's, N places before them, X outputs per place.
+B rows, R response width, W prompt and response, M sampled tokens, N positions before them, X outputs per position.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from agent_loop.training.packing import pack
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """The outputs before each token of the model's. Rows that share a prefix share the outputs in it."""
+    """Outputs before each sampled token. Rows that share a prefix share the outputs in it."""
 
     outputs_NX: Tensor
     place_M: Tensor
-    """Which of the N places each token comes after; row by row."""
+    """Index of the position before each token, among the N; row by row."""
     token_ids_M: Tensor
     mask_BR: Tensor
-    """1 where these tokens are."""
+    """1 at sampled tokens."""
 
     def spread(self, values_M: Tensor) -> Tensor:
-        """One value for each token, in rows and columns, [B, R]; 0 elsewhere."""
+        """Return values of tokens in rows and columns, [B, R]; 0 elsewhere."""
         return values_M.new_zeros(self.mask_BR.shape).masked_scatter(self.mask_BR.bool(), values_M)
 
 
 def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predictions:
-    """Runs the model over a micro-batch.
+    """Run the model on a micro-batch.
 
-    The first response token needs a token before it: prompts must not be empty.
+    Prompts must not be empty, because the first response token needs a token before it.
 
     Raises:
-        ConfigError: There are images, which a model of this kind is not trained with.
+        ConfigError: The batch has images, and models of this kind are not trained with images.
     """
     mask_BR = micro_batch.mask_BR
     inputs, before_M = model_inputs(model, micro_batch)
@@ -53,7 +53,7 @@ def predict_response(model: PreTrainedModel, micro_batch: MicroBatch) -> Predict
 
 
 def model_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the model's arguments, and for each token to predict the place of the flattened input before it, [M]."""
+    """Return the model's arguments, and the position before each sampled token in the flattened input, [M]."""
     if micro_batch.lines:
         packed = pack(micro_batch)
         return packed.inputs(model.dtype), packed.before_M
@@ -70,7 +70,7 @@ def _padded_inputs(model: PreTrainedModel, micro_batch: MicroBatch) -> dict[str,
 
 
 def _places_before(micro_batch: MicroBatch) -> Tensor:
-    """Of the flattened input, [M]."""
+    """Return the position before each sampled token in the flattened input, [M]."""
     num_rows, width = micro_batch.input_ids_BW.shape
     places_BW = torch.arange(num_rows * width, device=micro_batch.mask_BR.device).view(num_rows, width)
     response_width = micro_batch.mask_BR.shape[1]
@@ -78,7 +78,7 @@ def _places_before(micro_batch: MicroBatch) -> Tensor:
 
 
 def outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-    """The outputs at some places of the flattened input, [N, X]. A head of logits computes no others."""
+    """Return the outputs at some positions of the flattened input, [N, X]. A head of logits computes only these."""
     head: nn.Module | None = cast(Any, model).get_output_embeddings()
     selection = _Selection(places_N)
     hook = None if head is None else head.register_forward_pre_hook(selection)
@@ -93,7 +93,7 @@ def outputs_at(model: PreTrainedModel, places_N: Tensor, inputs: dict[str, Tenso
 
 @dataclass(slots=True)
 class _Selection:
-    """Lets a head see some places only, as one row, in the thread that made this."""
+    """Hook that passes only some positions to a head, as one row, in the thread that created the hook."""
 
     places_N: Tensor
     is_made: bool = False
@@ -108,7 +108,7 @@ class _Selection:
 
 
 def _embed(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Token embeddings with what the model makes of images in their places, [B, W, hidden]; gradients reach both."""
+    """Return token embeddings with the features of images in their places, [B, W, hidden]; both have gradients."""
     kind = model.config.model_type
     if kind not in VISION_MODELS:
         raise ConfigError(

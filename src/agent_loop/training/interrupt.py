@@ -1,4 +1,4 @@
-"""Ctrl-C, as a request to stop in good order."""
+"""Ctrl-C as a request to stop after the current step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 
 class Interrupt:
-    """The first SIGINT asks to stop; the second one raises KeyboardInterrupt at once."""
+    """Stop request of the first SIGINT. The second SIGINT raises KeyboardInterrupt at once."""
 
     def __init__(self) -> None:
         self._is_requested = False
@@ -21,14 +21,14 @@ class Interrupt:
         return self._is_requested
 
     def request(self) -> None:
-        """Asks to stop. From the event loop only."""
+        """Request a stop. Call it in the event loop only."""
         self._is_requested = True
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
     def listening(self) -> Generator[None]:
-        """Takes SIGINT for itself meanwhile. Off the main thread, which alone gets signals, it does nothing."""
+        """Handle SIGINT while the body runs. Do nothing outside the main thread, because only that gets signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -48,7 +48,7 @@ class Interrupt:
 
     @asynccontextmanager
     async def abandoning(self) -> AsyncGenerator[None]:
-        """Cancels its body when a stop is requested, and ends quietly then. One at a time."""
+        """Cancel the body when a stop is requested, without raising. Only one body may run at a time."""
         scope = self._scope = asyncio.timeout(None)
         try:
             async with scope:

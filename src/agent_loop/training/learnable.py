@@ -1,4 +1,4 @@
-"""Checks that a run has something to learn from, before it begins and after the rollout of its first step."""
+"""Checks that a run has something to learn from, before it starts and after the rollout of its first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin, Row, StopReason
 
 UNREWARDING_LOOPS = frozenset({SingleTurnAgentLoop, ToolAgentLoop, AsyncPartialToolAgentLoop})
-"""Loops whose rewards come from tools and interactions alone."""
+"""Loops whose rewards come only from tools and interactions."""
 GIVE_A_REWARD = (
     "set reward.function, or have a tool's calc_reward, an interaction's calculate_score, an environment's get_reward "
     "or the loop's reward_score give one"
@@ -23,11 +23,10 @@ GIVE_A_REWARD = (
 
 
 def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
-    """Refuse a run in which nothing can score a trajectory, as far as the configuration alone tells.
+    """Raise an error if, by its configuration, nothing in a run can score a trajectory.
 
     Raises:
-        ConfigError: There is no reward function, no tool, no interaction, no environment, and all loops are those of
-            this package that need one of them.
+        ConfigError: The run has no reward function, tool, interaction or environment, and all its loops need one.
     """
     multi_turn, agent = config.rollout.multi_turn, config.rollout.agent
     scores = (
@@ -48,18 +47,18 @@ def refuse_without_reward(config: Config, rows: Iterable[Row]) -> None:
 
 
 def refuse_without_lesson(trajectories: Sequence[Trajectory], *, step: int) -> None:
-    """Refuse to go on if no trajectory of a step is both scored and has a token of the model's.
+    """Raise an error if no trajectory of a step is scored and has a sampled token.
 
     Raises:
-        TrainingError: There is none; the message says why.
+        TrainingError: No trajectory is; the message explains why.
     """
-    spoken = [t for t in trajectories if any(s.origin is Origin.MODEL for s in t.output.segments)]
-    if any(t.reward is not None for t in spoken):
+    sampled = [t for t in trajectories if any(s.origin is Origin.MODEL for s in t.output.segments)]
+    if any(t.reward is not None for t in sampled):
         return
-    raise TrainingError(f"step {step} has nothing to learn from: {_explain(trajectories, spoken)}")
+    raise TrainingError(f"step {step} has nothing to learn from: {_explain(trajectories, sampled)}")
 
 
-def _explain(trajectories: Sequence[Trajectory], spoken: Sequence[Trajectory]) -> str:
+def _explain(trajectories: Sequence[Trajectory], sampled: Sequence[Trajectory]) -> str:
     num, reasons = len(trajectories), Counter(t.output.stop_reason for t in trajectories)
     failures = Counter(t.output.failure.error for t in trajectories if t.output.failure is not None)
     if not trajectories:
@@ -76,8 +75,9 @@ def _explain(trajectories: Sequence[Trajectory], spoken: Sequence[Trajectory]) -
     if failures:
         [(error, count)] = failures.most_common(1)
         ended += f"; {count} failed with {error}"
-    if not spoken:
+    if not sampled:
         return (
-            f"the model said nothing in any of {num} trajectories ({ended}); check the prompts and the limits"
+            f"no token was sampled in any of {num} trajectories ({ended}); check the prompts and the limits"
         )
-    return f"nothing scored any trajectory in which the model spoke, {len(spoken)} of {num} ({ended}); {GIVE_A_REWARD}"
+    counts = f"{len(sampled)} trajectories with sampled tokens, of {num}"
+    return f"none of the {counts}, was scored ({ended}); {GIVE_A_REWARD}"

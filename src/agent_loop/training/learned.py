@@ -1,4 +1,4 @@
-"""What a step made of each trajectory, for those who store them."""
+"""Training results of each trajectory, for storage."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from agent_loop.trajectory import Trajectory
 ADVANTAGES = "advantages"
 """Column that the learner adds to its batch, float32 [B, R]."""
 IS_TRAINED = "is_trained"
-"""The same, bool [B]: rows that were trained."""
+"""Column that the learner adds to its batch, bool [B]: rows that were trained."""
 TRAIN_LOG_PROBS = "train_logprobs"
-"""Column that the actor adds, float32 [B, R]: its own before the update, NaN in rows where it needed none."""
+"""Column that the actor adds, float32 [B, R]: its log-probs before the update, NaN in rows without."""
 COLUMNS = (ADVANTAGES, IS_TRAINED, TRAIN_LOG_PROBS)
 
 
 def learned_of(batch: RolloutBatch, trajectories: Sequence[Trajectory]) -> list[Learned]:
-    """Reads what was learned out of a batch that has been learned from.
+    """Return the training results of each trajectory of a batch.
 
     Args:
-        batch: Of `assemble`, annotated by `Learner.learn`.
-        trajectories: Those that it was made of.
+        batch: Batch that `assemble` returned and `Learner.learn` annotated.
+        trajectories: Trajectories of the batch.
     """
     held = cast(Any, batch)
     advantages_BR, is_trained_B, logprobs_BR = (held.get(name, None) for name in COLUMNS)

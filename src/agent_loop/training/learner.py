@@ -1,4 +1,4 @@
-"""What a step learns: rewards become advantages, and advantages become weights."""
+"""The training part of a step: rewards to advantages, and advantages to new weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from agent_loop.training.process_group import SINGLE_PROCESS, Command, ProcessGr
 from agent_loop.training.targets import PastLogProbs
 
 CRITIC_FOLDER = "critic"
-"""Of a checkpoint: what `transformers` loads as the critic."""
+"""Subfolder of a checkpoint with the critic, in the format of `transformers`."""
 LEARNED_COLUMNS = (*TENSOR_COLUMNS, "stop_reason", "trajectory_id")
 """Of a batch: what the other ranks need."""
 OptimConfigT = TypeVar("OptimConfigT", bound=OptimConfig)
 
 
 class Learner:
-    """Everything that is trained. One call at a time, from any thread.
+    """Actor and critic of a training. Call one method at a time, from any thread.
 
     In a process group, rank 0 calls the methods, and the other ranks make the same calls through `run_command`.
     """
@@ -55,10 +55,10 @@ class Learner:
         critic: Critic | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        """Takes over what is trained.
+        """Take ownership of actor and critic.
 
         Args:
-            config: Of the whole run.
+            config: Settings of the whole run.
             actor: The policy.
             critic: Needed for `gae` and other estimators that need a critic.
             process_group: Process group over which both are sharded.
@@ -80,16 +80,18 @@ class Learner:
     def learn(
         self, batch: RolloutBatch, *, baseline_rewards: Mapping[int, float] | None = None
     ) -> dict[str, float]:
-        """One step, from what was rolled out to new weights; returns metrics.
+        """Train on the rollout of one step and return metrics.
 
         Args:
-            batch: As `assemble` makes it; gets the columns of `agent_loop.training.learned`.
-            baseline_rewards: For `remax`: by group, what a greedy trajectory of its prompt earned, its turns' rewards
-                as `algorithm.turn_reward_weight` has it included. Groups that are missing, or NaN, are not trained.
+            batch: Batch that `assemble` returned. The columns of `agent_loop.training.learned` are added to it.
+            baseline_rewards: Reward of a greedy rollout by group, for estimators that need it (`remax`). It includes
+                the rewards of turns times `algorithm.turn_reward_weight`. Groups that are missing or NaN are not
+                trained.
 
         Raises:
-            ConfigError: There are images, and several processes.
-            DataError: A trajectory has no prompt, or something that the configuration compares with is missing.
+            AlgorithmError: The estimator or the loss raised, or returned values that cannot be trained on.
+            ConfigError: The batch has images, and there are several ranks.
+            DataError: A trajectory has no prompt, or a value that the configuration needs is missing.
         """
         if self._process_group.size > 1 and "attachments" in batch:
             raise ConfigError(
@@ -100,24 +102,24 @@ class Learner:
             return self._learn(batch, baseline_rewards)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """The policy's weights, as servers want them; see `Actor.weights`. They may share the trainer's memory."""
+        """Return the policy's weights for servers; see `Actor.weights`. They may share the trainer's memory."""
         if not self._actor.trains_factors_alone:
-            return self._each_weight()
+            return self._gathered_weights()
         with self._process_group.on_all_ranks("weights"):
             return self._actor.weights()
 
-    def _each_weight(self) -> Iterator[tuple[str, Tensor]]:
+    def _gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self._process_group.on_all_ranks("weights"):
             is_read = True
             for weight in self._actor.weights():
                 try:
                     if is_read:
                         yield weight
-                except GeneratorExit:  # the others go through all of them, so this process does
+                except GeneratorExit:  # the other ranks gather all weights, so this rank must too
                     is_read = False
 
     def save(self, folder: Path) -> None:
-        """Writes all that is trained, and all that is to be kept beside it."""
+        """Save the models and the training state."""
         with self._process_group.on_all_ranks("save", folder=folder):
             self._actor.save(folder / MODEL_FOLDER)
             if self._critic is not None:
@@ -125,10 +127,10 @@ class Learner:
             save_state(self._state_dict(), folder)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Goes on with what was kept beside the models, which are loaded. A critic that was not there begins anew.
+        """Load the training state; the models are loaded already. A critic that is not in the checkpoint starts new.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: The checkpoint is damaged.
         """
         state = self._state_dict()
         if _critic_folder(checkpoint) is None:
@@ -139,19 +141,19 @@ class Learner:
             self._critic.load_state_dict(state["critic"])
 
     def run_command(self, command: Command) -> None:
-        """This process's part of what rank 0 does."""
+        """Run a command of rank 0 on this rank."""
         result: Any = getattr(self, command.method)(**command.arguments)
         for _ in result if command.method == "weights" else ():
             pass
 
     def _learn(self, batch: RolloutBatch, baseline_rewards: Mapping[int, float] | None) -> dict[str, float]:
-        is_alone = self._process_group.size == 1  # then threads have micro-batches of their own
+        is_alone = self._process_group.size == 1  # then each thread computes a micro-batch of its own
         torch.set_num_threads(1 if is_alone else self._config.trainer.num_threads)
 
-        # 1. What each trajectory earned, and at which tokens.
+        # 1. Rewards of trajectories and tokens.
         rewards, past, metrics = self._rewards(batch)
 
-        # 2. What each token is to learn.
+        # 2. Advantages of tokens.
         values_BR = None
         if self._critic is not None:
             values_BR = self._critic.values(batch, rows=trainable_rows(batch, batch["is_scored"]))
@@ -183,7 +185,7 @@ class Learner:
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def _rewards(self, batch: RolloutBatch) -> tuple[Rewards, PastLogProbs | None, dict[str, float]]:
-        """With the log-probs that they needed, and metrics."""
+        """Return the rewards, the log-probs that the KL penalty needed, and metrics."""
         algorithm = self._config.algorithm
         past, kl_BR, metrics = None, None, dict[str, float]()
         if algorithm.kl_reward_coef:
@@ -222,10 +224,10 @@ class Learner:
 def load_learner(
     config: Config, *, checkpoint: Checkpoint | None = None, process_group: ProcessGroup = SINGLE_PROCESS
 ) -> Learner:
-    """The learner at the start of a run, or as a checkpoint left it.
+    """Load the learner of a new run, or the learner of a checkpoint.
 
     Raises:
-        ConfigError: A model cannot be loaded or not be trained so.
+        ConfigError: A model cannot be loaded, or cannot be trained as configured.
         CheckpointError: The checkpoint is damaged.
     """
     with process_group.on_all_ranks("load", checkpoint=checkpoint):
@@ -239,7 +241,7 @@ def load_learner(
 
 def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: ProcessGroup) -> Learner:
     model_config, seed, dtype = config.model, config.trainer.seed, compute_dtype(config.model)
-    if process_group.mesh is not None:  # sharding brings them to their device, one layer after the other
+    if process_group.mesh is not None:  # sharding moves the models to their device, one layer after the other
         model_config = model_config.model_copy(update={"device": "cpu"})
     # Shards are gathered in one order by all processes, and a GPU runs one kernel after the other.
     num_threads = (
@@ -275,7 +277,7 @@ def _load_models(config: Config, checkpoint: Checkpoint | None, process_group: P
 
 
 def _critic_folder(checkpoint: Checkpoint | None) -> Path | None:
-    """None where the critic begins anew."""
+    """Return the critic's folder in a checkpoint; None for a new critic."""
     folder = None if checkpoint is None else checkpoint.path / CRITIC_FOLDER
     return folder if folder is not None and folder.is_dir() else None
 

@@ -1,4 +1,4 @@
-"""The training loop: roll out, learn, publish, over and over."""
+"""Training loop: roll out, learn, publish the weights."""
 
 from __future__ import annotations
 
@@ -38,24 +38,26 @@ from agent_loop.types import Row
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a run ended."""
+    """Result of a run."""
 
     step: int
-    """Completed steps, those before a resume included."""
+    """Completed steps, including those before a resume."""
     is_interrupted: bool
-    """It stopped before `trainer.total_steps` because it was asked to."""
+    """The run was stopped before `trainer.total_steps`."""
     run_dir: Path
     checkpoint: Path | None
     """The last checkpoint; None if none was written."""
     metrics: Mapping[str, float]
-    """Of the last step of this run."""
+    """Metrics of the last step of this run."""
     evaluation: Evaluation | None
-    """The last one of this run."""
+    """Last evaluation of this run."""
 
 
 class TrainingLoop:
-    """Runs steps. The weight version is the number of completed steps; servers and checkpoints only ever see the
-    weights of a completed step."""
+    """Loop over training steps.
+
+    The weight version is the number of completed steps. Servers and checkpoints get only weights of completed steps.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class TrainingLoop:
         self._evaluation: Evaluation | None = None
 
     async def run(self, checkpoint: Checkpoint | None) -> TrainResult:
-        """Trains on from a checkpoint, which the learner has loaded, or from the start."""
+        """Train from a checkpoint that the learner has loaded, or from the start."""
         metrics: Mapping[str, float] = {}
         total_steps = self._config.trainer.total_steps
         if checkpoint is not None:
@@ -112,7 +114,7 @@ class TrainingLoop:
         except RolloutError:
             try:
                 await self._save()
-            except CheckpointError as error:  # the first error says why the run ends
+            except CheckpointError as error:  # the first error is the reason why the run ends
                 self._progress.say(str(error))
             raise
         if self._time is not None:
@@ -121,7 +123,7 @@ class TrainingLoop:
         if is_interrupted:
             await self._save()
             self._progress.say(
-                f"stopped after step {self._completed}; resume to go on from {self._saved_path}"
+                f"stopped after step {self._completed}; resume to continue from {self._saved_path}"
             )
         return TrainResult(
             step=self._completed,
@@ -136,7 +138,7 @@ class TrainingLoop:
     async def _rollouts_ahead(self) -> AsyncGenerator[RolloutsAhead[StepRollout]]:
         staleness = max_staleness(self._config)
         async with AsyncExitStack() as stack:
-            if staleness:  # the servers have devices of their own: nobody else needs them
+            if staleness:  # the servers have their own devices, so they stay awake
                 await stack.enter_async_context(self._manager.awake())
             ahead = RolloutsAhead(
                 self._rollouts.run, max_staleness=staleness, last_step=self._config.trainer.total_steps
@@ -144,17 +146,17 @@ class TrainingLoop:
             yield await stack.enter_async_context(ahead)
 
     async def _step(self, ahead: RolloutsAhead[StepRollout]) -> dict[str, float] | None:
-        """One step; None if the rollout was abandoned."""
+        """Run one step and return its metrics; None if the rollout was abandoned."""
         step = self._completed + 1
         self._clock.start_step()
 
-        # 1. Wait for the rollout of this step; those of the next ones may run already.
+        # 1. Wait for the rollout of this step. Rollouts of later steps may be running.
         rollout = await self._take(step, ahead)
         if rollout is None:
             return None
         trajectories = rollout.trajectories
 
-        # 2. Measure. A run that has nothing to learn from stops at its first step.
+        # 2. Compute the rollout metrics. A run that has nothing to learn from stops at its first step.
         if self._is_first_step:
             self._refuse_without_lesson(trajectories, step=step)
         metrics = rollout_metrics(
@@ -166,7 +168,7 @@ class TrainingLoop:
         if isinstance(self._manager.template, ChatTemplate):
             metrics |= drift_metrics(trajectories, template=self._manager.template)
 
-        # 3. Learn. This is what completes the step; Ctrl-C waits for it.
+        # 3. Learn. This completes the step; Ctrl-C waits for it.
         with self._clock.phase("update"):
             learned_metrics, learned = await run_in_thread(self._learn, rollout)
         metrics |= learned_metrics
@@ -174,9 +176,9 @@ class TrainingLoop:
             trajectories, step=step, split="train", weight_version=self._completed, learned=learned
         )
         self._completed, self._is_first_step = step, False
-        self._tell_what_was_left_out(step, metrics)
+        self._report_skipped_updates(step, metrics)
 
-        # 4. Publish, so that what is sampled from here on is this policy's.
+        # 4. Publish the weights, so that later completions are sampled from this policy.
         if not self._interrupt.is_requested:
             await self._publish()
 
@@ -187,7 +189,7 @@ class TrainingLoop:
         metrics |= self._timings(rollout, num_tokens=metrics.get(names.MODEL_TOKENS, 0.0))
         metrics[names.UNSTORED_FILES] = float(self._keeper.num_failed)
         time = time_shares(trajectories, phases=self._clock.seconds(), label=f"step={step}")
-        self._time = time if self._time is None else self._time.and_then(time)
+        self._time = time if self._time is None else self._time.plus(time)
         self._writer.write(step, metrics | time.metrics())
         self._progress.end_step(step, metrics, time_spent=str(time))
         if self._is_due(self._config.trainer.save_every):
@@ -195,22 +197,22 @@ class TrainingLoop:
         return metrics
 
     def _refuse_without_lesson(self, trajectories: Sequence[Trajectory], *, step: int) -> None:
-        """Raise the error of `refuse_without_lesson`, with the trajectories stored for whoever looks for the cause."""
+        """Raise the error of `refuse_without_lesson`, after storing the trajectories so that the cause can be found."""
         try:
             refuse_without_lesson(trajectories, step=step)
         except TrainingError:
             self._keeper.keep(trajectories, step=step, split="train", weight_version=self._completed)
             raise
 
-    def _tell_what_was_left_out(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _report_skipped_updates(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics.get(names.SKIPPED_UPDATE):
             self._progress.say(
-                f"step {step}: no update, because no trajectory can be told from what it is compared with"
+                f"step {step}: no update, because no trajectory differs from what it is compared with"
             )
         for model, name in (("policy", names.NONFINITE_UPDATES), ("critic", names.CRITIC_NONFINITE_UPDATES)):
             if metrics.get(name):
                 self._progress.say(
-                    f"step {step}: {metrics[name]:.0f} optimiser steps of the {model} were left out, because their "
+                    f"step {step}: {metrics[name]:.0f} optimiser steps of the {model} were skipped, because their "
                     "gradients were not finite"
                 )
 
@@ -222,12 +224,12 @@ class TrainingLoop:
         return rollout
 
     def _drop_journals(self) -> None:
-        """A checkpoint holds what they led to."""
+        """Drop the journals of completed steps, whose result is in the checkpoint."""
         if self._journals is not None:
             self._journals.drop_through(self._completed)
 
     def _learn(self, rollout: StepRollout) -> tuple[dict[str, float], list[Learned]]:
-        """Runs in a thread."""
+        """Train on a rollout. Called in a thread."""
         batch = assemble(rollout.trajectories, pad_token_id=self._manager.template.pad_token_id)
         metrics = self._learner.learn(batch, baseline_rewards=rollout.baseline_rewards)
         return metrics, learned_of(batch, rollout.trajectories)
@@ -238,7 +240,7 @@ class TrainingLoop:
             await self._manager.update_weights(weights, weight_version=self._completed)
 
     async def _validate(self) -> dict[str, float]:
-        """Metrics of the validation rows; none if it was abandoned."""
+        """Evaluate on the validation rows and return the metrics; empty if the evaluation was abandoned."""
         n, num_rows = self._config.rollout.val.n, len(self._val_rows)
         with self._clock.phase("validate"), self._progress.rollout(num_trajectories=num_rows * n) as note:
             async with self._interrupt.abandoning():
@@ -259,7 +261,7 @@ class TrainingLoop:
         return {}
 
     async def _save(self) -> None:
-        """Writes a checkpoint of the last completed step, unless it is there already."""
+        """Save a checkpoint of the last completed step, unless it is already saved."""
         if self._saved is not None and self._saved[0] == self._completed:
             return
         with self._clock.phase("save"):
@@ -282,7 +284,7 @@ class TrainingLoop:
         return None if self._saved is None else self._saved[1]
 
     def _is_due(self, every: int | None) -> bool:
-        """At each `every`-th step and at the last one."""
+        """Return whether the last completed step is an `every`-th step or the last one."""
         is_last = self._completed == self._config.trainer.total_steps
         return every is not None and (is_last or self._completed % every == 0)
 

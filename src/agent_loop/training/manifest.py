@@ -1,4 +1,4 @@
-"""Sizes and checksums of the files in a folder, by which damage is noticed before anything is loaded."""
+"""Sizes and checksums of the files in a folder, with which damage is detected before loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 CHUNK_BYTES = 4 << 20
 MAX_THREADS = 8
-"""Files that are read at the same time; reading and summing leave Python to other threads."""
+"""Number of files that are read at once. Reading and checksums release the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +20,18 @@ class FileFacts:
 
     size: int
     crc32: int | None
-    """None if it was not kept, as in checkpoints of versions that kept sizes alone."""
+    """None in checkpoints of versions that stored only sizes."""
 
 
 Manifest = Mapping[str, FileFacts]
-"""By path, relative to the folder, with `/`."""
+"""Facts by path, relative to the folder, with `/`."""
 
 
 def manifest_of(folder: Path) -> dict[str, FileFacts]:
     """Return the facts of all files in a folder.
 
     Raises:
-        OSError: One cannot be read.
+        OSError: A file cannot be read.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(MAX_THREADS) as threads:
@@ -45,10 +45,10 @@ def manifest_form(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_manifest(form: object) -> dict[str, FileFacts]:
-    """Return what `manifest_form` was given; a number in place of the facts of a file is its size.
+    """Return the manifest from which `manifest_form` made these values. A number in place of facts is a size.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The values are not those of a manifest.
     """
     if not isinstance(form, dict):
         raise ValueError(f"the list of files is a {type(form).__name__}")
@@ -56,12 +56,12 @@ def read_manifest(form: object) -> dict[str, FileFacts]:
 
 
 def find_damage(folder: Path, manifest: Manifest, *, parts: Iterable[str] | None = None) -> str | None:
-    """Return which file is not what it was, and how; None if all are.
+    """Return the first file that differs from the manifest, and how; None if all files are equal.
 
     Args:
-        folder: Where the files are.
-        manifest: What they were.
-        parts: Look at these subfolders alone; None looks at all that the manifest names.
+        folder: Folder of the files.
+        manifest: Facts of the files when they were written.
+        parts: Check only these subfolders; None checks all that the manifest names.
     """
     wanted = set(parts) if parts is not None else {name.partition("/")[0] for name in manifest}
     names = [name for name in manifest if name.partition("/")[0] in wanted]
@@ -95,7 +95,7 @@ def crc32_of(file: Path) -> int:
     """Return the CRC-32 of a file.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     crc = 0
     with file.open("rb") as opened:

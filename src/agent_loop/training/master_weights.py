@@ -1,4 +1,4 @@
-"""The weights that an optimiser moves, in float32, whatever the model computes in, and wherever their shards are."""
+"""The float32 weights that the optimiser updates, for models that compute in another dtype or are sharded."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from agent_loop.training.process_group import ProcessGroup
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
-"""One for each weight; None where the loss does not depend on it."""
+"""Gradient of each weight; None if the loss does not depend on the weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class MasterWeights:
-    """What is trained of a model. Gradients of the model's passes arrive here."""
+    """Trained weights of a model, which collect the gradients of its passes."""
 
     tensors: Mapping[str, Tensor]
-    """By the names of the parameters."""
+    """Weights by the names of the parameters."""
     copies: Mapping[str, nn.Parameter]
-    """Those parameters of the model that are copies in lower precision."""
+    """Parameters of the model that are copies in lower precision."""
 
     def gradients_of(self, loss: Tensor) -> Gradients:
-        """Changes nothing. Not for sharded weights."""
+        """Return the gradients of a loss without adding them. Not for sharded weights."""
         parameters = [self.copies.get(name, weight) for name, weight in self.tensors.items()]
         return torch.autograd.grad(loss, parameters, allow_unused=True)
 
     def add(self, gradients: Gradients) -> None:
-        """As if they had arrived by a backward pass."""
+        """Add gradients, as a backward pass does."""
         for weight, gradient in zip(self.tensors.values(), gradients, strict=True):
             if gradient is None:
                 continue
             if weight.grad is None:
-                weight.grad = gradient.to(weight.dtype, copy=True)  # weights may have been given one tensor
+                weight.grad = gradient.to(
+                    weight.dtype, copy=True
+                )  # two weights may share one gradient tensor
             else:
                 weight.grad.add_(gradient.to(weight.dtype))
 
     @torch.no_grad()
     def copy_to_model(self) -> None:
-        """After each step of the optimiser."""
+        """Copy the weights to the model. Call it after each step of the optimiser."""
         for name, copy in self.copies.items():
             copy.copy_(self.tensors[name])
 
@@ -55,9 +57,9 @@ class MasterWeights:
 def take_weights(
     model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.dtype | None = None
 ) -> MasterWeights:
-    """Make the model compute in `dtype`, and keep only this rank's shard if there are several ranks.
+    """Make the model compute in `dtype`, keep only this rank's shard of several, and return the weights to train.
 
-    The model is to be loaded in float32. Parameters that want no gradient are cast, or sharded, with the others.
+    The model must be loaded in float32. Parameters that require no gradient are cast or sharded too.
     """
     if process_group.mesh is not None:
         _shard(model, process_group=process_group, dtype=dtype)
@@ -68,19 +70,19 @@ def take_weights(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trained.items():
-        _hand_gradients_over(parameter, master=tensors[name])
+        _move_gradients(parameter, master=tensors[name])
     return MasterWeights(tensors, trained)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor that this one is a shard of, which all processes ask for; a tensor that is no shard as it is."""
+    """Return the whole tensor of a shard, or a tensor that is not sharded unchanged. All ranks must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_model(
     model: PreTrainedModel, folder: Path, *, weights: MasterWeights, process_group: ProcessGroup
 ) -> None:
-    """Writes what `transformers` loads, in full precision. All processes call it; rank 0 writes."""
+    """Save a model in the format of `transformers`, in full precision. All ranks must call this; rank 0 writes."""
     masters = {id(copy): weights.tensors[name] for name, copy in weights.copies.items()}
     gathered: dict[int, Tensor] = {}  # tied weights stay tied
     state: dict[str, Tensor] = {}
@@ -94,8 +96,8 @@ def save_model(
 
 
 def _shard(model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.dtype | None) -> None:
-    """Gradients are summed over the processes, in float32."""
-    # What a model returns may be a view; nothing here writes into it.
+    """Shard a model over the process group. Gradients are summed over the ranks in float32."""
+    # The outputs of a model may be views; nothing here writes to them.
     warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -107,19 +109,19 @@ def _shard(model: PreTrainedModel, *, process_group: ProcessGroup, dtype: torch.
             module.set_force_sum_reduction_for_comms(True)  # the one reduction that gloo has
 
 
-def _hand_gradients_over(parameter: nn.Parameter, *, master: Tensor) -> None:
-    """Each pass's gradient is added in the master's precision."""
+def _move_gradients(parameter: nn.Parameter, *, master: Tensor) -> None:
+    """Add the gradient of each pass to the master weight, in its precision."""
 
-    def hand_over(parameter: Tensor) -> None:
+    def move(parameter: Tensor) -> None:
         gradient = cast(Tensor, parameter.grad).to(master.dtype)
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         parameter.grad = None
 
-    cast(Any, parameter).register_post_accumulate_grad_hook(hand_over)
+    cast(Any, parameter).register_post_accumulate_grad_hook(move)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by the names of the state dict, tied ones under each of their names."""
+    """Yield parameters and buffers by the names of the state dict, tied ones under each of their names."""
     persistent = model.state_dict().keys()
     yield from model.named_parameters(remove_duplicate=False)
     for name, buffer in model.named_buffers(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""The names of all metrics of training, how a rollout is measured, and the file they are written to."""
+"""Names of all training metrics, the metrics of a rollout, and the writer of the metrics file."""
 
 from __future__ import annotations
 
@@ -151,13 +151,13 @@ UNSTORED_FILES = "storage/failed_writes"
 VALIDATION = "val/"
 """Prefix: what evaluation measured."""
 MAX_DRIFT_SAMPLE = 16
-"""Comparing costs a render and an encoding of the whole conversation each."""
+"""Number of compared trajectories. A comparison costs a render and an encoding of the whole conversation."""
 
 
 def rollout_metrics(
     trajectories: Sequence[Trajectory], *, success_threshold: float, weight_version: int
 ) -> dict[str, float]:
-    """Measure a batch of trajectories; empty for an empty batch.
+    """Return the metrics of a batch of trajectories; empty for an empty batch.
 
     Means and shares are over rollouts, whose branches share their weight. A rollout's reward is the mean of its
     branches' rewards; it is a success if any branch is.
@@ -226,7 +226,7 @@ def _share(part: float, *, of: float) -> float:
 
 
 def drift_metrics(trajectories: Sequence[Trajectory], *, template: ChatTemplate) -> dict[str, float]:
-    """How many of a sample of trajectories their template would render again; empty if none can be compared."""
+    """Return the share of a sample of trajectories that a full render reproduces; empty if none can be compared."""
     comparable = [
         t.output
         for t in trajectories
@@ -241,15 +241,17 @@ def drift_metrics(trajectories: Sequence[Trajectory], *, template: ChatTemplate)
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to a file, and hands the numbers to loggers. What is neither a number nor finite
-    becomes null; loggers are not given it."""
+    """Writer of one JSON object per step to a file, and to loggers.
+
+    Values that are not finite become null in the file, and are not passed to loggers.
+    """
 
     def __init__(self, path: Path, *, loggers: Sequence[Delivery[Scalars]] = ()) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._loggers = loggers
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, which the operating system has when this returns.
+        """Append a line and flush it to the operating system.
 
         Raises:
             OutputError: The file cannot be written.
@@ -272,14 +274,14 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # of a line that could not be written before
+        with suppress(OSError):  # flushing a line that could not be written raises again
             self._file.close()
         for logger in self._loggers:
             logger.close(timeout_s=LOGGER_TIMEOUT_S)
 
 
 def forget_steps_after(path: Path, *, step: int) -> None:
-    """Takes the lines of later steps out of a metrics file, so that a resumed run writes them anew."""
+    """Remove the lines of later steps from a metrics file, because a resumed run writes them again."""
     if not path.exists():
         return
     kept = [line for line in read_metrics(path) if line[STEP] <= step]

@@ -1,6 +1,6 @@
-"""Cuts a batch into parts that fit into memory, with little padding.
+"""Division of a batch into micro-batches that fit into memory, with little padding.
 
-B rows, P prompt width, R response width, W = P + R; in a micro-batch all of them are those of its own rows.
+B rows, P prompt width, R response width, W = P + R. In a micro-batch, these are the sizes of its own rows.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ from agent_loop.trajectory.attachments import Attachment
 
 Lines: TypeAlias = tuple[tuple[int, ...], ...]
 _Part: TypeAlias = tuple[Tensor, Lines]
-"""Rows of the batch, and which of these go into which line."""
+"""Rows of the batch, and the indices of the rows in each line."""
 LongArray: TypeAlias = NDArray[np.int64]
 NO_TOKENS: LongArray = np.empty(0, dtype=np.int64)
 PASS_COST = 512
-"""What another pass costs, in tokens: more padding than this is not worth the pass that it saves."""
+"""Cost of one more pass, in tokens. More padding than this costs more than the pass that it saves."""
 SHARED_LINE = 256
-"""Length of lines whose rows share prefixes, unless a row is longer: longer lines repeat fewer prefixes, and attention
-costs more."""
+"""Length of lines whose rows share prefixes, unless a row is longer. Longer lines repeat fewer prefixes, but their
+attention costs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rows of a batch, without the columns that are padding in all of them."""
+    """Rows of a batch, without the columns that are padding in all of them."""
 
     rows_B: Tensor
-    """Which rows of the batch these are."""
+    """Indices of the rows in the batch."""
     input_ids_BW: Tensor
     attention_mask_BW: Tensor
     position_ids: Tensor
-    """Shape [B, W]; [3, B, W] in time, height and width."""
+    """Shape [B, W], or [3, B, W] for time, height and width."""
     mask_BR: Tensor
-    """1 = the model said it."""
+    """1 for sampled tokens."""
     attachments: tuple[tuple[Attachment, ...], ...] = ()
-    """For each row, counted from its first column, padding included; empty where no row has any."""
+    """Attachments of each row, with positions counted from the first column, padding included. Empty if no row has
+    any."""
     lines: Lines = ()
-    """Which of these rows go end to end into one line of the input; empty where each is padded on its own."""
+    """Indices of the rows that are packed end to end into each line of the input. Empty if each row is padded."""
     shares_prefixes: bool = False
-    """In a line, a row leaves out what it begins with as the row before it does."""
+    """In a line, a row omits the prefix that it shares with the row before it."""
     is_spare: bool = False
-    """These rows are another micro-batch's too."""
+    """The rows are also in another micro-batch, so that these count nowhere."""
 
     @property
     def is_one_plain_row(self) -> bool:
-        """It is a single row of text, so that nothing is padding and positions count from 0."""
+        """Whether this is a single row of text, without padding, whose positions count from 0."""
         return len(self.input_ids_BW) == 1 and self.position_ids.dim() == 2 and not any(self.attachments)
 
     @property
@@ -64,7 +65,7 @@ class MicroBatch:
 
     @property
     def is_response_BR(self) -> Tensor:
-        """Bool: there is a token, be it the model's or not."""
+        """Bool: tokens of the response, sampled or not; False at padding."""
         return self.attention_mask_BW[:, self._prompt_width :].bool()
 
     @property
@@ -72,11 +73,11 @@ class MicroBatch:
         return self.input_ids_BW.shape[1] - self.mask_BR.shape[1]
 
     def cut(self, values: Tensor) -> Tensor:
-        """These rows and response columns of a [rows, width] column of the whole batch."""
+        """Return these rows and response columns of a [rows, width] tensor of the whole batch."""
         return values[self.rows_B.to(values.device), : self.mask_BR.shape[1]].to(self.mask_BR.device)
 
     def put(self, values_BR: Tensor, *, into: Tensor) -> None:
-        """The other way round, for tokens there are; what is padding becomes 0. A spare one puts nothing."""
+        """Write values to a tensor of the whole batch, with 0 at padding. A spare micro-batch writes nothing."""
         if self.is_spare:
             return
         values_BR = torch.where(self.is_response_BR, values_BR, 0).to(into)
@@ -84,10 +85,10 @@ class MicroBatch:
 
 
 def trainable_rows(batch: RolloutBatch, keep_B: Tensor | None = None) -> Tensor:
-    """The numbers of the rows that are kept and have a token of the model's.
+    """Return the indices of the rows that are kept and have a sampled token.
 
     Raises:
-        DataError: One of them has no prompt.
+        DataError: One of these rows has no prompt.
     """
     is_trainable_B = batch["response_mask"].any(dim=1)
     rows = (is_trainable_B if keep_B is None else is_trainable_B & keep_B).nonzero().flatten()
@@ -112,15 +113,21 @@ def micro_batches(
     pad: bool = True,
     at_least: int = 1,
 ) -> Iterator[MicroBatch]:
-    """The rows, longest first, in parts of at most `max_tokens` tokens (or of one row that is longer), of which at most
-    `PASS_COST` are padding.
+    """Yield the rows, longest first, in micro-batches of at most `max_tokens` tokens, or of one row that is longer.
 
-    With packing, short rows share lines as long as the longest row; where they share prefixes, rows that begin alike
-    follow one another. Rows of a batch with images are padded anyway. Padding counts as tokens.
+    At most `PASS_COST` tokens of a micro-batch are padding, which counts as tokens. With packing, short rows share
+    lines that are as long as the longest row. With shared prefixes, rows with a common prefix follow one another. Rows
+    of a batch with images are always padded.
 
     Args:
-        pad: Rows that share no lines may be padded to the same width; False gives each a part of its own.
-        at_least: So many parts there are, as far as there are rows, or lines, to part.
+        batch: Batch that `assemble` returned.
+        rows: Indices of the rows to include.
+        max_tokens: Maximum number of tokens in a micro-batch.
+        device: Device of the tensors.
+        use_packing: Pack short rows into lines.
+        share_prefixes: Pack rows into lines, and compute common prefixes once.
+        pad: Pad rows that are not packed to a common width; False gives each row a micro-batch of its own.
+        at_least: Minimum number of micro-batches, as far as there are enough rows or lines.
     """
     prompt_width = batch["prompts"].shape[1]
     attention_mask = batch["attention_mask"]
@@ -138,7 +145,7 @@ def micro_batches(
         parts = ((torch.tensor([row]), ()) for row in longest_first)
     else:
         parts = _padded_parts(longest_first, prompt_lengths, response_lengths, max_tokens=max_tokens)
-    for part, lines in _parted(list(parts), at_least=at_least):
+    for part, lines in _divided(list(parts), at_least=at_least):
         start = prompt_width - int(prompt_lengths[part].max())
         response_width = int(response_lengths[part].max())
         columns = slice(start, prompt_width + response_width)
@@ -194,7 +201,7 @@ def _padded_parts(
 
 
 def _packed_parts(longest_first: Sequence[int], lengths: Tensor, *, max_tokens: int) -> Iterator[_Part]:
-    """Each row goes into the first line with room for it; lines are as long as the first row."""
+    """Pack each row into the first line with room for it. Lines are as long as the first row."""
     part: list[int] = []
     lines: list[list[int]] = []
     room: list[int] = []
@@ -216,8 +223,8 @@ def _packed_parts(longest_first: Sequence[int], lengths: Tensor, *, max_tokens: 
         yield torch.tensor(part), tuple(map(tuple, lines))
 
 
-def _parted(parts: list[_Part], *, at_least: int) -> Iterator[_Part]:
-    """Each of them in as many as it takes, with about as many lines each, or rows where there are none."""
+def _divided(parts: list[_Part], *, at_least: int) -> Iterator[_Part]:
+    """Divide the parts into at least `at_least` pieces with about equal numbers of lines or rows."""
     num_each = math.ceil(at_least / max(1, len(parts)))
     if num_each == 1:
         yield from parts
@@ -231,28 +238,28 @@ def _parted(parts: list[_Part], *, at_least: int) -> Iterator[_Part]:
 
 
 def _with_lines(part: Tensor, lines: Lines) -> _Part:
-    """The rows of a part that are in these of its lines."""
+    """Return the rows of a part that are in some of its lines."""
     rows, numbers = [row for line in lines for row in line], count()
     return part[rows], tuple(tuple(next(numbers) for _ in line) for line in lines)
 
 
 def _rows_of_tokens(batch: RolloutBatch, rows: Sequence[int]) -> dict[int, LongArray]:
-    """The token ids of each row, rows that begin alike next to each other."""
+    """Return the token ids of each row, sorted, so that rows with a common prefix are next to each other."""
     input_ids_BW, attention_mask_BW = batch["input_ids"].numpy(), batch["attention_mask"].numpy()
     tokens = {row: input_ids_BW[row, attention_mask_BW[row] == 1] for row in rows}
-    # Of big-endian numbers, the order of the bytes is that of the ids.
+    # The bytes of big-endian numbers sort like the numbers.
     return dict(sorted(tokens.items(), key=lambda item: item[1].astype(">u4").tobytes()))
 
 
 def common_prefix(left: LongArray, right: LongArray) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix."""
     length = min(len(left), len(right))
     differs = left[:length] != right[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def _shared_parts(rows_of_tokens: Mapping[int, LongArray], *, max_tokens: int) -> Iterator[_Part]:
-    """A line takes the next row as long as what that adds to it fits."""
+    """Pack rows into lines. The next row joins a line if the tokens that it adds fit."""
     width = max(min(SHARED_LINE, max_tokens), *map(len, rows_of_tokens.values()))
     part: list[int] = []
     lines: list[list[int]] = []

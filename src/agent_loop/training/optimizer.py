@@ -1,4 +1,4 @@
-"""Steps of gradient descent: which rows make one, how large it is, and which is left out."""
+"""Optimiser steps: mini-batches, learning rate, and skipped steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Optimizer:
     """AdamW with a warm-up and a decay."""
 
     def __init__(self, weights: MasterWeights, *, config: OptimConfig, seed: int) -> None:
-        """Holds the weights by reference.
+        """Refer to the weights.
 
         Args:
-            weights: What to move.
-            config: Rates, and how many steps an update has.
-            seed: Decides how rows are dealt into mini-batches.
+            weights: Weights to update.
+            config: Learning rates, and the number of steps of an update.
+            seed: Seed of the shuffle into mini-batches.
         """
         self.num_updates = 0
         self._config = config
@@ -34,7 +34,7 @@ class Optimizer:
             betas=config.betas,
             weight_decay=config.weight_decay,
         )
-        for weight in weights.tensors.values():  # as AdamW does it itself in its first step
+        for weight in weights.tensors.values():  # AdamW does the same in its first step
             self._adamw.state[weight] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(weight),
@@ -42,7 +42,7 @@ class Optimizer:
             }
 
     def start_update(self) -> float:
-        """Returns the learning rate of this update."""
+        """Set the learning rate of this update and return it."""
         rate = self._config.lr * self._share_of_rate()
         for group in self._adamw.param_groups:
             group["lr"] = rate
@@ -60,12 +60,12 @@ class Optimizer:
         return risen * (1 - fallen)
 
     def mini_batches(self, rows: Tensor, *, rollouts_B: Tensor | None = None) -> Iterator[Tensor]:
-        """Shuffle the rollouts, deal them into mini-batches, and yield the rows of each; once per epoch.
+        """Shuffle the rollouts, divide them into mini-batches, and yield the rows of each, once per epoch.
 
         Args:
-            rows: The numbers of the rows to train on.
-            rollouts_B: For each row of the batch, the number of its rollout, whose rows stay together. None: each row
-                is a rollout.
+            rows: Indices of the rows to train on.
+            rollouts_B: Number of the rollout of each row of the batch; its rows stay together. None: each row is a
+                rollout.
         """
         rollouts = torch.arange(len(rows)) if rollouts_B is None else rollouts_B[rows]
         found: tuple[Tensor, Tensor] = cast(Any, torch).unique(rollouts, return_inverse=True)
@@ -80,11 +80,11 @@ class Optimizer:
                 yield rows[is_in][places[is_in].argsort(stable=True)]
 
     def step(self, *, loss: float) -> float:
-        """Take one step by the gradients at hand, which are gone after it; return their norm before clipping.
+        """Take one step with the current gradients, clear them, and return their norm before clipping.
 
         Args:
-            loss: What the gradients are of, all processes together. If it or the norm is not finite, nothing moves and
-                the norm that is returned is not finite: the gradient of a NaN can be 0.
+            loss: Loss of the mini-batch on all ranks. If the loss or the norm is not finite, the step is skipped and
+                the returned norm is not finite. The loss is needed because the gradient of a NaN can be 0.
         """
         weights = list(self._weights.tensors.values())
         grad_norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, self._config.grad_clip)))
@@ -97,7 +97,7 @@ class Optimizer:
         return grad_norm
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state by the names of the weights, how far the rate has come, and the random state."""
+        """Return AdamW's state by the names of the weights, the number of updates, and the random state."""
         adamw = {name: dict(self._adamw.state[weight]) for name, weight in self._weights.tensors.items()}
         return {
             "adamw": adamw,
@@ -107,7 +107,7 @@ class Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         for name, weight in self._weights.tensors.items():
             for key, value in self._adamw.state[weight].items():
                 value.copy_(state["adamw"][name][key])

@@ -1,8 +1,8 @@
-"""Several rows in one line of the input, so that little of it is padding.
+"""Packing of several rows into one line of the input, which saves padding.
 
-A line holds rows end to end, with positions that begin at 0 for each: from those, `transformers` builds a mask that
-keeps the rows apart. Where rows share prefixes, each adds to its line only what the row before it does not begin with,
-and a mask says which tokens each one follows. K lines of L tokens, M tokens of the model's; B, P, R as in
+A line holds rows end to end. The positions of each row start at 0, from which `transformers` builds a mask that
+separates the rows. With shared prefixes, each row adds only the tokens after its common prefix with the row before it,
+and a mask selects the tokens that each token attends to. K lines of L tokens, M sampled tokens; B, P, R as in
 `micro_batches`.
 """
 
@@ -21,18 +21,18 @@ from agent_loop.training.micro_batches import NO_TOKENS, LongArray, MicroBatch, 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """What the model gets, and where it answers."""
+    """Packed input of a model, and the positions of its outputs."""
 
     input_ids_KL: Tensor
     position_ids_KL: Tensor
     """0 at padding, so that each pad is a row of its own."""
     before_M: Tensor
-    """For each token of the model's, row by row, the place in the flattened lines of the token before it."""
+    """Position in the flattened lines of the token before each sampled token, row by row."""
     is_seen_KLL: Tensor | None
-    """Which tokens of its line each token attends to; None leaves that to the positions."""
+    """Bool: tokens of its line that each token attends to; None derives the mask from the positions."""
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Arguments of a model that computes in this type."""
+        """Return the arguments of a model that computes in this dtype."""
         inputs = {"input_ids": self.input_ids_KL, "position_ids": self.position_ids_KL}
         if self.is_seen_KLL is None:
             return inputs
@@ -40,7 +40,7 @@ class PackedRows:
 
 
 def pack(micro_batch: MicroBatch) -> PackedRows:
-    """Lays the rows of a micro-batch out as its `lines` say."""
+    """Pack the rows of a micro-batch into its `lines`."""
     device = micro_batch.input_ids_BW.device
     is_token_BW = micro_batch.attention_mask_BW.bool().cpu().numpy()
     ids_BW, mask_BR = micro_batch.input_ids_BW.cpu().numpy(), micro_batch.mask_BR.bool().cpu().numpy()
@@ -75,13 +75,13 @@ def pack(micro_batch: MicroBatch) -> PackedRows:
 
 
 class _Line:
-    """Where each token of some rows lies in one line."""
+    """Positions of the tokens of several rows in one line."""
 
     def __init__(self, rows: list[LongArray], *, shares_prefixes: bool) -> None:
         self._rows = rows
         self._shared: list[int] = []
         self.places: list[LongArray] = []
-        """For each row, of each of its tokens."""
+        """For each row, the positions of its tokens."""
         self.num_tokens = 0
         last, last_places = NO_TOKENS, np.empty(0, dtype=np.int64)
         for row in rows:
@@ -101,7 +101,7 @@ class _Line:
         position_ids_L: LongArray,
         is_seen_LL: NDArray[np.bool_] | None,
     ) -> None:
-        """Fills arrays of zeros that are at least as long as the line."""
+        """Write the line to arrays of zeros that are at least as long as the line."""
         for row, places, num_shared in zip(self._rows, self.places, self._shared, strict=True):
             input_ids_L[places] = row
             position_ids_L[places] = np.arange(len(row))
@@ -113,6 +113,6 @@ class _Line:
 
 
 def additive_mask(is_seen_KLL: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """As every attention of `transformers` takes it, [K, 1, L, L]: added to the scores."""
+    """Return the mask that attention of `transformers` adds to its scores, [K, 1, L, L]."""
     mask_KLL = torch.zeros(is_seen_KLL.shape, dtype=dtype, device=is_seen_KLL.device)
     return mask_KLL.masked_fill_(~is_seen_KLL, torch.finfo(dtype).min).unsqueeze(1)

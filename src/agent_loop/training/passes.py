@@ -1,4 +1,4 @@
-"""Passes of a model over micro-batches, one after the other or several at once."""
+"""Passes of a model over micro-batches, in sequence or in several threads."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from agent_loop.runtime.threads import run_in_threads
 from agent_loop.training.master_weights import Gradients, MasterWeights
 from agent_loop.training.micro_batches import MicroBatch
 
-FoundT = TypeVar("FoundT")
+ResultT = TypeVar("ResultT")
 
 
 def compute_each(
-    function: Callable[[MicroBatch], FoundT], micro_batches: Iterable[MicroBatch], *, num_threads: int
-) -> Iterator[tuple[MicroBatch, FoundT]]:
-    """What is found of each micro-batch, in their order.
+    function: Callable[[MicroBatch], ResultT], micro_batches: Iterable[MicroBatch], *, num_threads: int
+) -> Iterator[tuple[MicroBatch, ResultT]]:
+    """Yield each micro-batch and the result of the function, in order.
 
     Args:
-        function: With several threads, it runs in them.
-        num_threads: So many micro-batches are computed at once.
+        function: Function of a micro-batch; called in the threads if there are several.
+        micro_batches: The micro-batches.
+        num_threads: Number of micro-batches that are computed at once.
     """
     if num_threads == 1:
         for micro_batch in micro_batches:
             yield micro_batch, function(micro_batch)
         return
 
-    def compute(micro_batch: MicroBatch) -> tuple[MicroBatch, FoundT]:
-        torch.set_num_threads(1)  # of this thread: the others fill the cores
+    def compute(micro_batch: MicroBatch) -> tuple[MicroBatch, ResultT]:
+        torch.set_num_threads(1)  # per thread, because the other threads use the other cores
         return micro_batch, function(micro_batch)
 
     yield from run_in_threads(compute, micro_batches, num_threads=num_threads)
 
 
 def add_gradients(
-    loss_of: Callable[[MicroBatch], tuple[Tensor, FoundT]],
+    loss_of: Callable[[MicroBatch], tuple[Tensor, ResultT]],
     micro_batches: Iterable[MicroBatch],
     *,
     into: MasterWeights,
     num_threads: int,
-) -> Iterator[tuple[MicroBatch, FoundT]]:
-    """Adds the gradient of each micro-batch, and yields what else was found of it, in their order.
+) -> Iterator[tuple[MicroBatch, ResultT]]:
+    """Add the gradient of each micro-batch to the weights, and yield the other result of `loss_of`, in order.
 
     Args:
-        loss_of: A micro-batch's share of the loss, and what else to keep of it. With several threads, it runs in them.
-        into: The weights of the model that the losses come from.
-        num_threads: So many micro-batches are computed at once, each with memory for all gradients. The sums are the
-            same, bit by bit. Must be 1 where the weights are sharded.
+        loss_of: Function that returns a micro-batch's part of the loss, and another result. It is called in the threads
+            if there are several.
+        micro_batches: The micro-batches.
+        into: Weights of the model.
+        num_threads: Number of micro-batches that are computed at once, each with memory for all gradients. The sums do
+            not depend on it, to the last bit. Must be 1 if the weights are sharded.
     """
     if num_threads == 1:
         for micro_batch in micro_batches:
@@ -58,7 +61,7 @@ def add_gradients(
             yield micro_batch, found
         return
 
-    def differentiate(micro_batch: MicroBatch) -> tuple[Gradients, FoundT]:
+    def differentiate(micro_batch: MicroBatch) -> tuple[Gradients, ResultT]:
         loss, found = loss_of(micro_batch)
         return into.gradients_of(loss), found
 

@@ -1,4 +1,4 @@
-"""The model that is trained: loading it, and what it thinks of the tokens of a batch."""
+"""The policy: loading its model, and its log-probs of the tokens of a batch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from agent_loop.training.micro_batches import MicroBatch
 
 
 def load_policy(config: ModelConfig, *, path: str | Path | None = None, seed: int = 0) -> PreTrainedModel:
-    """Loads the model in float32 and moves it to its device; with `config.lora_rank`, puts adapters into it.
+    """Load the model in float32, move it to its device, and add adapters if `config.lora_rank` is set.
 
     Args:
-        config: What to load, and where to.
-        path: Takes the place of `config.path`, as when a run goes on from a checkpoint; with adapters, it holds these,
-            and the model is that of `config.path`.
-        seed: Decides how new adapters begin.
+        config: Settings of the model.
+        path: Path to load instead of `config.path`, for example from a checkpoint. With adapters, it holds the
+            adapters, and the model is loaded from `config.path`.
+        seed: Seed of new adapters.
 
     Raises:
-        ConfigError: There is no such model, `transformers` cannot load it, or it cannot have such adapters.
+        ConfigError: The model does not exist, `transformers` cannot load it, or it cannot have such adapters.
     """
     if path is not None and is_adapter_folder(path) != bool(config.lora_rank):
         what = "no adapters" if config.lora_rank else "adapters"
         raise ConfigError(
-            f"model.lora_rank is {config.lora_rank}, but {path} holds {what}; set it as the run that wrote them had it"
+            f"model.lora_rank is {config.lora_rank}, but {path} holds {what}; set it to the value of the run that "
+            f"wrote {path}"
         )
     model = _load(config, path=config.path if path is None or config.lora_rank else path)
     if config.lora_rank and path is not None:
@@ -63,10 +64,10 @@ def _cannot_load(path: str | Path, error: Exception) -> ConfigError:
 
 
 def compute_dtype(config: ModelConfig) -> torch.dtype:
-    """What the model computes in, and how precise its weights in the servers are.
+    """Return the dtype that the model computes in, which is also the dtype of the weights in the servers.
 
     Raises:
-        ConfigError: `auto` is nothing that a model is trained in.
+        ConfigError: The dtype is `auto`, and the model's own dtype cannot be trained in.
     """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
@@ -77,17 +78,17 @@ def compute_dtype(config: ModelConfig) -> torch.dtype:
     dtype = found.dtype or found.get_text_config().dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(
-            f"model.dtype is auto, but {config.path!r} says {dtype}, which nothing is trained in; set "
+            f"model.dtype is auto, but {config.path!r} has {dtype}, which cannot be trained in; set "
             "model.dtype=bfloat16 or float32"
         )
     return dtype
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """The device that `model.device` means on this machine.
+    """Return the device that `model.device` selects on this machine.
 
     Raises:
-        ConfigError: It names a GPU and there is none.
+        ConfigError: The setting names a GPU, and torch sees none.
     """
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
@@ -96,7 +97,7 @@ def device_of(config: ModelConfig) -> torch.device:
 
 
 def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Switches off all that makes two passes differ, such as dropout: engines sample without it."""
+    """Switch off everything that makes two passes differ, such as dropout, because engines sample without it."""
     model.eval()
     if getattr(model.config, "rescale_every", 0):
         cast(
@@ -108,15 +109,15 @@ def make_exact(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
         enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # the switch of checkpointing; the modules in it stay as they are
+                module.training = True  # enables checkpointing; the modules inside are not changed
 
 
 def response_logprobs(
     model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, entropy_has_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the model's tokens at this temperature, and the entropy at each; both of shape [B, R], 0 elsewhere.
+    """Return the log-probs of the sampled tokens at this temperature, and the entropy at each; [B, R], 0 elsewhere.
 
-    The first response token needs a token before it: prompts must not be empty.
+    Prompts must not be empty, because the first response token needs a token before it.
     """
     predictions = predict_response(model, micro_batch)
     logprobs_M, entropy_M = token_logprobs(

@@ -1,4 +1,4 @@
-"""The trainer: loads what a configuration names and trains the policy on its own rollouts."""
+"""The trainer: loads the parts that a configuration names, and trains the policy on its own rollouts."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ from agent_loop.types import Row
 
 
 class PPOTrainer:
-    """Puts the parts of a run together; single use.
+    """Trainer of one run. Single use.
 
     Args:
         config: All settings.
-        manager: Runs the rollouts and stays open afterwards; None makes one from the configuration and closes it.
-        resume: True goes on from the last checkpoint in `trainer.run_dir`, or from the journals if the run was killed
-            before its first one; `auto` does the same, and begins anew if there is neither. A path goes on from that
-            checkpoint (or from the last one of that run): at the step after it, with the rows of that step.
-        overwrite: Lets a new run remove what another one left in `trainer.run_dir`.
-        console: Where progress is shown; None is standard output.
+        manager: Manager that runs the rollouts, which stays open. None creates one from the configuration and closes
+            it at the end.
+        resume: True resumes from the last checkpoint in `trainer.run_dir`, or from the journals if the run was killed
+            before its first checkpoint. `auto` does the same, and starts a new run if there is neither. A path resumes
+            from that checkpoint, or from the last checkpoint of that run, at the step after it.
+        overwrite: Allow a new run to remove the files of an earlier run in `trainer.run_dir`.
+        console: Console that shows the progress; None is standard output.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PPOTrainer:
         console: Console | None = None,
     ) -> None:
         if resume and overwrite:
-            raise ConfigError("resume and overwrite are both set; a run goes on or begins anew, so give one")
+            raise ConfigError("resume and overwrite are both set; give one of them")
         self._config = config
         self._manager = manager
         self._resume = resume
@@ -75,10 +76,10 @@ class PPOTrainer:
         self._console = console
 
     async def fit(self) -> TrainResult:
-        """Trains until `trainer.total_steps`, or until Ctrl-C.
+        """Train until `trainer.total_steps`, or until Ctrl-C.
 
-        The first Ctrl-C abandons a rollout in progress and lets an update in progress end, then writes a
-        checkpoint of the last complete step. The second one ends at once and writes nothing.
+        The first Ctrl-C abandons a rollout in progress and waits for an update in progress, then writes a checkpoint
+        of the last complete step. The second Ctrl-C ends at once and writes nothing.
 
         Raises:
             ConfigError: A setting does not fit, or the run folder belongs to another run.
@@ -88,7 +89,8 @@ class PPOTrainer:
             DataError: The data cannot be read.
             OutputError: The run folder cannot be written, or another process trains in it.
             RolloutError: Too many trajectories failed. A checkpoint of the last complete step is written.
-            TrainingError: The first step has nothing to learn from: no trajectory is scored, or the model said nothing.
+            AlgorithmError: The advantage estimator or the policy loss failed.
+            TrainingError: The first step has nothing to learn from: no trajectory with sampled tokens is scored.
             ProcessGroupError: One of several processes ended.
         """
         config, run_dir = self._config, Path(self._config.trainer.run_dir)
@@ -98,7 +100,7 @@ class PPOTrainer:
             stack.enter_context(exclusive_folder(run_dir, name="trainer.run_dir"))
             journals = JournalFolder(run_dir)
             has_checkpoints = bool(list_checkpoints(run_dir))
-            # Before the first checkpoint, the journals alone are enough to come to the same place again.
+            # Before the first checkpoint, the journals are enough to reproduce the run.
             from_journals = self._resume in (True, "auto") and not has_checkpoints and journals.has(1)
             is_new = from_journals or (self._resume == "auto" and not has_checkpoints)
             checkpoint = None if is_new else find_checkpoint(run_dir, resume=self._resume)
@@ -143,22 +145,22 @@ class PPOTrainer:
             keeper.keep_vocabulary(manager.template.tokenizer)
             stack.enter_context(interrupt.listening())
             if checkpoint is not None:
-                _tell_what_changed(progress, checkpoint, config)
+                _report_changes(progress, checkpoint, config)
                 for note in notes or ():
                     progress.say(note)
             elif from_journals:
-                progress.say("there is no checkpoint yet; going on from the journals")
+                progress.say("there is no checkpoint yet; resuming from the journals")
             elif is_new:
-                progress.say(f"there is nothing to go on from in {run_dir}; beginning anew")
+                progress.say(f"there is nothing to resume from in {run_dir}; starting a new run")
             stack.enter_context(frozen_objects())
             stack.enter_context(infrequent_collections())
             return await loop.run(checkpoint)
 
 
 def _load_data(config: Config, *, has_manager: bool) -> tuple[RowSampler, list[Row], dict[str, DataManifest]]:
-    """Load the rows, and describe their files by split.
+    """Load the rows, and return a manifest of their files by split.
 
-    A manager that the caller made may give rewards in ways that the configuration does not show.
+    If the caller passed a manager, its rewards may come from code that the configuration does not name.
     """
     data = config.data
     if not data.train_files:
@@ -200,18 +202,18 @@ def _check_algorithm(config: Config) -> None:
 
 
 def _keeps_journals(config: Config) -> bool:
-    """Without checkpoints a run cannot be resumed, and its journals would never be dropped."""
+    """Return whether the run has journals. Without checkpoints, they would never be dropped."""
     return config.rollout.journal and config.trainer.save_every is not None
 
 
 def _hide_progress_of_transformers(stack: AsyncExitStack) -> None:
-    """It would tear the live view at every checkpoint."""
+    """Disable the progress bars of `transformers`, which would break the live view."""
     if transformers_logging.is_progress_bar_enabled():
         transformers_logging.disable_progress_bar()
         stack.callback(transformers_logging.enable_progress_bar)
 
 
-def _tell_what_changed(progress: Progress, checkpoint: Checkpoint, config: Config) -> None:
+def _report_changes(progress: Progress, checkpoint: Checkpoint, config: Config) -> None:
     progress.say(f"resuming after step {checkpoint.step} from {checkpoint.path}")
     changed = changed_keys(checkpoint.config, config_values(config))
     if changed:

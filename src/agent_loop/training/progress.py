@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live view in a terminal, one plain line per step elsewhere."""
+"""Progress of a run on the console: a live view in a terminal, else one plain line per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agent_loop.training import metrics as names
 from agent_loop.training.timing import StepClock
 
 STEPS_OF_ETA = 20
-"""The remaining time is estimated from so many steps before."""
+"""Number of past steps from which the remaining time is estimated."""
 
 COLUMNS: Mapping[str, tuple[str, str]] = {
     "reward": (names.REWARD_MEAN, ".3f"),
@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "tokens/s": (names.TOKENS_PER_SECOND, ".0f"),
     "val success": (f"{names.VALIDATION}{names.SUCCESS_SHARE}", ".1%"),
 }
-"""Heading, metric and format of what is shown of each step."""
+"""Columns of a step: heading, metric and format."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class _Rollout:
 
 
 class Progress:
-    """Shows a run while it is entered."""
+    """Console view of a run. A context manager."""
 
     def __init__(self, *, total_steps: int, clock: StepClock, console: Console | None = None) -> None:
         self._total_steps = total_steps
@@ -72,13 +72,17 @@ class Progress:
             self._live.stop()
 
     def start(self, *, completed_steps: int) -> None:
-        """The first step begins; so many were done by an earlier run."""
+        """Start the clock of the first step.
+
+        Args:
+            completed_steps: Steps that an earlier run completed.
+        """
         self._step = completed_steps
         self._step_ends.append(time.monotonic())
 
     @contextmanager
     def rollout(self, *, num_trajectories: int) -> Generator[Callable[[object], None]]:
-        """So many trajectories run meanwhile; gives what is to be told of each that ended."""
+        """Show a rollout while the body runs; yield a callback to call with each trajectory that ended."""
         rollout = _Rollout(num_trajectories)
         self._rollouts.append(rollout)
         try:
@@ -87,7 +91,13 @@ class Progress:
             self._rollouts.remove(rollout)
 
     def end_step(self, step: int, metrics: Mapping[str, float], *, time_spent: str = "") -> None:
-        """A step is done, with these metrics; `time_spent` is a line that says on what."""
+        """Show the metrics of a completed step.
+
+        Args:
+            step: Number of the step.
+            metrics: Its metrics.
+            time_spent: Line that shows how the time of the step was spent.
+        """
         self._step = step
         self._time_spent = time_spent
         self._latest = {**self._latest, **metrics} if self._live is not None else metrics
@@ -99,7 +109,7 @@ class Progress:
             self.say("  ".join(parts) + (f"\n  {time_spent}" if time_spent else ""))
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line above the live view."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _values(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The rollout of one training step: its rows, their journal, and the groups that are trained."""
+"""Rollout of a training step: its rows, their journal, and the groups that are trained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agent_loop.types import Row
 
 
 class RolloutTemplate(Protocol):
-    """What the trainer needs of a chat template."""
+    """The part of a chat template that the trainer uses."""
 
     @property
     def pad_token_id(self) -> int: ...
@@ -35,7 +35,7 @@ class RolloutTemplate(Protocol):
 
 
 class Rollouts(Protocol):
-    """What the trainer needs of an `AgentLoopManager`, whose docstrings say what each does."""
+    """The part of `AgentLoopManager` that the trainer uses. The methods are documented there."""
 
     @property
     def template(self) -> RolloutTemplate: ...
@@ -62,25 +62,25 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepRollout:
-    """What a step is trained on."""
+    """Trajectories that a step is trained on."""
 
     trajectories: Sequence[Trajectory]
     seconds: float
     num_dropped_groups: int
-    """Without variance; other groups took their places, as far as there were any."""
+    """Number of groups without variance that were replaced by other groups, as far as there were any."""
     baseline_rewards: Mapping[int, float] | None = None
-    """By group, where `remax` needs them."""
+    """Rewards of greedy rollouts by group; None if the estimator does not need them."""
 
 
 class StepRollouts:
-    """Rolls out single steps, several of them at once if asked to.
+    """Runs the rollouts of steps. Rollouts of several steps may run at once.
 
     Args:
         config: All settings.
-        manager: Runs the trajectories.
-        sampler: Gives the rows of a step.
-        progress: Is told of trajectories, and of what the journals hold.
-        journals: Where turns are kept; None keeps none.
+        manager: Manager that runs the trajectories.
+        sampler: Sampler of the rows of a step.
+        progress: Console view that shows trajectories, and notes about the journals.
+        journals: Folder of the journals; None keeps no journals.
     """
 
     def __init__(
@@ -102,8 +102,11 @@ class StepRollouts:
         self._needs_greedy_rollouts = estimator_needs(config.algorithm.adv_estimator).greedy_rollouts
 
     async def run(self, step: int) -> StepRollout:
-        """The rollout of a step. Groups whose rewards are all the same are replaced by groups of other rows, as often
-        as `algorithm.max_refills` says; then the step has fewer."""
+        """Run the rollout of a step.
+
+        Groups whose rewards are all equal are replaced by groups of other rows, up to `algorithm.max_refills` times.
+        After that, the step has fewer groups.
+        """
         started = time.monotonic()
         rows, num_groups = self._sampler.batch(step), self._config.data.train_batch_size
         kept, baselines = await self._run_rows(rows, step=step, num_groups=num_groups)
@@ -127,7 +130,7 @@ class StepRollouts:
     async def _run_rows(
         self, rows: Sequence[Row], *, step: int, num_groups: int, refill: int = 0
     ) -> tuple[list[Trajectory], dict[int, float]]:
-        """Their trajectories and, for `remax`, what a greedy one of each earned."""
+        """Return the trajectories of rows, and the rewards of greedy rollouts if the estimator needs them."""
         label = f"step={step}" + (f"/refill={refill}" if refill else "")
         async with self._journal(rows, step=step, refill=refill) as journal:
             sampled, *greedy = await run_together(
@@ -163,7 +166,7 @@ class StepRollouts:
     async def _journal(
         self, rows: Sequence[Row], *, step: int, refill: int
     ) -> AsyncGenerator[StepJournal | None]:
-        """The journal of these rows, with what a run that was killed left in it."""
+        """Open the journal of these rows, with the records of an earlier run that was killed."""
         if self._journals is None:
             yield None
             return
@@ -177,12 +180,12 @@ class StepRollouts:
         file = self._journals.file(step, refill=refill)
         async with open_journal(file, key=key, rows=rows, resume=True, lock=False) as journal:
             if not journal.is_complete:
-                # What could not have begun before this ended is of weights that will not come again.
+                # Journals of steps that start after this one were sampled with weights that will not exist again.
                 dropped = self._journals.drop_after(step + self._max_staleness)
                 if dropped:
                     self._progress.say(
                         f"step {step} is sampled again, so the journals of later steps are dropped "
-                        f"({', '.join(map(str, dropped))}): they are of weights that will not come again"
+                        f"({', '.join(map(str, dropped))}): their weights will not exist again"
                     )
             for note in journal.notes:
                 self._progress.say(note)
@@ -192,12 +195,12 @@ class StepRollouts:
 
 
 def max_staleness(config: Config) -> int:
-    """How many versions the weights that sample may be older than those that are trained."""
+    """Return how many versions the sampling weights may be older than the trained weights."""
     return config.trainer.max_staleness if config.trainer.mode == "async" else 0
 
 
 def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return those of groups in which several rollouts are scored and not all rewards are the same."""
+    """Return the trajectories of groups in which several rollouts are scored and not all rewards are equal."""
     rewards: defaultdict[int, set[float]] = defaultdict(set)
     num_scored: Counter[int] = Counter()
     for branches in group_branches(trajectories):
@@ -208,7 +211,7 @@ def _with_variance(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 
 def _earned(branches: Sequence[Trajectory], *, turn_weight: float) -> float:
-    """Return what the scored branches of a rollout earned, in the mean; NaN if nothing scored any."""
+    """Return the mean reward of the scored branches of a rollout; NaN if none is scored."""
     earned = [
         t.reward + turn_weight * sum(feedback.reward or 0.0 for feedback in t.output.feedback)
         for t in branches

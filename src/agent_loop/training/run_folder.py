@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and from where a run goes on."""
+"""Folder of a run: checks before writing to it, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ CONFIG_FILE = "config.yaml"
 
 
 def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
-    """The checkpoint to go on from.
+    """Return the checkpoint to resume from; None to start from the beginning.
 
     Args:
-        run_dir: The folder of the run.
-        resume: False begins anew; True or `auto` takes the run's last checkpoint; else the path of a checkpoint,
-            or of a run whose last one to take.
+        run_dir: Folder of the run.
+        resume: False starts from the beginning. True or `auto` selects the last checkpoint of the run. A path selects
+            that checkpoint, or the last checkpoint of the run in that folder.
 
     Raises:
-        CheckpointError: There is none, or it is damaged.
+        CheckpointError: The checkpoint does not exist, or is damaged.
     """
     if not resume:
         return None
@@ -46,11 +46,11 @@ def find_checkpoint(run_dir: Path, *, resume: bool | str) -> Checkpoint | None:
 
 
 def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite: bool) -> None:
-    """Refuses to mix two runs in one folder.
+    """Raise an error if two runs would be mixed in one folder.
 
     Raises:
-        ConfigError: A new run would write into the folder of another one.
-        CheckpointError: The folder has later checkpoints than the one to go on from.
+        ConfigError: A new run would write to the folder of another run.
+        CheckpointError: The folder has later checkpoints than the one to resume from.
     """
     metrics = run_dir / METRICS_FILE
     has_steps = (
@@ -68,7 +68,7 @@ def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite:
         later = [path.name for path in list_checkpoints(run_dir) if step_of(path) > checkpoint.step]
         if later:
             raise CheckpointError(
-                f"the run is to go on after step {checkpoint.step}, but {str(run_dir)!r} holds later checkpoints "
+                f"the run resumes after step {checkpoint.step}, but {str(run_dir)!r} holds later checkpoints "
                 f"({', '.join(later)}); move them elsewhere, or set trainer.run_dir to a new folder"
             )
 
@@ -76,11 +76,12 @@ def check_run_folder(run_dir: Path, *, checkpoint: Checkpoint | None, overwrite:
 def check_rows_unchanged(
     checkpoint: Checkpoint, rows: Mapping[str, DataManifest], *, allow_changed: bool
 ) -> list[str]:
-    """Refuse to resume with other training rows: which rows a step takes follows from their positions.
+    """Raise an error if the training rows have changed, because the rows of a step follow from their positions.
 
     Args:
-        rows: The rows as they are, by split.
-        allow_changed: Whether other training rows are no error.
+        checkpoint: Checkpoint to resume from.
+        rows: Current rows, by split.
+        allow_changed: Accept training rows that have changed.
 
     Returns:
         Notes for the user on rows that have changed.
@@ -103,8 +104,8 @@ def check_rows_unchanged(
 
 
 def prepare_run_folder(run_dir: Path, *, config: Config, checkpoint: Checkpoint | None) -> None:
-    """Makes the folder ready: what an earlier run wrote after the checkpoint (or all of it, if there is none to go
-    on from) is removed, and the configuration is written."""
+    """Remove what an earlier run wrote after the checkpoint, or everything without a checkpoint; write the
+    configuration."""
     run_dir.mkdir(parents=True, exist_ok=True)
     metrics_path = run_dir / METRICS_FILE
     if checkpoint is None:
@@ -119,12 +120,12 @@ def prepare_run_folder(run_dir: Path, *, config: Config, checkpoint: Checkpoint 
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """The configuration as plain values, for files."""
+    """Return the configuration as plain values, for files."""
     return config.model_dump(mode="json")
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], *, prefix: str = "") -> list[str]:
-    """The dotted keys in which two configurations differ."""
+    """Return the dotted keys in which two configurations differ."""
     changed: list[str] = []
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)

@@ -1,4 +1,4 @@
-"""Collects the metrics of one update."""
+"""Metrics of one update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 
 @dataclass(frozen=True, slots=True)
 class StepNames:
-    """What the metrics of optimiser steps are called."""
+    """Names of the metrics of optimiser steps."""
 
     grad_norm: str
     optimizer_steps: str
@@ -26,7 +26,7 @@ class StepNames:
 
 
 class UpdateTally:
-    """Filled by one update, read once."""
+    """Collector of the metrics of one update. Single use."""
 
     def __init__(self, step_names: StepNames, *, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
         self.num_steps = 0
@@ -36,7 +36,7 @@ class UpdateTally:
         self._log_ratios: list[Tensor] = []
 
     def add_step(self, sums: Mapping[str, float], *, grad_norm: float) -> None:
-        """Add an optimiser step, with the sums of all processes."""
+        """Add an optimiser step, with the sums of all ranks."""
         self.num_steps += 1
         for name, value in {**sums, self._names.grad_norm: grad_norm}.items():
             self._values[name].append(value)
@@ -49,7 +49,7 @@ class UpdateTally:
             self._log_ratios.append(log_ratio_BR[mask_BR.bool()].cpu())
 
     def metrics(self) -> dict[str, float]:
-        """Of all processes: means over the optimiser steps, those that are not finite left out."""
+        """Return the means over the optimiser steps of all ranks, without values that are not finite."""
         metrics = {
             name: sum(finite) / len(finite)
             for name, values in self._values.items()
@@ -68,7 +68,7 @@ class UpdateTally:
 
 
 def _mismatch(log_ratios_N: Tensor) -> dict[str, float]:
-    """Of the trainer's log-probs over the rollout's; the tokens are the rollout's, so `k1` is minus their mean."""
+    """Return metrics of the log-ratios of trainer to rollout. The rollout sampled, so `k1` is minus their mean."""
     differences_N = log_ratios_N.abs()
     return {
         names.LOGPROB_DIFF_MAX: float(differences_N.max()),

@@ -1,4 +1,4 @@
-"""What an update of the policy is measured against, and pulled to. B rows of a batch, R response width."""
+"""Targets of an update of the policy. B rows of a batch, R response width."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from agent_loop.training.losses import correct
 
 @dataclass(frozen=True, slots=True)
 class PastLogProbs:
-    """What the new log-probs are held against; rows and columns of the whole batch, 0 in rows that were not asked."""
+    """Log-probs that an update compares with. Rows and columns of the whole batch; 0 in rows that are not updated."""
 
     old_BR: Tensor
-    """Of the policy that sampled."""
+    """Log-probs of the policy that sampled."""
     rollout_BR: Tensor | None
-    """What the servers gave; None where they gave none."""
+    """Log-probs that the servers returned; None if they returned none."""
     reference_BR: Tensor | None
-    """Of the policy at the start of the run; None where no reference is kept."""
+    """Log-probs of the policy at the start of the run; None without a reference model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What an update pulls the policy to; rows and columns of the whole batch."""
+    """Targets of an update. Rows and columns of the whole batch."""
 
     advantages_BR: Tensor
     weights_BR: Tensor | None
-    """How much each token's loss counts; None is the same for all."""
+    """Weight of each token's loss; None is 1."""
     past: PastLogProbs
 
 
 def importance(
     batch: RolloutBatch, *, rows: Tensor, past: PastLogProbs, config: CorrectionConfig
 ) -> tuple[Tensor | None, dict[str, float]]:
-    """The weights of tokens for rollout and training being apart, [B, R], and metrics; None where all count the same.
+    """Return importance weights of tokens, [B, R], and metrics; None as weights if `config.kind` is `none`.
 
     Raises:
-        DataError: The servers gave no log-probs to compare with.
+        DataError: The servers returned no log-probs.
     """
     if config.kind == "none":
         return None, {}
     if past.rollout_BR is None:
         raise DataError(
-            "the batch has no rollout_log_probs, which actor.correction compares with; let the servers give "
+            "the batch has no rollout_log_probs, which actor.correction compares with; let the servers return "
             "log-probs, or set actor.correction.kind=none"
         )
     is_trained_B = torch.zeros(len(batch), dtype=torch.bool).index_fill(0, rows, True)

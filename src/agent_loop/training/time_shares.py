@@ -1,9 +1,9 @@
-"""Where the time of a step went: shares that sum to 1.
+"""Shares of the time of a step, which sum to 1.
 
-The phases of the trainer (update, publish, validate) have the share that the clock measured. The phase in which it
-waited for the rollout is dealt out as the time of all its trajectories went: each has as many seconds as passed from
-the first one's beginning to the last one's end, and those that it spent in nothing are idle. In `async` mode that wait
-is shorter than the rollout, and is dealt out in the same proportions.
+The phases of the trainer (update, publish, validate) have the share that the clock measured. The time in which the
+trainer waited for the rollout is divided in proportion to the time of all trajectories. Each trajectory counts from
+the start of the first one to the end of the last one; the time in which it was not running is idle. In `async` mode
+the wait is shorter than the rollout, and is divided in the same proportions.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ PHASES: Mapping[str, str] = {
     "publish": names.TIME_WEIGHTS,
     "validate": names.TIME_VALIDATION,
 }
-"""The share of each phase of the clock, but that of the rollout, which is dealt out."""
+"""Metric of each phase of the clock, except the rollout."""
 ROLLOUT = "rollout"
 LEAST_SHOWN = 0.005
-"""Smaller shares are not worth a word."""
+"""Smallest share that is printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
-    """The trajectory that took longest."""
+    """Trajectory that took longest."""
 
     name: str
     seconds: float
     times: Times
 
     def __str__(self) -> str:
-        """With what it spent most of its time on."""
+        """Return one line with the part that took most of the time."""
         seconds = {name.removesuffix("_s"): value for name, value in self.times.whole().items()}
         most = max(seconds, key=lambda name: seconds[name])
         return f"{self.name} {self.seconds:.1f} s ({most} {seconds[most]:.1f} s)"
@@ -44,21 +44,21 @@ class Slowest:
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """What the time of one step, or of several, went to."""
+    """Shares of the time of one or several steps."""
 
     seconds: float
     shares: Mapping[str, float]
-    """By metric; they sum to 1."""
+    """Shares by metric, which sum to 1."""
     slowest: Slowest | None = None
-    """None where nothing was watched."""
+    """None if no trajectory was traced."""
 
     def metrics(self) -> dict[str, float]:
-        """All of it, by name."""
+        """Return all values by metric name."""
         slowest = {} if self.slowest is None else {names.SLOWEST_SECONDS: self.slowest.seconds}
         return {**self.shares, **slowest}
 
     def __str__(self) -> str:
-        """One line, the largest share first."""
+        """Return one line, largest share first."""
         largest_first = sorted(self.shares.items(), key=lambda item: -item[1])
         parts = [
             f"{name.removeprefix(names.TIME)} {share:.0%}"
@@ -69,8 +69,8 @@ class TimeShares:
             parts.append(f"slowest {self.slowest}")
         return "time: " + "  ".join(parts)
 
-    def and_then(self, other: TimeShares) -> TimeShares:
-        """Of both together."""
+    def plus(self, other: TimeShares) -> TimeShares:
+        """Return the shares of both together."""
         seconds = self.seconds + other.seconds
         shares: Mapping[str, float] = {
             name: (self.shares[name] * self.seconds + other.shares[name] * other.seconds) / (seconds or 1.0)
@@ -81,12 +81,12 @@ class TimeShares:
 
 
 def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, float], label: str) -> TimeShares:
-    """What the time of a step went to.
+    """Return the shares of the time of a step.
 
     Args:
-        trajectories: Of its rollout.
-        phases: Seconds of each of the clock's phases, and of the whole `step`.
-        label: Goes before the name of the slowest, as in the log.
+        trajectories: Trajectories of its rollout.
+        phases: Seconds of each phase of the clock, and of the whole `step`.
+        label: Prefix of the name of the slowest trajectory, as in the log.
     """
     step_s = max(phases["step"], sum(value for name, value in phases.items() if name != "step"), 1e-9)
     traces = _traces(trajectories)
@@ -105,12 +105,12 @@ def time_shares(trajectories: Sequence[Trajectory], *, phases: Mapping[str, floa
 
 
 def _traces(trajectories: Sequence[Trajectory]) -> dict[str, Trace]:
-    """By row; its branches share one."""
+    """Return the traces by row. The branches of a row share one trace."""
     return {f"group={t.group}/rollout={t.rollout}": t.trace for t in trajectories if t.trace is not None}
 
 
 def _rollout_shares(traces: Sequence[Trace]) -> dict[str, float]:
-    """They sum to 1; without traces, nobody knows."""
+    """Return shares that sum to 1. Without traces, everything is `time/other`."""
     seconds = sum(trace.seconds for trace in traces)
     if not seconds:
         return {names.TIME_OTHER: 1.0}

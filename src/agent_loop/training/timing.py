@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Seconds of the phases of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class StepClock:
-    """Adds up seconds per phase, of the current step and of all steps."""
+    """Clock that adds up the seconds of each phase, for the current step and for all steps."""
 
     def __init__(self) -> None:
         self._step_started = time.monotonic()
@@ -17,13 +17,13 @@ class StepClock:
         self._total: defaultdict[str, float] = defaultdict(float)
 
     def start_step(self) -> None:
-        """Sets the current step's seconds to zero."""
+        """Reset the seconds of the current step."""
         self._step_started = time.monotonic()
         self._step.clear()
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Counts the time of its body, however it ends."""
+        """Count the time of the body, even if it raises."""
         started = time.monotonic()
         try:
             yield
@@ -33,11 +33,11 @@ class StepClock:
             self._total[name] += seconds
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase of the current step so far, and `step`: since it started."""
+        """Return the seconds of each phase of the current step, and those since its start as `step`."""
         return {**self._step, "step": time.monotonic() - self._step_started}
 
     def shares(self) -> dict[str, float]:
-        """Of each phase in the time of all phases so far, largest first."""
+        """Return the share of each phase in the time of all phases, largest first."""
         seconds = dict(self._total)  # a copy: a live view reads it from a thread of its own
         total = sum(seconds.values())
         largest_first = sorted(seconds, key=lambda name: -seconds[name])

@@ -14,39 +14,39 @@ AttachmentKind: TypeAlias = Literal["image", "video"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attachment:
-    """An image or a video, and the run of tokens that stands for it."""
+    """Image or video, and the run of placeholder tokens for it."""
 
     kind: AttachmentKind
     start: int
-    """Where its run begins: in its segment, or in the whole context when a server or a batch is given it."""
+    """Position of the run's first token: in the segment, or in the whole context for servers and batches."""
     num_tokens: int
-    """The run: placeholders, and what the processor writes between them."""
+    """Length of the run: placeholders and the tokens that the processor writes between them."""
     placeholder_id: int
-    """In the run, each token with this id stands for one row of what the model makes of the features."""
+    """Token id of placeholders. Each stands for one row of the embedding that the model computes from the features."""
     features: Mapping[str, NDArray[Any]]
-    """What the model's processor made of it, by the names under which the model takes it."""
+    """Output of the model's processor, by the names of the model's arguments."""
     digest: bytes
-    """Of the features. Equal digests, equal features."""
+    """Digest of the features. Equal digests mean equal features."""
     positions: NDArray[np.int32] | None = None
-    """Shape [3, num_tokens], relative to `start`: time, height and width; None where the model counts tokens."""
+    """Shape [3, num_tokens], relative to `start`: time, height and width. None if the model counts tokens."""
     num_positions: int = 0
-    """With `positions`: how far the text behind it is from where it starts."""
+    """With `positions`: distance from the first position of the run to the position of the text after it."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
 
     def moved(self, by: int) -> Attachment:
-        """The same, counted from elsewhere."""
+        """Return the same attachment with `start` increased by `by`."""
         return replace(self, start=self.start + by)
 
 
 def position_ids(num_tokens: int, attachments: Iterable[Attachment]) -> NDArray[np.int32]:
-    """Positions in time, height and width of a context: text counts on in all three, images bring their own.
+    """Return the positions of a context in time, height and width. Text counts on in all three dimensions.
 
     Args:
-        num_tokens: Of the context.
-        attachments: Counted from its first token, in order.
+        num_tokens: Number of tokens of the context.
+        attachments: Attachments in order, with `start` counted from the first token of the context.
 
     Returns:
         Shape [3, num_tokens].

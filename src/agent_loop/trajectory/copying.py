@@ -1,4 +1,4 @@
-"""Copies of what foreign code is handed, so that it can change them."""
+"""Copies of values that user code receives and may change."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_DEPTH = 32
-"""Containers further within each other are shared, as those within themselves have no end."""
+"""Depth to which nested containers are copied. Deeper containers are shared, since a container can contain itself."""
 
 
 def copied(value: Any, *, depth: int = MAX_DEPTH) -> Any:
-    """Return a value whose dicts and lists are copies. All else is shared."""
+    """Return a value whose dicts and lists are copies. All other objects are shared."""
     copy = _COPIERS.get(type(value))  # pyright: ignore[reportUnknownArgumentType]
     return value if copy is None or not depth else copy(value, depth - 1)
 

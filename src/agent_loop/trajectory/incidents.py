@@ -1,4 +1,4 @@
-"""What happened to a trajectory beside its tokens."""
+"""Incidents, feedback and failures of a trajectory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agent_loop.types import Origin
 
 
 class IncidentKind(StrEnum):
-    """What went wrong, or was left out, on a trajectory that went on or ended in good order."""
+    """Kind of a problem or loss in a trajectory that nevertheless continued or ended normally."""
 
     MALFORMED_CALL = "malformed_call"
     INVALID_TURN = "invalid_turn"
@@ -39,34 +39,34 @@ class IncidentKind(StrEnum):
 
 
 class Incident(Struct, frozen=True):
-    """One named loss."""
+    """Named problem or loss in a trajectory."""
 
     kind: IncidentKind
     detail: str
-    """One line for a person to read."""
+    """One line of text for people."""
     assistant_turn: int = 0
-    """How many assistant turns there had been."""
+    """Number of assistant turns before the incident."""
 
 
 class Feedback(Struct, frozen=True):
-    """What a call of a tool, or a reply of the interaction, brought the turn that asked for it, beside its words."""
+    """Result of a tool call or of an interaction's reply for its turn, apart from the text."""
 
     origin: Origin
     """`TOOL` or `INTERACTION`."""
     name: str = ""
-    """The tool's."""
+    """Name of the tool."""
     place: int | None = None
-    """Where in the response the turn's last token is; None where the model had said nothing yet."""
+    """Position of the turn's last token in the response; None if the model had not sampled a token yet."""
     reward: float | None = None
     incident: IncidentKind | None = None
-    """Why the call did not work, where it did not."""
+    """Why the call failed; None if it did not fail."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What else the tool or the interaction returned."""
+    """Further values that the tool or the interaction returned."""
 
 
 class Failure(Struct, frozen=True):
     """The exception that ended a trajectory with `StopReason.FAILED`."""
 
     error: str
-    """Type and message, on one line: the key by which failures are counted."""
+    """Type and message on one line. Failures are counted by this text."""
     traceback: str

@@ -1,4 +1,4 @@
-"""One trajectory, as it came out and as it was scored."""
+"""Output of one trajectory, and its score."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopRea
 
 
 class AgentLoopMetrics(Struct, frozen=True):
-    """Where the time of one trajectory went. The first three are the names under which they are reported."""
+    """Times and counts of one trajectory. The first three have the names of verl's metrics."""
 
     generate_sequences: float = 0.0
     """Seconds spent waiting for completions."""
@@ -43,14 +43,14 @@ class AgentLoopMetrics(Struct, frozen=True):
     """Seconds by which the event loop's timers were late at most, from the rollout's start to the trajectory's end."""
     event_loop_lag_mean: float = 0.0
     event_loop_late_share: float = 0.0
-    """Of that time, in which the event loop was held up for more than 0.1 s at once."""
+    """Share of that time in which the event loop was blocked for more than 0.1 s at a time."""
 
     def model_dump(self) -> dict[str, float]:
         """Return the metrics by name."""
         return structs.asdict(self)
 
     def with_lag(self, *, max_s: float, mean_s: float, late_share: float) -> AgentLoopMetrics:
-        """The same with how late the event loop was."""
+        """Return the same metrics with the delays of the event loop."""
         return structs.replace(
             self, event_loop_lag_max=max_s, event_loop_lag_mean=mean_s, event_loop_late_share=late_share
         )
@@ -61,21 +61,21 @@ class AgentLoopOutput:
     """The record of one trajectory. Everything about its tokens is derived from `segments`."""
 
     segments: tuple[Segment, ...]
-    """Prompt first, then what was said, in order."""
+    """The prompt, then all further segments in order."""
     stop_reason: StopReason
     reward_score: float | None
     """The loop's or the tools' own reward; None leaves it to the reward function."""
     tool_schemas: tuple[Mapping[str, Any], ...]
-    """The OpenAI function schemas that the model was shown."""
+    """OpenAI function schemas in the model's prompt."""
     messages: tuple[Message, ...]
-    """The conversation as it was read, for people and reward functions; tokens are the truth."""
+    """The parsed conversation, for people and reward functions. Training uses the tokens."""
     metrics: AgentLoopMetrics
     feedback: tuple[Feedback, ...]
-    """What each call and each reply of the interaction brought, in order."""
+    """Results of each tool call and each reply of the interaction, in order."""
     incidents: tuple[Incident, ...]
     failure: Failure | None
     extra_fields: Mapping[str, Any]
-    """Whatever else the loop wants to hand on; becomes columns of the batch."""
+    """Further values of the loop, which become columns of the batch."""
     num_turns: int
     """Prompt, assistant turns and replies, each counted once."""
 
@@ -99,7 +99,7 @@ class AgentLoopOutput:
         extra_fields: Mapping[str, Any] | None = None,
         weight_version: int = UNKNOWN_VERSION,
     ) -> None:
-        """Give `segments`, or `prompt_ids`, `response_ids` and `response_mask` (1 = the model said it).
+        """Give `segments`, or `prompt_ids`, `response_ids` and `response_mask` (1 = sampled by the model).
 
         With token lists, the worker fills in what is left out: `weight_version` and `response_logprobs` from the
         completions that the loop received, `messages` by decoding.
@@ -139,15 +139,15 @@ class AgentLoopOutput:
         )
 
     def failed(self, failure: Failure) -> AgentLoopOutput:
-        """The same trajectory, ended by a failure."""
+        """Return the same trajectory, ended by a failure."""
         return self._with(stop_reason=StopReason.FAILED, failure=failure)
 
     def measured(self, metrics: AgentLoopMetrics) -> AgentLoopOutput:
-        """The same trajectory with other metrics."""
+        """Return the same trajectory with other metrics."""
         return self._with(metrics=metrics)
 
     def noted(self, incident: Incident) -> AgentLoopOutput:
-        """The same trajectory with one more named loss."""
+        """Return the same trajectory with one more incident."""
         return self._with(incidents=(*self.incidents, incident))
 
     def with_extra_fields(self, fields: Mapping[str, Any]) -> Self:
@@ -175,12 +175,12 @@ class AgentLoopOutput:
 
     @cached_property
     def response_ids(self) -> IntArray:
-        """Shape [response_tokens]: what the model, tools and interactions said."""
+        """Shape [response_tokens]: tokens of the model, tools and interactions."""
         return concatenated([s.token_ids for s in self.response_segments], np.int32)
 
     @cached_property
     def response_mask(self) -> NDArray[np.int8]:
-        """Shape [response_tokens]: 1 = the model said it."""
+        """Shape [response_tokens]: 1 = sampled by the model."""
         return self._per_response_token(lambda s: s.origin is Origin.MODEL, np.int8)
 
     @cached_property
@@ -249,7 +249,7 @@ class AgentLoopOutput:
         )
 
     def _with(self, **changes: Any) -> Self:
-        """As `dataclasses.replace`, in a fraction of the time. What cached properties hold is copied too."""
+        """Return a copy with other fields, faster than `dataclasses.replace`. Cached properties are copied too."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), **changes)
         return copy
@@ -264,29 +264,29 @@ def rewards_of(feedback: Iterable[Feedback], origin: Origin) -> tuple[float, ...
 
 
 class Trajectory(Struct, frozen=True, eq=False):
-    """One scored rollout: what came out, of which row, and what it was worth."""
+    """One scored rollout: its output, row and reward."""
 
     output: AgentLoopOutput
     row: Row
     group: int
-    """Which prompt of the batch."""
+    """Index of the prompt in the batch."""
     rollout: int
-    """Which of the group's samples."""
+    """Index of the sample in the group."""
     reward: float | None
-    """None where the trajectory failed or was cancelled, or nothing scores it: it is not trained on."""
+    """None if the trajectory failed, was cancelled or has no score. It is then not trained on."""
     reward_extra: Mapping[str, Any]
-    """What else the reward function returned."""
+    """Further values that the reward function returned."""
     branch: int | None = None
-    """Which output, where the loop returned a list of them."""
+    """Index of the output if the loop returned a list of outputs."""
     trace: Trace | None = None
-    """None where nobody watched it, as of what ended before a crash and is in the journal."""
+    """None if there was no observer, as for trajectories from a journal."""
 
     def watched(self, trace: Trace, *, output: AgentLoopOutput) -> Trajectory:
-        """The same with its trace, and what came out with the metrics of whoever watched it."""
+        """Return the same trajectory with a trace, and with an output that has the final metrics."""
         return structs.replace(self, trace=trace, output=output)
 
     def noted(self, incident: Incident) -> Trajectory:
-        """Return the same trajectory with one more named loss."""
+        """Return the same trajectory with one more incident."""
         return structs.replace(self, output=self.output.noted(incident))
 
     @property

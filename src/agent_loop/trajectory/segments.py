@@ -73,7 +73,7 @@ class Segment(Struct, frozen=True, eq=False):
         )
 
     def as_chunk(self) -> TokenChunk:
-        """Return a model segment as a chunk of a completion that goes on."""
+        """Return a model segment as a chunk without a stop reason."""
         return TokenChunk(
             self.token_ids.tolist(),
             None if self.logprobs is None else self.logprobs.tolist(),
@@ -93,12 +93,12 @@ class Segment(Struct, frozen=True, eq=False):
 
 
 def count_turns(segments: Iterable[Segment]) -> int:
-    """Prompt, assistant turns and replies; a completion that spans a weight swap is one turn."""
+    """Return the number of prompts, assistant turns and replies. A completion that spans a weight swap is one turn."""
     return len(list(groupby([_SPEAKER[segment.origin] for segment in segments])))
 
 
 def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:
-    """The attachments of all segments, counted from the first token of the first."""
+    """Return the attachments of all segments, with `start` counted from the first token of the first segment."""
     segments = tuple(segments)
     if not any(s.attachments for s in segments):
         return ()
@@ -107,7 +107,7 @@ def placed_attachments(segments: Iterable[Segment]) -> tuple[Attachment, ...]:
 
 
 def concatenated(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    """One array, read-only; an empty one of that type for none."""
+    """Return the concatenation of arrays, read-only. No arrays give an empty one of type `dtype`."""
     joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
     joined.flags.writeable = False
     return joined
@@ -124,7 +124,7 @@ def segments_of_mask(
     """Return the segments of token lists: one for each run of the mask.
 
     Raises:
-        EpisodeError: The lists do not agree in length, one does not hold token ids, or the mask holds something else
+        EpisodeError: The lists have different lengths, a list does not hold token ids, or the mask holds other values
             than 0 and 1.
     """
     if prompt_ids is None or response_ids is None or response_mask is None:
@@ -157,7 +157,11 @@ _SPEAKER = {Origin.PROMPT: "prompt", Origin.MODEL: "model", Origin.TOOL: "reply"
 
 
 def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
-    """Raises: EpisodeError: These are not token ids."""
+    """Return token ids as an array.
+
+    Raises:
+        EpisodeError: The values are not token ids.
+    """
     given: Any = token_ids
     try:
         ids = np.asarray(given)
@@ -179,7 +183,11 @@ def _checked_ids(token_ids: TokenIds, *, name: str) -> IntArray:
 
 
 def _check_extras(segment: Segment) -> None:
-    """Raises: EpisodeError: An array does not have one entry per token, or the tokens are not the model's."""
+    """Check the shapes of the extras.
+
+    Raises:
+        EpisodeError: An array does not have one entry per token, or the segment is not a model segment.
+    """
     if segment.origin is not Origin.MODEL:
         raise EpisodeError(f"{segment.origin} segment with extras; only model segments have values per token")
     for name, array in segment.extras.items():
@@ -190,7 +198,11 @@ def _check_extras(segment: Segment) -> None:
 
 
 def _check_attachments(segment: Segment) -> None:
-    """Raises: EpisodeError: A run is not where the tokens are."""
+    """Check the positions of attachments.
+
+    Raises:
+        EpisodeError: A run of an attachment is outside the tokens, or has no placeholder.
+    """
     end = 0
     for attachment in segment.attachments:
         kind, run = attachment.kind, segment.token_ids[attachment.start : attachment.end]

@@ -1,4 +1,4 @@
-"""What a trajectory spent its time on."""
+"""Time that a trajectory spent, by activity."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from msgspec import Struct
 
 
 class Span(Struct, frozen=True):
-    """Something that a trajectory waited for, or that its loop did."""
+    """Period in which a trajectory waited for something or its loop ran."""
 
     kind: str
     """A `WaitKind`."""
     name: str
-    """Which one, where there are several of the kind: the server, the tool."""
+    """Name of the server or tool, if there are several."""
     start: float
-    """Seconds since the trajectory was asked for."""
+    """Seconds since the trajectory was requested."""
     end: float
     details: Mapping[str, Any] = {}
-    """What else is known of it; `docs/tracing.md` lists the keys of each kind."""
+    """Further values; `docs/tracing.md` lists the keys of each kind."""
 
     @property
     def seconds(self) -> float:
@@ -27,11 +27,11 @@ class Span(Struct, frozen=True):
 
 
 class Trace(Struct, frozen=True):
-    """The time of one trajectory; that of all its branches, where it has several."""
+    """Spans of one trajectory. All branches of a rollout share one trace."""
 
     began_at: float
-    """When it was asked for, in seconds since 1970."""
+    """Time of the request for the trajectory, in seconds since 1970."""
     seconds: float
-    """From there until it was scored."""
+    """Seconds from `began_at` until the trajectory was scored."""
     spans: tuple[Span, ...]
-    """In the order in which they ended; some lie within others, or beside them."""
+    """Ordered by their ends. Spans can contain each other or overlap."""

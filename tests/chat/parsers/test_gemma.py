@@ -52,7 +52,7 @@ def test_values_arrive_with_their_types(body: str, arguments: dict[str, object])
         ("a:[1", "] is missing"),
         ("a:1 b:2", "} is missing"),
         ("a:{b:1", "} is missing"),
-        ("a:1}{b:2", "comes no <"),
+        ("a:1}{b:2", "not followed by <"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
@@ -68,7 +68,7 @@ def test_a_call_that_cannot_be_read_says_why(body: str, complaint: str) -> None:
     [
         ("<|tool_call>f{}<tool_call|>", "not followed by call:name{"),
         ("<|tool_call>call:{}<tool_call|>", "not followed by call:name{"),
-        ("<|tool_call>call:f{a:1}", "comes no <tool_call|>"),
+        ("<|tool_call>call:f{a:1}", "not followed by <tool_call|>"),
         ('<|tool_call>call:f{a:<|"|>x}<tool_call|>', "a string is not closed"),
     ],
 )

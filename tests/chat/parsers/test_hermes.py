@@ -45,7 +45,7 @@ def test_reasoning_opened_by_the_generation_prompt_ends_at_its_tag() -> None:
         ("{'name': 'add'}", "double quotes"),
         ('{"name": "a"}{"name": "b"}', "one call at a time"),
         ('{"name": "a", "arguments": {"k": 1, "k": 2}}', 'the key "k" is given twice'),
-        ('{"name": "a", "arguments": {"k": NaN}}', "NaN is no JSON value"),
+        ('{"name": "a", "arguments": {"k": NaN}}', "NaN is not a JSON value"),
         ('{"name": "a", "arguments": {"k": 1e999}}', "too large"),
         ('{"name": "a", "arguments": {"k": ' + "9" * 5000 + "}}", "too many digits"),
         ('{"name": "a", "arguments": {"k": "\\ud800"}}', "half of a surrogate pair"),

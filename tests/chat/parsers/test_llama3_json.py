@@ -61,7 +61,7 @@ def test_other_json_is_text(text: str) -> None:
         ('{"name": "add", "parameters": {"a": 1}', "not valid JSON"),
         ('{"name": "add", "parameters": {"a": 1,}}', "not valid JSON"),
         ('{"name": "add", "parameters": [1]}', "must be a JSON object"),
-        ('{"name": "add", "parameters": "a"}', "holds no valid JSON"),
+        ('{"name": "add", "parameters": "a"}', "is not valid JSON"),
         ('{"name": "", "parameters": {}}', '"name"'),
         ('<|python_tag|>add.call(a="1")', "not followed by a JSON object"),
     ],

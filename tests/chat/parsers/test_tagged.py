@@ -137,10 +137,13 @@ def test_glm_may_leave_out_line_breaks_and_end_with_the_next_role() -> None:
         ),
         (
             "<tool_call><function=f><parameter=x>1</parameter></tool_call>",
-            "neither another one nor </function>",
+            "neither another argument nor </function>",
         ),
         ("<tool_call><function=f><parameter=x>1</parameter>oops</function></tool_call>", "neither another"),
-        ("<tool_call><function=f></function><function=g></function></tool_call>", "neither another one nor"),
+        (
+            "<tool_call><function=f></function><function=g></function></tool_call>",
+            "neither another argument nor",
+        ),
         (f"<tool_call><function=f>{'<parameter=x>1</parameter>' * 2}</function></tool_call>", "given twice"),
         ("<tool_call><function=f><parameter=x>1</parameter></function>", "not closed with </tool_call>"),
         ("<function=f><parameter=x>1</parameter></function></tool_call>", "not inside <tool_call>"),
@@ -157,13 +160,13 @@ def test_a_qwen_call_that_cannot_be_read_says_why(text: str, complaint: str) -> 
     ("text", "complaint"),
     [
         ("<tool_call></tool_call>", "name of a tool"),
-        ("<tool_call>f\n<arg_key>x</arg_key>\n</tool_call>", "neither another one"),
+        ("<tool_call>f\n<arg_key>x</arg_key>\n</tool_call>", "neither another argument"),
         ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1\n</tool_call>", "'x' is not closed"),
         (
             "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1<arg_key>y</arg_key></tool_call>",
             "'x' is not closed",
         ),
-        ("<tool_call>f g</tool_call>", "neither another one"),
+        ("<tool_call>f g</tool_call>", "neither another argument"),
         ("<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>", "not closed with </tool_call>"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tool parsers by name. Importing this package registers the ones that ship."""
+"""Tool parsers. Importing this package registers the parsers that ship."""
 
 from agent_loop.chat.parsers.completion_walker import THINK, ReasoningMarks
 from agent_loop.chat.parsers.deepseek_v3 import DeepSeekV3ToolParser

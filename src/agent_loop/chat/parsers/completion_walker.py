@@ -1,4 +1,4 @@
-"""Walking a completion once: reasoning set apart, calls read where they open, everything else kept as text."""
+"""Parsing of a completion in one pass: reasoning is separated, calls are parsed, all other text is kept."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
 
 class ReasoningMarks(NamedTuple):
-    """How a format marks reasoning."""
+    """Texts around reasoning in a format."""
 
     opening: str
     closing: str
     label: str = ""
-    """What stands right behind the opening and is no reasoning."""
+    """Text directly after the opening that is not part of the reasoning."""
 
 
 MAX_ERROR_LENGTH = 400
-"""Characters of what is said of a call that cannot be read."""
+"""Maximum length of the error of a malformed call, in characters."""
 MAX_NAME_LENGTH = 60
-"""Characters of a name in it."""
+"""Maximum length of a name in an error, in characters."""
 
 THINK = ReasoningMarks("<think>", "</think>")
 
 
 class CallBlock(Struct, frozen=True):
-    """What a reader found behind an opening text."""
+    """Result of a block reader."""
 
     calls: tuple[ToolCall | MalformedCall, ...]
     end: int
-    """Where the walk goes on."""
+    """Position at which parsing continues."""
     text: str = ""
-    """What of it was no call after all, for the content."""
+    """Text of the block that is content, and not a call."""
 
 
 BlockReader: TypeAlias = Callable[[str, int], CallBlock]
-"""Reads what an opening text opened: given the completion and the position right behind that text."""
+"""Parses a block. Called with the completion and the position after the text that opens the block."""
 
 
 class CompletionWalker:
-    """Reads completions of one format from left to right.
+    """Parses completions of one format from left to right.
 
-    The first closing of reasoning that nothing opened, and that is not inside a call, ends reasoning that the
-    generation prompt opened: all before it is reasoning, calls included. Reasoning that is never closed goes on to
-    the end.
+    A closing of reasoning without an opening, outside of calls, ends reasoning that the generation prompt opened. The
+    first such closing makes all text before it reasoning, calls included. Reasoning without a closing extends to the
+    end.
 
     Args:
-        readers: By the text that opens a call.
-        reasoning_marks: What marks reasoning.
-        ignored: Texts of the format that say nothing by themselves and are left out of the content.
-        ends: Texts that end a turn; one at the end is left out.
+        readers: Block readers by the text that opens a call.
+        reasoning_marks: Texts around reasoning.
+        ignored: Texts of the format that are left out of the content.
+        ends: Texts that end a turn. One of them is left out at the end of the completion.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CompletionWalker:
         self._ends = ends
 
     def read(self, text: str) -> ParsedCompletion:
-        """Reads a completion."""
+        """Parse a completion."""
         text = self._without_end(text)
         content: list[str] = []
         reasoning: list[str] = []
@@ -112,19 +112,19 @@ class CompletionWalker:
 
 
 def find_first(text: str, start: int, markers: tuple[str, ...]) -> tuple[int, str]:
-    """Where the first of some texts stands, and which; the end of the text and "" if there is none."""
+    """Return the position of the first marker and the marker, or the end of the text and "" if there is none."""
     found = _pattern(markers).search(text, start)
     return (found.start(), found[0]) if found else (len(text), "")
 
 
 def skip_space(text: str, start: int) -> int:
-    """The position of the first character that is no white space."""
+    """Return the position of the first character that is not white space."""
     found = _NO_SPACE.search(text, start)
     return found.start() if found else len(text)
 
 
 def malformed(text: str, error: str) -> MalformedCall:
-    """Return a call that cannot be read, with an error of one bounded line: the model is answered with it."""
+    """Return a malformed call. Its error, which is the model's reply, is one line of bounded length."""
     printable = error if error.isprintable() else "".join(map(_printable, error))
     return MalformedCall(text=text.strip(), error=shortened(printable, max_length=MAX_ERROR_LENGTH))
 

@@ -24,8 +24,8 @@ FENCE = "```"
 
 @ToolParser.register("deepseek_v3")
 class DeepSeekV3ToolParser(ToolParser):
-    """V3 writes ``function<sep>name``, a line break and the arguments in a ``json`` fence; V3.1 writes
-    ``name<sep>{...}``. Which of the two shows in each call."""
+    """Parser of the DeepSeek formats. V3 writes ``function<sep>name``, a line break and the arguments in a ``json``
+    fence; V3.1 writes ``name<sep>{...}``. Each call is parsed by the format that it shows."""
 
     call_start = MARKS.section_open
     stream_stops = (MARKS.section_open, MARKS.section_close, MARKS.call_open)

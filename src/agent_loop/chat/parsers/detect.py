@@ -1,4 +1,4 @@
-"""Finding the format of tool calls by the text of a chat template."""
+"""Detection of the format of tool calls by the source of a chat template."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from agent_loop.errors import ConfigError
 
 
 def detect_parser(chat_template: str, *, response_template: Any = None, prompt: str = "") -> ToolParser:
-    """The parser for what a chat template writes. Parsers of one's own take part by `recognises`.
+    """Return the parser of the format that a chat template shows. User-defined parsers take part with `recognises`.
 
     Args:
-        chat_template: Its source.
-        response_template: The tokenizer's own description of completions, for templates of no known format.
+        chat_template: Source of the template.
+        response_template: The tokenizer's response template, for templates of no known format.
         prompt: Any rendered prompt.
 
     Raises:
-        ConfigError: The template is of no known format, or of several.
+        ConfigError: The template shows no known format, or several formats.
     """
     parsers = ToolParser.registered()
     names = sorted(name for name, parser in parsers.items() if parser.recognises(chat_template))

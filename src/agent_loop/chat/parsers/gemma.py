@@ -27,7 +27,7 @@ ENDS = ("<|tool_response>", "<turn|>", "<start_function_response>", "<end_of_tur
 
 
 class Dialect(NamedTuple):
-    """The texts in which the two formats differ."""
+    """Texts in which the two formats differ."""
 
     opening: str
     closing: str
@@ -40,9 +40,9 @@ FUNCTION_GEMMA = Dialect("<start_function_call>", "<end_function_call>", "<escap
 
 @ToolParser.register("gemma")
 class GemmaToolParser(ToolParser):
-    """Strings stand between quotes of the format and hold anything but that quote; keys may be quoted. Everything else
-    is JSON: numbers, `true`, `false`, `null`, lists, nested objects. Python's `None` counts as well, since some of
-    the templates write it so. Other bare words are malformed."""
+    """Parser of the Gemma formats. Strings are written between the format's quotes; keys may be quoted. All other
+    values are JSON: numbers, `true`, `false`, `null`, lists, nested objects. Python's `None` counts as well, since some
+    templates write it. Other bare words are malformed."""
 
     call_start = GEMMA_4.opening
     stream_stops = (GEMMA_4.opening, FUNCTION_GEMMA.opening)
@@ -65,7 +65,7 @@ def _read_block(text: str, start: int, *, dialect: Dialect) -> CallBlock:
         arguments = values.read_object(depth=1)
         end = skip_space(text, values.position)
         if not text.startswith(dialect.closing, end):
-            raise _ValueFault(f"behind the arguments comes no {dialect.closing}")
+            raise _ValueFault(f"the arguments are not followed by {dialect.closing}")
     except _ValueFault as fault:
         stops = (dialect.closing, dialect.opening, REASONING.opening, REASONING.closing)
         end, marker = find_first(text, start, stops)
@@ -75,11 +75,11 @@ def _read_block(text: str, start: int, *, dialect: Dialect) -> CallBlock:
 
 
 class _ValueFault(ValueError):
-    """The arguments are not as they should be; the message says why, to the model."""
+    """Raised if the arguments are invalid. The message is the model's reply."""
 
 
 class _Values:
-    """Reads the values that a text holds, one after the other."""
+    """Parses the values of a text, one after the other."""
 
     def __init__(self, text: str, *, start: int, quote: str) -> None:
         self.position = start
@@ -87,7 +87,7 @@ class _Values:
         self._quote = quote
 
     def read_object(self, *, depth: int) -> dict[str, Any]:
-        """The rest of an object, from behind its bracket."""
+        """Return the object whose opening bracket was read."""
         fields: dict[str, Any] = {}
         while not self._closes("}", is_first=not fields):
             key = self._read_key()
@@ -119,7 +119,9 @@ class _Values:
         except JsonFault:
             value = word
         if isinstance(value, str):
-            raise _ValueFault(f"{word[:40]!r} is no value; write strings as {self._quote}text{self._quote}")
+            raise _ValueFault(
+                f"{word[:40]!r} is not a value; write strings as {self._quote}text{self._quote}"
+            )
         return value
 
     def _read_key(self) -> str:

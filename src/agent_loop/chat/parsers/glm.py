@@ -39,8 +39,8 @@ ENDS = ("<|observation|>", "<|user|>", "<|endoftext|>")
 
 @ToolParser.register("glm")
 class GlmToolParser(ToolParser):
-    """The name may be followed by a line break or at once by the first argument (GLM-4.7). A value cannot hold the
-    format's own tags. Types: see `untyped_values.py`."""
+    """Parser of the GLM format. The name is followed by a line break or directly by the first argument (GLM-4.7). A
+    value cannot contain the format's own tags. For types, see `untyped_values.py`."""
 
     call_start = OPEN
     reasoning_marks = (THINK,)

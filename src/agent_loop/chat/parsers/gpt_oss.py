@@ -24,12 +24,13 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 
 @ToolParser.register("gpt-oss")
 class GptOssToolParser(ToolParser):
-    """The analysis channel is reasoning, a message to `functions.name` a call, everything else content.
+    """Parser of the harmony format. The analysis channel is reasoning, a message to `functions.name` is a call, and all
+    other messages are content.
 
-    A completion begins behind the generation prompt's `<|start|>assistant`, thus with a header that has no start, or
-    with plain text. The recipient may stand in the role or in the channel. `<|call|>` closes a call and ends the
-    turn; since a turn's last token may be left out of the text, the end of the text closes a call as well. A call of
-    a function on the analysis channel is malformed.
+    A completion begins after the generation prompt's `<|start|>assistant`: with a header without a start, or with plain
+    text. The recipient may be in the role or in the channel. `<|call|>` closes a call and ends the turn. The end of the
+    text closes a call as well, since the last token of a turn may be missing. A call on the analysis channel is
+    malformed.
     """
 
     def parse(self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedCompletion:
@@ -77,7 +78,7 @@ def _read_call(
 
 
 def _recipient_in(header: str) -> str:
-    """Who a message is for; nobody where the model writes to itself, as a forged reply of a tool does."""
+    """Return the recipient of a message, or "" if the model writes to itself, as in a forged tool reply."""
     found = _RECIPIENT.search(header)
     return found["name"] if found and found["name"] != "assistant" else ""
 

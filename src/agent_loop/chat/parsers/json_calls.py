@@ -1,8 +1,8 @@
-"""Calls written as JSON: strict decoding, and sentences that say what is wrong.
+"""Parsing of calls that are written as JSON: strict decoding, with errors for the model.
 
-JSON is read as RFC 8259 has it. Single quotes, trailing commas, comments, raw line breaks in strings, `NaN` and
-`Infinity`, numbers too large for a float, and half surrogates are faults. A key that is given twice is one too: which
-of the two was meant is a guess. So is nesting deeper than `MAX_DEPTH`, which tools and validators could not walk.
+JSON is decoded by RFC 8259. Errors are: single quotes, trailing commas, comments, raw line breaks in strings, `NaN` and
+`Infinity`, numbers too large for a float, lone surrogates, a key that is given twice, and nesting deeper than
+`MAX_DEPTH`, which tools and validators could not walk.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from agent_loop.chat.parsers.completion_walker import find_first, malformed, quo
 from agent_loop.types import MalformedCall, ToolCall
 
 MAX_DEPTH = 100
-"""How deep arguments may be nested."""
+"""Maximum nesting of arguments."""
 
 
 class JsonFault(ValueError):
-    """Text is not the JSON it should be; the message says why, to the model."""
+    """Raised if text is not valid JSON. The message is the model's reply."""
 
 
 class JsonBody(Struct, frozen=True):
-    """What stands between the opening and the closing of a call."""
+    """Text between the opening and the closing of a call."""
 
     text: str
     end: int
-    """Behind the closing, or where the body stops without one."""
+    """Position after the closing, or the end of a body without a closing."""
     is_closed: bool
     value: Any = None
-    """What the text holds, where it was decoded already."""
+    """Decoded value of the text, or None if the text was not decoded yet."""
 
     def decode(self) -> Any:
-        """The value that the text holds.
+        """Return the JSON value of the text.
 
         Raises:
-            JsonFault: It holds none, more than one, or one that is refused (see above).
+            JsonFault: The text is not one valid JSON value.
         """
         return decode_json(self.text) if self.value is None else self.value
 
 
 def decode_json(text: str) -> Any:
-    """The value that a text holds.
+    """Return the JSON value of a text.
 
     Raises:
-        JsonFault: It holds none, more than one, or one that is refused (see above).
+        JsonFault: The text is not one valid JSON value.
     """
     try:
         value, end = _DECODER.raw_decode(text, len(text) - len(text.lstrip(_SPACE)))
@@ -61,7 +61,7 @@ def decode_json(text: str) -> Any:
     except ValueError as error:
         raise JsonFault("a number in it has too many digits") from error
     if text[end:].strip(_SPACE):
-        raise JsonFault("there is more behind the first value; write one call at a time")
+        raise JsonFault("there is more text after the first value; write one call at a time")
     if text.count("[") + text.count("{") > MAX_DEPTH and is_too_deep(value):
         raise JsonFault(f"it is nested more than {MAX_DEPTH} levels deep")
     if _SURROGATE.search(text) and not _is_encodable(value):
@@ -77,12 +77,12 @@ def parse_json_call(text: str) -> ToolCall | MalformedCall:
 def read_call(
     body: JsonBody, *, keys: tuple[str, ...] = ("arguments",), accepts_text: bool = False
 ) -> ToolCall | MalformedCall:
-    """The call that a JSON object like `{"name": ..., "arguments": {...}}` holds.
+    """Return the call of a JSON object such as `{"name": ..., "arguments": {...}}`.
 
     Args:
         body: The JSON.
-        keys: Under which the arguments may stand.
-        accepts_text: Whether arguments may be a string that holds a JSON object.
+        keys: Keys under which the arguments may be.
+        accepts_text: Whether the arguments may be a string that contains a JSON object.
     """
     try:
         value = body.decode()
@@ -92,7 +92,7 @@ def read_call(
 
 
 def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool) -> ToolCall | MalformedCall:
-    """Like `read_call`, for a value that is decoded already; `text` is what a malformed call quotes."""
+    """Return the call of a decoded value. See `read_call`; `text` is the text of a malformed call."""
     if not isinstance(value, dict):
         return malformed(text, f'the call must be a JSON object with "name" and "{keys[0]}"')
     fields = cast(dict[str, Any], value)
@@ -116,7 +116,7 @@ def as_call(value: Any, *, text: str, keys: tuple[str, ...], accepts_text: bool)
 def read_arguments(
     body: JsonBody, *, name: str, call_id: str = "", accepts_text: bool = False
 ) -> ToolCall | MalformedCall:
-    """The call of a tool whose name stands elsewhere and whose arguments are a JSON object."""
+    """Return the call of a tool with this name, whose arguments are a JSON object."""
     if not name:
         return malformed(body.text, "the call does not name a tool")
     try:
@@ -129,10 +129,10 @@ def read_arguments(
 
 
 def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[str, ...]) -> JsonBody:
-    """What stands before one of `closings`.
+    """Return the text before one of `closings`.
 
-    A JSON value at `start` is passed as a whole, so that its strings may hold anything. What is no JSON ends at the
-    first closing; what is not closed, before the first of `stops`.
+    The strings of a JSON value at `start` may contain a closing. Other text ends at the first closing. Text without a
+    closing ends before the first of `stops`.
     """
     end, marker = find_first(text, start, closings + stops)
     is_closed = marker in closings
@@ -149,8 +149,11 @@ def read_body(text: str, start: int, *, closings: tuple[str, ...], stops: tuple[
 
 
 def scan_json(text: str, start: int) -> JsonBody:
-    """What stands at `start`, behind white space or not, up to where the brackets that open there are closed again,
-    brackets in strings aside; else up to where that is found to be hopeless. What is closed need not be JSON."""
+    """Return the text from `start`, or from the bracket after white space there, up to the matching bracket.
+
+    Brackets in strings do not count. Without a match, the text ends where no match is possible any more. Closed text
+    need not be valid JSON.
+    """
     depth = 0
     position = skip_space(text, start)
     while token := _TOKEN.match(text, position):
@@ -169,12 +172,12 @@ def scan_json(text: str, start: int) -> JsonBody:
 
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|[\s,:+\-.0-9Eaeflnrstu]++', re.DOTALL)
 _SPACE = " \t\n\r"
-"""Of JSON."""
+"""White space of JSON."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _decoded(text: str) -> Any:
-    """The value that a text holds; None where it cannot be read."""
+    """Return the JSON value of a text, or None if the text is not valid JSON."""
     try:
         return decode_json(text)
     except JsonFault:
@@ -188,7 +191,7 @@ def _as_call(
         try:
             arguments = decode_json(arguments)
         except JsonFault as fault:
-            return malformed(text, f"{what} must be a JSON object; the string holds no valid JSON: {fault}")
+            return malformed(text, f"{what} must be a JSON object; the string is not valid JSON: {fault}")
     if not isinstance(arguments, dict):
         return malformed(text, f"{what} must be a JSON object")
     return ToolCall(name, cast(dict[str, Any], arguments), call_id)
@@ -212,7 +215,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(constant: str) -> Any:
-    raise JsonFault(f"{constant} is no JSON value")
+    raise JsonFault(f"{constant} is not a JSON value")
 
 
 def _finite(digits: str) -> float:
@@ -226,7 +229,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_refuse_co
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a value is nested deeper than `MAX_DEPTH`."""
+    """Return whether a value is nested deeper than `MAX_DEPTH`."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [inner for outer in level for inner in _children(outer)]

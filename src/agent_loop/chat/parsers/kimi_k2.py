@@ -24,7 +24,8 @@ ARGUMENTS = "<|tool_call_argument_begin|>"
 
 @ToolParser.register("kimi_k2")
 class KimiK2ToolParser(ToolParser):
-    """The id `functions.name:0` names the tool and is kept in the call, as the template wants it back."""
+    """Parser of the Kimi K2 format. The id `functions.name:0` names the tool. The call keeps the id, since the template
+    demands it in the reply."""
 
     call_start = MARKS.section_open
     stream_stops = (MARKS.section_open, MARKS.section_close, MARKS.call_open)

@@ -24,9 +24,9 @@ ENDS = ("<|eot_id|>", "<|eom_id|>")
 
 @ToolParser.register("llama3_json")
 class Llama3JsonToolParser(ToolParser):
-    """The format has no opening and no closing, so what is a call must be told from other JSON: an object with a string
-    `name` and `parameters` (or `arguments`). Such an object inside another one is none. What begins like a call and
-    cannot be read is malformed if it mentions parameters or opens the completion; else it is text."""
+    """Parser of the Llama 3 format, which has neither an opening nor a closing. A call is a JSON object with a string
+    `name` and `parameters` (or `arguments`) that is not inside another object. Text that begins like a call and cannot
+    be parsed is malformed if it mentions parameters or opens the completion. Otherwise the text is content."""
 
     call_start = PYTHON_TAG
     stream_stops = ("{", PYTHON_TAG)
@@ -58,8 +58,8 @@ def _read_object(text: str, start: int) -> CallBlock:
 
 
 def _read_broken(text: str, begin: int, *, reached: int) -> CallBlock:
-    """An object whose brackets do not match. One that is meant as a call takes what follows with it up to the next
-    call that stands by itself, so that no part of it is read as a call."""
+    """Return the block of an object whose brackets do not match. If the object is meant as a call, the block extends to
+    the next call on a line of its own, so that no part of the object is parsed as a call."""
     if not _BEGINNING.match(text, begin):
         return CallBlock((), reached, text=text[begin:reached])
     end = _start_of(_ANY_CALL, text, reached)
@@ -85,7 +85,7 @@ def _call_block(body: JsonBody, *, text: str) -> CallBlock:
 
 
 def _behind_separator(text: str, end: int) -> int:
-    """Where the walk goes on behind a call: a semicolon between calls is no content."""
+    """Return the position after a call and after a semicolon that separates calls."""
     separator = _SEPARATOR.match(text, end)
     return separator.end() if separator else end
 

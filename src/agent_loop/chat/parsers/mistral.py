@@ -26,8 +26,9 @@ REASONING_MARKS = (ReasoningMarks("[THINK]", "[/THINK]"), THINK)
 
 @ToolParser.register("mistral")
 class MistralToolParser(ToolParser):
-    """Neither form has a closing: a call ends with its JSON. Broken JSON takes all text up to the next opening with
-    it. A list's calls are read one by one, so that one that cannot be read leaves the others whole."""
+    """Parser of the Mistral formats. Neither has a closing: a call ends with its JSON. A malformed call with broken
+    JSON extends to the next opening. The calls of a list are parsed one by one, so that a malformed call does not
+    affect the others."""
 
     call_start = OPEN
     reasoning_marks = REASONING_MARKS
@@ -62,7 +63,7 @@ def _read_calls(text: str, start: int) -> CallBlock:
 
 
 def _take_json(text: str, start: int, *, opening: str) -> JsonBody:
-    """The JSON at `start`; without brackets that match, all text up to the next marker."""
+    """Return the JSON at `start`, or all text up to the next marker if its brackets do not match."""
     body = scan_json(text, start)
     if body.is_closed and text.startswith(opening, skip_space(text, start)):
         return body

@@ -41,8 +41,9 @@ MARKS = TagMarks(
 
 @ToolParser.register("qwen3_coder")
 class Qwen3CoderToolParser(ToolParser):
-    """One function per block; two are malformed, and so is one without the block around it. A value cannot hold the
-    format's own `<parameter=`, `</parameter>` and `</tool_call>`. Types: see `untyped_values.py`."""
+    """Parser of the Qwen3-Coder format. A block holds one function; two are malformed, and so is a function outside of
+    a block. A value cannot contain `<parameter=`, `</parameter>` or `</tool_call>`. For types, see
+    `untyped_values.py`."""
 
     call_start = OPEN
     stream_stops = (OPEN, FUNCTION)

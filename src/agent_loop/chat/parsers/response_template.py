@@ -1,9 +1,9 @@
-"""Calls as a tokenizer's own response template describes them, for formats that no parser here knows.
+"""Parser for formats that only a tokenizer's response template describes.
 
 A response template (`transformers` 5.13 and later) names regions of a completion: how each opens and closes, and how
-its body becomes a field of the message. What `transformers` does with it raises when one call is broken, hands out
-calls that are cut off, forgets all text but the last, and takes quadratic time. Hence only its reading of the
-template and of a single body is used here, and each body is checked before and after.
+its body becomes a field of the message. The parser of `transformers` raises an error if one call is broken, returns
+calls that are cut off, drops all text but the last, and takes quadratic time. So only its loading of the template and
+its parsing of a single body are used here, and each body is validated before and after.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from agent_loop.errors import ConfigError
 from agent_loop.types import MalformedCall, ParsedCompletion, ToolCall
 
 MAX_SECONDS = 1.0
-"""For all searches in one completion: a template may hold any regular expression."""
+"""Time limit of all searches in one completion, since a template may contain any regular expression."""
 
 MAX_BODY_CHARS = 50_000
-"""A longer call is malformed: some ways to read a body take quadratic time."""
+"""Maximum length of a call; longer calls are malformed, since parsing some bodies takes quadratic time."""
 
 CALLS = "tool_calls"
 REASONING = frozenset({"reasoning_content", "reasoning", "thinking", "thought"})
 
 
 class ResponseTemplateParser(ToolParser):
-    """Reads completions by a tokenizer's `response_template`.
+    """Parses completions by a tokenizer's `response_template`.
 
-    A call counts if its region was closed and nothing in its body was left over. Text outside all regions, and
-    regions of unknown names, are content.
+    A call counts if its region is closed and its body is parsed completely. Text outside of regions, and regions with
+    unknown names, are content.
 
     Args:
-        response_template: The tokenizer's.
-        prompt: A rendered prompt. What it writes of the assistant's turn belongs to the completion.
+        response_template: The tokenizer's response template.
+        prompt: A rendered prompt. The beginning of the assistant's turn in it belongs to the completion.
 
     Raises:
-        ConfigError: The installed `transformers` cannot read the template.
+        ConfigError: The installed `transformers` cannot load the template.
     """
 
     reads_end_tokens = True
@@ -105,13 +105,13 @@ class ResponseTemplateParser(ToolParser):
 
 
 class _Region(NamedTuple):
-    """A stretch of a completion."""
+    """Region of a completion."""
 
     field: Any
-    """Of the template; None for text outside all fields."""
+    """Field of the template; None for text outside of all fields."""
     body: str
     text: str
-    """With what opens and closes it."""
+    """Text of the region, its opening and closing included."""
     captures: Mapping[str, str]
     is_closed: bool
 
@@ -121,7 +121,7 @@ class _Region(NamedTuple):
 
 
 class _Walk:
-    """Cuts a completion into regions, left to right. Each place where a region may open is looked for once."""
+    """Splits a completion into regions, left to right. Each opening is searched once."""
 
     def __init__(self, text: str, *, fields: Mapping[str, Any], implicit: str | None) -> None:
         self.text = text
@@ -132,10 +132,10 @@ class _Walk:
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def regions(self) -> Iterator[_Region]:
-        """All of them.
+        """Yield all regions.
 
         Raises:
-            TimeoutError: The template's expressions take too long.
+            TimeoutError: The searches exceed the time limit.
         """
         while self.position < len(self.text):
             start, field, opening = self._next_opening()
@@ -156,18 +156,18 @@ class _Walk:
                 yield from self._outside(start, start + 1)
 
     def search(self, pattern: Any, start: int) -> Any:
-        """A match at or behind a position.
+        """Return a match at or after a position, or None.
 
         Raises:
-            TimeoutError: Time is over.
+            TimeoutError: The searches exceed the time limit.
         """
         return pattern.search(self.text, start, timeout=self._seconds_left())
 
     def leftover(self, pattern: str, body: str) -> str:
-        """What of a body no match of a pattern covers.
+        """Return the text of a body that no match of a pattern covers.
 
         Raises:
-            TimeoutError: Time is over.
+            TimeoutError: The searches exceed the time limit.
         """
         import regex  # late: comes with transformers
 
@@ -181,7 +181,7 @@ class _Walk:
         return left
 
     def _next_opening(self) -> tuple[int, Any, Any]:
-        """The first opening from here on, of several the longest; where it starts, its field, and the match."""
+        """Return the start, the field and the match of the next opening; the longest of several at one position."""
         for name, field in self._openings.items():
             known = self._found.get(name, self)
             if known is self or (known is not None and known.start() < self.position):
@@ -195,7 +195,7 @@ class _Walk:
         return start, self._openings[name], self._found[name]
 
     def _outside(self, start: int, end: int) -> Iterator[_Region]:
-        """Text between regions, without what closes the message."""
+        """Yield the text between regions, without the text that closes the message."""
         text = self.text[start:end]
         closing = None if self._implicit is None else self._implicit.close_re
         if closing is not None:
@@ -204,7 +204,7 @@ class _Walk:
 
 
 def _fault_in(body: str, field: Any, walk: _Walk) -> str:
-    """What is wrong with a body, as far as `transformers` would pass over it."""
+    """Return the error of a body that `transformers` would ignore, or "" if there is none."""
     arguments = cast(Mapping[str, Any], field.content_args or {})
     if field.content == "json" and not arguments.keys() & {
         "string_delims",

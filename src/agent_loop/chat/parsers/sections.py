@@ -1,4 +1,4 @@
-"""What formats share that gather the calls of a turn in one section (DeepSeek, Kimi)."""
+"""Parsing of formats that put the calls of a turn in one section (DeepSeek, Kimi)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agent_loop.chat.parsers.completion_walker import (
 
 @dataclass(frozen=True, slots=True)
 class SectionMarks:
-    """The texts that open and close a section and each call in it."""
+    """Texts that open and close a section and each call in it."""
 
     section_open: str
     section_close: str
@@ -26,7 +26,7 @@ class SectionMarks:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where a call that is not closed ends."""
+        """Texts at which a call without a closing ends."""
         return (
             self.section_open,
             self.section_close,
@@ -38,8 +38,11 @@ class SectionMarks:
 
 
 def section_walker(marks: SectionMarks, *, read_call: BlockReader) -> CompletionWalker:
-    """Reads completions. A section that begins without a call is malformed; the calls of a section that is not closed,
-    and calls outside any section, count if they are whole themselves."""
+    """Return the walker of a format with sections.
+
+    A section that does not begin with a call is malformed. Complete calls count even if their section is not closed or
+    they are outside of a section.
+    """
 
     def read_section(text: str, start: int) -> CallBlock:
         if text.startswith(marks.call_open, skip_space(text, start)):

@@ -1,4 +1,4 @@
-"""What formats share that write each argument as a pair of tags with bare text between them (Qwen3-Coder, GLM)."""
+"""Parsing of arguments that are written as bare text between two tags (Qwen3-Coder, GLM)."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from agent_loop.types import ToolCall
 
 
 class TagFault(ValueError):
-    """A call's tags are not as they should be; the message says why, to the model."""
+    """Raised if the tags of a call are invalid. The message is the model's reply."""
 
 
 class TagMarks(NamedTuple):
-    """How arguments are written."""
+    """Tags around an argument."""
 
     opening: re.Pattern[str]
-    """Matches up to the value; the group `key` is the argument's name."""
+    """Pattern up to the value. Its group `key` is the name of the argument."""
     closing: str
-    """Ends the value. A value cannot hold it."""
+    """Text that ends the value. A value cannot contain the text."""
     forbidden: tuple[str, ...]
-    """What a value cannot hold either: a closing was forgotten before it."""
+    """Further texts that a value cannot contain, since a closing is missing before them."""
     end: re.Pattern[str]
-    """Ends the call."""
+    """Pattern that ends the call."""
     ending: str
-    """The same in words."""
+    """Text of `end`, for errors."""
 
 
 def read_tagged_call(
     text: str, start: int, *, name: str, marks: TagMarks, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[ToolCall, int]:
-    """The call whose arguments stand at `start`, and the position behind it.
+    """Return the call whose arguments begin at `start`, and the position after the call.
 
     Raises:
-        TagFault: It is not written as it should be.
+        TagFault: The tags of the call are invalid.
     """
     if not name:
         raise TagFault("the call does not name a tool")
@@ -54,10 +54,10 @@ def read_tagged_call(
         position = end + len(marks.closing)
     end_tag = marks.end.match(text, position)
     if end_tag is None:
-        raise TagFault(f"behind the arguments comes neither another one nor {marks.ending}")
+        raise TagFault(f"the arguments are followed by neither another argument nor {marks.ending}")
     return ToolCall(name, arguments), end_tag.end()
 
 
 def _without_line_breaks(value: str) -> str:
-    """The value without the one line break on each side that some templates write."""
+    """Return the value without one line break on each side, which some templates write."""
     return value.removeprefix("\n").removesuffix("\n") if value.startswith("\n") else value

@@ -1,10 +1,9 @@
-"""The types of arguments in formats that write strings without quotes.
+"""Types of arguments in formats that write strings without quotes.
 
-With the tool's schema, a value is what the schema asks for: text that reads as one of the parameter's other types is
-of that type, all else is text, so that `123` stays text for a string. Without one, a value is what it reads as: JSON
-that is not a string is decoded, and all else is text. `True`, `False` and `None` count as JSON's words, since chat
-templates write them so. A value that fits no type of the schema stays text; holding it against the schema is the tool
-session's job.
+With the tool's schema, a value gets the type of its parameter: text that is valid for a type other than string has that
+type, and all other text is a string, so that `123` is a string if the parameter is one. Without a schema, JSON that is
+not a string is decoded, and all other text is a string. `True`, `False` and `None` count as JSON, since chat templates
+write them. A value that fits no type of the schema is a string; the tool session validates arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mapping[str, Any]:
-    """The JSON schemas of a tool's parameters, references to definitions resolved; none if the tool is unknown."""
+    """Return the JSON schemas of a tool's parameters with references resolved; empty if the tool is unknown."""
     for tool in tools:
         function = _mapping(tool.get("function", tool))
         if function.get("name") == name:
@@ -29,11 +28,11 @@ def parameter_schemas(tools: Sequence[Mapping[str, Any]], *, name: str) -> Mappi
 
 
 def read_value(text: str, *, schema: Any = None) -> Any:
-    """The value that a text stands for.
+    """Return the value of a text.
 
     Args:
         text: The value as the model wrote it.
-        schema: The parameter's JSON schema, where there is one.
+        schema: JSON schema of the parameter, or None.
     """
     types = _types(schema)
     if types == frozenset({"string"}) or text in _list(_mapping(schema).get("enum")):
@@ -47,7 +46,7 @@ def read_value(text: str, *, schema: Any = None) -> Any:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """A schema with the definitions in it that it refers to; those that these refer to are left out."""
+    """Return a schema with its own references resolved, but not the references of referenced definitions."""
     changed = dict(_mapping(_pointed_at(schema, root)))
     for key in ("anyOf", "oneOf", "allOf"):
         if key in changed:
@@ -56,7 +55,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _pointed_at(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference points at, like `#/$defs/Colour`; any other schema as it is."""
+    """Return the schema that a reference such as `#/$defs/Colour` points at, or any other schema unchanged."""
     reference = _mapping(schema).get("$ref")
     if not isinstance(reference, str):
         return schema
@@ -67,7 +66,7 @@ def _pointed_at(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows; none means that it does not say."""
+    """Return the JSON types that a schema allows; empty if the schema does not state any."""
     fields = _mapping(schema)
     if "enum" in fields or "const" in fields:
         values = _list(fields.get("enum")) or [fields.get("const")]

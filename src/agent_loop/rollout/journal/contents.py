@@ -44,7 +44,7 @@ class StepKey:
         num_samples: int,
         settings: Mapping[str, Any],
     ) -> StepKey:
-        """The key of a rollout of these rows."""
+        """Return the key of a rollout of these rows."""
         return cls(
             step=step,
             weight_version=weight_version,
@@ -54,7 +54,7 @@ class StepKey:
         )
 
     def differences(self, other: StepKey) -> list[str]:
-        """The names of what is not the same."""
+        """Return the names of the fields and settings that differ."""
         return _differing(_plain(self), _plain(other))
 
     def packed(self) -> bytes:
@@ -69,7 +69,7 @@ class Contents:
     records: Mapping[str, RowRecord] = field(default_factory=dict[str, RowRecord])
     """By row, without what follows a missing record of that row."""
     rewards: Rewards = field(default_factory=dict[str, dict[int | None, Mapping[str, Any]]])
-    """What a batch reward function found of trajectories, by row and branch; see `serialize_rewards`."""
+    """Results of a batch reward function, by row and branch; see `serialize_rewards`."""
     complete: Sequence[tuple[int, int]] | None = None
     """Group and rollout of each trajectory of a rollout that is over."""
     num_bytes: int = 0
@@ -81,14 +81,14 @@ class Contents:
 
 
 def read_contents(path: Path, *, key: StepKey, refuse: bool) -> Contents:
-    """Read a journal, and repair it if it is damaged: what follows the first damage is kept in a file beside it, and
-    the records that can be used are written anew.
+    """Read a journal, and repair it if it is damaged.
+
+    A repair copies all bytes from the first damage on to a file beside the journal, and writes the valid records again.
 
     Args:
-        path: The file, which need not be there.
-        key: What the rollout is.
-        refuse: Whether a file that is not known to be of this rollout is an error; else it is replaced, and a note says
-            so.
+        path: The file, which need not exist.
+        key: Identity of the rollout.
+        refuse: Whether a file that does not belong to this rollout is an error. Otherwise it is replaced, with a note.
 
     Raises:
         JournalError: The file cannot be read or repaired, or is of another rollout and `refuse` is set.
@@ -145,7 +145,7 @@ class _Reading:
     complete: list[tuple[int, int]] | None = None
     doubt: str | None = None
     used: list[bytes] = field(default_factory=list[bytes])
-    """The payloads to which all of this comes down, without the first."""
+    """The payloads that are used, without the first."""
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> _Reading:
@@ -156,9 +156,9 @@ class _Reading:
         return reading
 
     def add(self, payload: Mapping[str, Any]) -> bool:
-        """Take the next record; tell whether it is used.
+        """Add the next record, and return whether it is used.
 
-        A record that stands in the file twice is used once. Of a row that lacks a record, those after it are not used.
+        A record that is in the file twice is used once. Records after a missing record of their row are not used.
         """
         kind = RecordKind(payload["is"])
         if kind is RecordKind.STEP:

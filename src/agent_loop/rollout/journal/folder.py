@@ -1,4 +1,4 @@
-"""The journals of a training: one file per step, from the last checkpoint on."""
+"""Journals of a training: one file per step since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NAME = re.compile(r"step-(\d{6,})(?:\.refill-\d+)?\.journal")
 
 
 class JournalFolder:
-    """Which steps of a run have a journal.
+    """Folder of the journals of a run.
 
     Args:
         run_dir: The folder of the run.
@@ -20,24 +20,24 @@ class JournalFolder:
         self.path = run_dir / "journal"
 
     def file(self, step: int, *, refill: int = 0) -> Path:
-        """Where the journal of a step is or will be; one that is refilled has another for each time."""
+        """Return the path of the journal of a step. Each refill of a step has a journal of its own."""
         suffix = f".refill-{refill}" if refill else ""
         return self.path / f"step-{step:06d}{suffix}.journal"
 
     def steps(self) -> list[int]:
-        """The steps that have one, in order."""
+        """Return the steps that have a journal, in order."""
         return sorted({step for step, _ in self._files()})
 
     def has(self, step: int) -> bool:
-        """Whether a step has one."""
+        """Return whether a step has a journal."""
         return self.file(step).is_file()
 
     def drop_through(self, step: int) -> None:
-        """Removes those up to a step, which a checkpoint holds."""
+        """Remove the journals of all steps up to one that a checkpoint contains."""
         self._drop(lambda each: each <= step)
 
     def drop_after(self, step: int) -> list[int]:
-        """Remove those of later steps, which are of weights that will not come again. Return these steps, in order."""
+        """Remove the journals of later steps, whose weights are lost. Return these steps, in order."""
         return self._drop(lambda each: each > step)
 
     def _drop(self, is_old: Callable[[int], bool]) -> list[int]:
@@ -49,7 +49,7 @@ class JournalFolder:
         return sorted(dropped)
 
     def _files(self) -> list[tuple[int, Path]]:
-        """Each with its step."""
+        """Return all journals with their steps."""
         if not self.path.is_dir():
             return []
         named = ((_NAME.fullmatch(path.name), path) for path in self.path.iterdir())

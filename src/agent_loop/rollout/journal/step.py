@@ -1,4 +1,4 @@
-"""The journal of one rollout: what it is of, what it holds from before a crash, and what is added to it."""
+"""Journal of one rollout: its identity, its contents from before a crash, and new records."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ FREE_KEYS = frozenset(
         "longest_first", "on_weight_update",
     }
 )  # fmt: skip
-"""Settings of the rollout that may change between a crash and the resume: no token depends on them."""
+"""Settings of the rollout that may change between a crash and the resume, since no token depends on them."""
 
 
 def rollout_settings(config: Config) -> dict[str, Any]:
-    """The settings on which the tokens of a rollout depend."""
+    """Return the settings on which the tokens of a rollout depend."""
     return _without_free_keys(config.model_dump(mode="json", include={"model", "rollout", "reward"}))
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """The settings on which the weights of a training, and so the tokens of its rollouts, depend."""
+    """Return the settings on which the weights of a training, and thus the tokens of its rollouts, depend."""
     return rollout_settings(config) | config.model_dump(mode="json", include={"algorithm", "actor"})
 
 
 class StepJournal:
-    """The journal of one rollout while it is written. Made by `open_journal`.
+    """Journal of one rollout while it is written. Made by `open_journal`.
 
-    Rows that ended are not run again; the others get a log that answers from the record first.
+    Rows that ended are not run again. The other rows get a log that replays their records first.
     """
 
     def __init__(self, contents: Contents, *, rows: Sequence[Row], sink: Sink) -> None:
@@ -64,17 +64,17 @@ class StepJournal:
 
     @property
     def num_ended(self) -> int:
-        """Rollouts on record that need not be run again."""
+        """Number of recorded rollouts that need not be run again."""
         return sum(record.has_succeeded for record in self._records.values())
 
     @property
     def is_complete(self) -> bool:
-        """All of the rollout is on record."""
+        """Whether the whole rollout is recorded."""
         places = self._complete
         return places is not None and all(self._record(*place).end is not None for place in places)
 
     def outcome(self) -> list[Trajectory] | None:
-        """The trajectories of the rollout, if all of it is on record."""
+        """Return the trajectories of the rollout if all of it is recorded; else None."""
         if self._complete is None or not self.is_complete:
             return None
         return [
@@ -84,7 +84,7 @@ class StepJournal:
         ]
 
     def divide(self, jobs: Sequence[Job]) -> tuple[list[Trajectory], list[Job]]:
-        """The trajectories of the jobs that are on record to their end, and the other jobs, each with its log.
+        """Return the trajectories of the jobs that ended, and the other jobs, each with its log.
 
         A trajectory that failed is run again. One that failed for the reward of its group alone comes back unscored.
         """
@@ -95,12 +95,14 @@ class StepJournal:
             if record.has_succeeded:
                 ended += self._ended(job.row, group=job.group, rollout=job.rollout, is_over=False)
             else:
-                rest.append(replace(job, log=RowLog(job.place, sink=self._sink, record=record)))
+                rest.append(replace(job, log=RowLog(job.job_id, sink=self._sink, record=record)))
         return ended, rest
 
     async def keep_rewards(self, trajectories: Sequence[Trajectory]) -> None:
-        """Keep what a batch reward function found of trajectories of rows that have ended. When this returns, a process
-        that is killed does not lose it."""
+        """Record the results of a batch reward function for rows that have ended.
+
+        Once this returns, a process that is killed does not lose them.
+        """
         got: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for trajectory in trajectories:
             got[_name(trajectory.group, trajectory.rollout)].append(serialize_rewards(trajectory))
@@ -113,7 +115,7 @@ class StepJournal:
         await self._sink.flushed()
 
     async def complete(self, trajectories: Sequence[Trajectory]) -> None:
-        """Says that the rollout is over, with these trajectories."""
+        """Record that the rollout has ended with these trajectories."""
         places = dict.fromkeys((t.group, t.rollout) for t in trajectories)
         self._sink.append(pack({"is": RecordKind.COMPLETE, "got": list(places)}))
         await self._sink.flushed()
@@ -143,18 +145,18 @@ async def open_journal(
     refuse: bool = False,
     lock: bool = True,
 ) -> AsyncGenerator[StepJournal]:
-    """The journal of a rollout of `rows`; what is written to it is on the disk when the context ends.
+    """Open the journal of a rollout of `rows`. All records are on the disk when the context ends.
 
     Args:
         path: The file.
-        key: What the rollout is.
-        resume: Go on from what the file holds; else it begins anew.
-        refuse: Whether a file that is of another rollout is an error; else it is replaced, and a note says so.
-        lock: Keep other processes from opening it meanwhile; False where a lock on its folder or output does.
+        key: Identity of the rollout.
+        resume: Whether to resume from the file; otherwise it is replaced.
+        refuse: Whether a file of another rollout is an error. Otherwise it is replaced, with a note.
+        lock: Whether to lock the file; False if its folder or output is locked already.
 
     Raises:
-        JournalError: The file cannot be read or written, or is of another rollout and `refuse` is set.
-        OutputError: Another process has it open.
+        JournalError: The file cannot be read or written, or belongs to another rollout and `refuse` is set.
+        OutputError: Another process has the file open.
     """
     with exclusive_file(path, name="the journal") if lock else nullcontext():
         contents = Contents()

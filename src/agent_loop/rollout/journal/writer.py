@@ -1,4 +1,4 @@
-"""Appends records to a file, in order, beside the event loop."""
+"""Writer of records to a file, in order, in a thread."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class JournalWriter:
-    """One file, written by one thread, one batch of records at a time; used with `async with`.
+    """Writer of one file, in one thread, one batch of records at a time. Use it with `async with`.
 
-    Records reach the operating system as soon as the thread gets to them, and the disk (fsync) when someone waits for
-    that and when the writer is closed. If writing fails, what was written of the batch is cut off again, and nothing is
-    written any more.
+    Records reach the operating system as soon as the thread writes them. They reach the disk (fsync) when a caller
+    waits for that, and when the writer is closed. If a write fails, the incomplete batch is removed from the file, and
+    nothing more is written.
 
     Args:
         path: The file; its folder is made.
-        num_bytes: Keep so many bytes of what is there; 0 begins anew.
+        num_bytes: Number of bytes of the existing file to keep; 0 starts a new file.
         write: `os.write`, or a stub.
         sync: `os.fsync`, or a stub.
     """
@@ -100,7 +100,7 @@ class JournalWriter:
             raise self._error
 
     def _start(self) -> None:
-        """Give the thread what is queued, and have it written to the disk if someone waits for that."""
+        """Give the queued records to the thread, with an fsync if a caller waits for the disk."""
         self._is_due = False
         syncs = bool(self._waiting_for_disk)
         if self._writing is not None or self._error is not None or not (self._queue or syncs):

@@ -1,7 +1,7 @@
-"""Rollouts compared with the others of their group. B rows, R response tokens.
+"""Advantages from the comparison of rollouts within their group. B rows, R response tokens.
 
-A rollout whose loop returned several outputs has as many rows, its branches. Every statistic counts a rollout once: its
-branches share its weight, and the mean of their rewards is its reward.
+A rollout whose loop returned several outputs has one row for each, its branches. Every statistic counts a rollout once:
+its branches share its weight, and its reward is the mean of their rewards.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ def grpo_advantages(
     norm_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return how much better each row is than its group: `(r - mean(group)) / (std(group) + eps)`, float32.
+    """Return the advantage of each row over its group: `(r - mean(group)) / (std(group) + eps)`, float32.
 
     The formula is that of DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the division it is that of
     Dr. GRPO (arXiv 2503.20783). The mean and the standard deviation are over rollouts. The latter is the sample's
     (divided by n - 1), with the mean squared deviation of a rollout's branches as that of the rollout.
 
     Args:
-        rewards_B: NaN for a row that nothing scored: it counts in no statistic and gets 0.
-        groups_B: The number of the group that each row belongs to.
-        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
+        rewards_B: Reward of each row. A row with NaN counts in no statistic and gets 0.
+        groups_B: Number of the group of each row.
+        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
         norm_by_std: Divide by the standard deviation.
         eps: Keeps the division finite.
 
@@ -42,16 +42,16 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
-    """Return how much better each row is than the mean of the other rollouts of its group, float32.
+    """Return the advantage of each row over the mean of the other rollouts of its group, float32.
 
     The formula is that of REINFORCE leave-one-out (arXiv 2402.14740): `(r - mean(group)) * n / (n - 1)` for n rollouts
-    with one row each. A branch's own reward takes the place of r; no branch of its rollout is in what it is
+    with one row each. For a branch, r is its own reward; no branch of its rollout is in the mean that it is
     compared with.
 
     Args:
-        rewards_B: NaN for a row that nothing scored: it counts in no mean and gets 0.
-        groups_B: The number of the group that each row belongs to.
-        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
+        rewards_B: Reward of each row. A row with NaN counts in no mean and gets 0.
+        groups_B: Number of the group of each row.
+        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
 
     A group with fewer than two rollouts, or without two different rewards, gets exactly 0.
     """
@@ -75,17 +75,17 @@ def turn_advantages(
     norm_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return what each token's turn and the turns after it were worth against those of the group; [B, R] float32.
+    """Return the process advantage of each token: of its turn and later turns, against the group; [B, R] float32.
 
     The formula is that of DeepSeekMath for process supervision (arXiv 2402.03300, section 4.1.3): each reward is
-    centred and divided by the standard deviation of all rewards of turns in its group, and a token gets the sum of
-    those that come at it or after it.
+    centred and divided by the standard deviation of all rewards of turns in its group. A token gets the sum of the
+    results at it and after it.
 
     Args:
-        turn_rewards_BR: Each at the last token of its turn.
-        is_rewarded_BR: Where there is a reward that counts, be it 0.
-        groups_B: The number of the group that each row belongs to.
-        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
+        turn_rewards_BR: Reward of each turn, at its last token.
+        is_rewarded_BR: Bool: tokens at which a turn has a reward, even if it is 0.
+        groups_B: Number of the group of each row.
+        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
         norm_by_std: Divide by the standard deviation.
         eps: Keeps the division finite.
 
@@ -111,7 +111,7 @@ def compared_turns(
     norm_by_std: bool,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return the rewards of turns less the mean of their group's; [B, R] float32, 0 where there is none.
+    """Return the rewards of turns minus the mean of their group; [B, R] float32, 0 at other tokens.
 
     The arguments are those of `turn_advantages`. A turn of a rollout counts as one divided by the number of the
     rollout's branches that have rewards of turns, so that a rollout has as many turns as its mean branch.
@@ -126,9 +126,9 @@ def compared_turns(
 
 
 def has_signal(rewards_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
-    """Return for each row whether its group tells it anything; bool [B].
+    """Return for each row whether a comparison with its group has a signal; bool [B].
 
-    It does if the row and another rollout of the group are scored, and not all rewards of the group are equal.
+    It has one if the row and another rollout of the group are scored, and not all rewards of the group are equal.
     The arguments are those of `grpo_advantages`.
     """
     weights_B = share_weights(~rewards_B.isnan(), groups_B=groups_B, rollouts_B=rollouts_B)
@@ -143,12 +143,12 @@ def rollout_numbers(groups_B: Tensor, rollouts_B: Tensor) -> Tensor:
 
 
 def share_weights(counts_B: Tensor, *, groups_B: Tensor, rollouts_B: Tensor | None = None) -> Tensor:
-    """Return the weight of each row when every rollout weighs 1 and its rows share that; [B] float64.
+    """Return the weight of each row, so that the rows of a rollout share a weight of 1; [B] float64.
 
     Args:
-        counts_B: Bool: rows that count; the others weigh 0.
-        groups_B: The number of the group that each row belongs to.
-        rollouts_B: The number, within the group, of the rollout that each row belongs to. None: each row is a rollout.
+        counts_B: Bool: rows that count; the weight of other rows is 0.
+        groups_B: Number of the group of each row.
+        rollouts_B: Number, within the group, of the rollout of each row. None: each row is a rollout.
     """
     counts_B = counts_B.double()
     if rollouts_B is None:
@@ -167,23 +167,23 @@ class _Groups:
         self._counts_B = weights_B > 0
         self._index_B: Tensor = cast(Any, torch).unique(groups_B, return_inverse=True)[1]
         self.count_B = self._sum_B(torch.ones_like(self.rewards_B))
-        """The sum of the weights: the number of rollouts."""
+        """Sum of the weights, which is the number of rollouts."""
         self.mean_B = self._sum_B(self.rewards_B) / self.count_B.clamp(min=1)
 
     @property
     def has_rivals_B(self) -> Tensor:
-        """Bool: the row counts, and so does another rollout of its group."""
+        """Bool: rows that count, in groups in which another rollout counts too."""
         return self._counts_B & (self.count_B > 1.5)
 
     @property
     def differs_B(self) -> Tensor:
-        """Bool: the row counts, and not all rewards of its group are equal."""
+        """Bool: rows that count, in groups whose rewards are not all equal."""
         highest_B = self._reduce_B(self.rewards_B, "amax", fill=-torch.inf)
         lowest_B = self._reduce_B(self.rewards_B, "amin", fill=torch.inf)
         return self._counts_B & (highest_B > lowest_B)
 
     def compared_B(self, *, norm_by_std: bool, eps: float) -> Tensor:
-        """The rewards less their group's mean, divided by its standard deviation if asked to; 0 without weight."""
+        """Return the rewards minus the mean of their group, with `norm_by_std` divided by its standard deviation."""
         centred_B = torch.where(self._counts_B, self.rewards_B - self.mean_B, 0.0)
         if not norm_by_std:
             return centred_B

@@ -1,4 +1,4 @@
-"""What each trajectory earned, and at which of its tokens."""
+"""Rewards of trajectories and of their tokens. B rows, R response tokens."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from agent_loop.training.branches import rollouts_of_rows
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of a batch, kept apart by what they were given for."""
+    """Rewards of a batch, by kind."""
 
     outcome_B: Tensor
-    """Of the whole trajectory; NaN where nothing scored it."""
+    """Reward of each whole trajectory; NaN if it was not scored."""
     turns_BR: Tensor
-    """Of turns, each at the turn's last token; 0 elsewhere."""
+    """Reward of each turn at its last token; 0 elsewhere."""
     has_turn_BR: Tensor
-    """Bool: where there is one that counts, be it 0."""
+    """Bool: tokens at which a turn has a reward, even if it is 0."""
     penalties_BR: Tensor
-    """What each token loses."""
+    """Penalty that is subtracted at each token."""
     mask_BR: Tensor
-    """1 = the model said it."""
+    """1 for sampled tokens."""
     groups_B: Tensor
+    """Number of the group of each row."""
     turn_weight: float
-    """How much those of turns count."""
+    """Weight of the rewards of turns."""
     rollouts_B: Tensor | None = None
-    """The number of the rollout that each row is a branch of; None: each row is a rollout."""
+    """Number of the rollout of each row; None: each row is a rollout."""
     shared_turns_B: Tensor | None = None
-    """The sum of the rewards of turns that are trained in another branch of the rollout; None is 0."""
+    """Sum of the rewards of turns that are trained in another branch of the rollout; None is 0."""
 
     @property
     def is_scored_B(self) -> Tensor:
+        """Bool: rows with a reward."""
         return ~self.outcome_B.isnan()
 
     def per_row(self) -> Tensor:
-        """Return all that each row earned, [B]; NaN where nothing scored it.
+        """Return the total reward of each row, [B]; NaN if it was not scored.
 
         The outcome of a row without a token to train counts too.
         """
@@ -51,9 +53,9 @@ class Rewards:
         return torch.where(self.is_scored_B, earned_B, torch.nan)
 
     def per_token(self) -> Tensor:
-        """What each token earned, [B, R] float64: turns at their ends, the outcome at the model's last token.
+        """Return the reward of each token, [B, R] float64: turns at their ends, the outcome at the last sampled token.
 
-        0 in trajectories that nothing scored, and at tokens that are not the model's.
+        It is 0 in rows that were not scored, and at tokens that were not sampled.
         """
         places = torch.arange(self.mask_BR.shape[1])
         last_B = torch.where(self.mask_BR.bool(), places, -1).amax(dim=1, keepdim=True) if len(places) else 0
@@ -62,7 +64,7 @@ class Rewards:
         return torch.where(self.mask_BR.bool() & self.is_scored_B[:, None], rewards_BR, 0.0)
 
     def centred(self) -> Rewards:
-        """Return the same less the means of each group: of its outcomes, and of its rewards of turns."""
+        """Return the rewards minus the means of each group: the mean of its outcomes, and of its rewards of turns."""
         turns_BR = compared_turns(
             self.turns_BR,
             is_rewarded_BR=self.has_turn_BR,
@@ -84,16 +86,16 @@ def collect_rewards(
     response_length: int,
     kl_BR: Tensor | None = None,
 ) -> Rewards:
-    """Return the rewards of a batch, as the configuration shapes them.
+    """Return the rewards of a batch, with the penalties of the configuration.
 
-    The reward of a turn that branches share is a token's reward where the turn is trained, and counts in what each of
-    these branches earned in all. A reward that is not finite counts as none.
+    The reward of a turn that branches share is a reward of a token in the branch that trains the turn, and counts in
+    the total reward of each of these branches. A row whose reward is not finite counts as not scored.
 
     Args:
-        batch: As `assemble` makes it.
-        config: What is taken off, and how much turns count.
-        response_length: The limit that `config.overlong_buffer` lies before, in tokens.
-        kl_BR: An estimate of each token's KL divergence from the reference; None takes nothing off.
+        batch: Batch that `assemble` returned.
+        config: Penalties, and the weight of turns.
+        response_length: Limit in tokens before which `config.overlong_buffer` lies.
+        kl_BR: Estimate of each token's KL divergence from the reference; None is no penalty.
     """
     mask_BR, outcome_B = batch["response_mask"], batch["reward"]
     if config.overlong_buffer is not None:
@@ -120,6 +122,8 @@ def collect_rewards(
 
 
 def overlong_penalty(lengths_B: Tensor, *, limit: int, buffer: int) -> Tensor:
-    """The soft punishment of DAPO (arXiv 2503.14476, equation 13), without its sign: from 0 at `limit - buffer` tokens
-    or less to 1 at `limit` or more; float32 [B]."""
+    """Return DAPO's soft overlong punishment (arXiv 2503.14476, equation 13), without its sign; float32 [B].
+
+    It rises from 0 at `limit - buffer` tokens or less to 1 at `limit` or more.
+    """
     return ((lengths_B - (limit - buffer)) / buffer).clamp(0, 1).float()

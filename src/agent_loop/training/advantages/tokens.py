@@ -1,6 +1,6 @@
-"""Returns and advantages of single tokens. B trajectories, R response tokens.
+"""Returns and advantages of tokens. B rows, R response tokens.
 
-Only the model's tokens are steps: whatever stands between two of its turns is passed over, not taken for an end.
+Only sampled tokens are steps. Tokens between two turns of the model are skipped, and do not end the sequence.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from torch import Tensor
 
 
 def discounted_returns(rewards_BR: Tensor, *, mask_BR: Tensor, gamma: float) -> Tensor:
-    """What came at a token and after it, `G_t = r_t + gamma * G_next`, [B, R] float64; 0 where the mask is.
+    """Return discounted returns `G_t = r_t + gamma * G_next`, [B, R] float64; 0 at masked tokens.
 
-    `next` is the model's next token, across what tools and users said (REINFORCE++, arXiv 2501.03262, with
-    observations passed over).
+    `next` is the next sampled token, after those of tools and users (REINFORCE++, arXiv 2501.03262, with observations
+    skipped).
 
     Args:
-        rewards_BR: Of each token; those at masked tokens do not count.
-        mask_BR: 1 = the model said it.
-        gamma: What a reward keeps of its worth per token of the model's before it.
+        rewards_BR: Reward of each token; rewards at masked tokens do not count.
+        mask_BR: 1 for sampled tokens.
+        gamma: Discount per sampled token.
     """
-    nothing_BR = torch.zeros_like(rewards_BR)  # where nothing is expected, the advantage is the return
+    nothing_BR = torch.zeros_like(rewards_BR)  # with values of 0, the advantage is the return
     return gae(rewards_BR, values_BR=nothing_BR, mask_BR=mask_BR, gamma=gamma, lam=1.0)
 
 
 def gae(rewards_BR: Tensor, *, values_BR: Tensor, mask_BR: Tensor, gamma: float, lam: float) -> Tensor:
-    """Generalised advantage estimation (arXiv 1506.02438, equation 16), [B, R] float64; 0 where the mask is.
+    """Return generalised advantage estimates (arXiv 1506.02438, equation 16), [B, R] float64; 0 at masked tokens.
 
-    `A_t = d_t + gamma * lam * A_next` with `d_t = r_t + gamma * V_next - V_t`; `next` is the model's next token, across
-    what tools and users said, and after the last one both are 0.
+    `A_t = d_t + gamma * lam * A_next` with `d_t = r_t + gamma * V_next - V_t`. `next` is the next sampled token, after
+    those of tools and users. After the last sampled token, both are 0.
 
     Args:
-        rewards_BR: Of each token; those at masked tokens do not count.
-        values_BR: What the critic expects just before each token.
-        mask_BR: 1 = the model said it.
-        gamma: What a reward keeps of its worth per token of the model's before it.
-        lam: How far rewards are trusted beyond the critic's next value.
+        rewards_BR: Reward of each token; rewards at masked tokens do not count.
+        values_BR: Values that the critic predicts before each token.
+        mask_BR: 1 for sampled tokens.
+        gamma: Discount per sampled token.
+        lam: Weight of later rewards against the critic's next value.
     """
     is_model_BR = mask_BR.bool()
     rewards_BR, values_BR = rewards_BR.double(), values_BR.double()
@@ -54,14 +54,14 @@ def gae(rewards_BR: Tensor, *, values_BR: Tensor, mask_BR: Tensor, gamma: float,
 def whiten(
     values_BR: Tensor, *, mask_BR: Tensor, weights_B: Tensor | None = None, eps: float = 1e-8
 ) -> Tensor:
-    """Return `(x - mean) / sqrt(variance + eps)` over all unmasked tokens, [B, R]; 0 where the mask is.
+    """Return `(x - mean) / sqrt(variance + eps)` over all unmasked tokens, [B, R]; 0 at masked tokens.
 
     The variance is the sample's (divided by n - 1). Equal values give exactly 0.
 
     Args:
-        values_BR: What to whiten.
+        values_BR: Values to whiten.
         mask_BR: 1 for tokens that count.
-        weights_B: How much the tokens of each row count in mean and variance; None is 1.
+        weights_B: Weight of the tokens of each row in mean and variance; None is 1.
         eps: Keeps the division finite.
     """
     is_counted_BR = mask_BR.bool()

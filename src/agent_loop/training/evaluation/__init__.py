@@ -1,4 +1,4 @@
-"""What a set of trajectories is worth: pass@k and rewards with confidence intervals, per category, and compared."""
+"""Scores of trajectories: pass@k and rewards with confidence intervals, per category, and compared."""
 
 from agent_loop.training.evaluation.categories import categories_of, score_categories
 from agent_loop.training.evaluation.comparison import Difference, difference, pair_rows

@@ -1,4 +1,4 @@
-"""Scores per category: per value of a column."""
+"""Scores per category, which is the value of a column."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agent_loop.training.evaluation.scores import RowResult, Scores, score, writ
 from agent_loop.types import Row
 
 NOTHING = "-"
-"""The category of rows whose column is absent or empty."""
+"""Category of rows whose column is absent or empty."""
 
 
 def categories_of(rows: Sequence[Row], *, column: str) -> list[str]:
-    """The category of each row: its value in a column, as text.
+    """Return the category of each row: its value in a column, as text.
 
     Args:
-        rows: The data set.
-        column: A column, or with dots what lies inside one, as in `extra_info.level`.
+        rows: Rows of the data set.
+        column: Name of a column, or with dots of a key inside a column, as in `extra_info.level`.
 
     Raises:
         DataError: No row has the column.
@@ -27,16 +27,16 @@ def categories_of(rows: Sequence[Row], *, column: str) -> list[str]:
     values = [_value(row, column) for row in rows]
     if all(value is None for value in values):
         known = sorted({str(name) for row in rows for name in row})
-        raise DataError(f"no row has a column {column!r} to tell rows apart by{did_you_mean(column, known)}")
+        raise DataError(f"no row has a column {column!r}{did_you_mean(column, known)}")
     return [_text(value) for value in values]
 
 
 def score_categories(rows: Sequence[RowResult], *, categories: Sequence[str]) -> dict[str, Scores]:
-    """The scores of each category, in the order of their names.
+    """Return the scores of each category, sorted by name.
 
     Args:
-        rows: Their `group` is their place in `categories`.
-        categories: Of the whole data set.
+        rows: Results of rows, whose `group` is their index in `categories`.
+        categories: Categories of the whole data set.
     """
     names = sorted({categories[row.group] for row in rows}, key=_natural)
     return {name: score([row for row in rows if categories[row.group] == name]) for name in names}
@@ -57,7 +57,7 @@ def _text(value: Any) -> str:
 
 
 def _natural(name: str) -> tuple[bool, float, str]:
-    """Numbers by their size, before words."""
+    """Return a sort key that sorts numbers by size, before words."""
     try:
         return False, float(name), name
     except ValueError:

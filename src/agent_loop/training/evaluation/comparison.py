@@ -1,4 +1,4 @@
-"""Two evaluations of the same rows, compared row by row."""
+"""Comparison of two evaluations, row by row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Pair = tuple[RowResult, RowResult]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """By how much an evaluation is better than another one; rows that are in one of them alone do not count.
+    """Difference of two evaluations on the rows that are in both.
 
-    What is hard in both goes out of the difference, so that it is known better than either score.
+    Rows that are hard in both cancel out, so that the difference is more certain than either score.
     """
 
     num_rows: int
@@ -26,7 +26,7 @@ class Difference:
 
 
 def pair_rows(rows: Sequence[RowResult], *, others: Sequence[RowResult]) -> list[Pair]:
-    """The rows with the same prompt; of several, the first with the first."""
+    """Return pairs of rows with the same prompt. Rows with equal prompts are paired in order."""
     name = _namer()
     by_name = {name(row): row for row in others}
     name = _namer()
@@ -35,7 +35,7 @@ def pair_rows(rows: Sequence[RowResult], *, others: Sequence[RowResult]) -> list
 
 
 def difference(pairs: Sequence[Pair]) -> Difference | None:
-    """How much better the first of each pair is; None if there are no pairs."""
+    """Return how much better the first row of each pair is; None if there are no pairs."""
     if not pairs:
         return None
     rewards = [

@@ -1,7 +1,7 @@
 """Means over rows with confidence intervals, and pass@k.
 
-The rows are drawn from a population of rows, and the samples of one row are alike: so the rows are what counts as
-independent, not the samples (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640).
+The rows are drawn from a population of rows, and the samples of one row are correlated. Rows therefore count as
+independent, and samples do not (Miller 2024, "Adding Error Bars to Evals", arXiv 2411.00640).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 
 CONFIDENCE = 0.95
 NORMAL_QUANTILE = 1.959963984540054
-"""Of 0.975: what a standard normal variable stays within, to both sides, with `CONFIDENCE`."""
+"""Quantile of 0.975: a standard normal variable is within this of 0 with the probability `CONFIDENCE`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its 95% confidence interval."""
+    """Mean and its 95% confidence interval."""
 
     value: float
     low: float | None
-    """None where nothing is known of how much rows differ."""
+    """None if the variance of the rows is unknown."""
     high: float | None
 
     @property
@@ -32,8 +32,10 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, *, num_correct: int, k: int) -> float:
-    """The probability that at least one of k samples is correct, estimated from more samples without bias:
-    `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, arXiv 2107.03374, equation 1)."""
+    """Return the unbiased estimate of the probability that at least one of k samples is correct.
+
+    The estimate is `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """
     if not 0 <= num_correct <= num_samples or not 1 <= k <= num_samples:
         raise ValueError(
             f"pass@{k} of {num_correct} correct out of {num_samples}; give 0 <= num_correct <= num_samples "
@@ -43,7 +45,10 @@ def pass_at_k(num_samples: int, *, num_correct: int, k: int) -> float:
 
 
 def estimate_mean(values: Sequence[float]) -> Estimate:
-    """The mean of one value per row, with Student's interval `mean +- t s / sqrt(R)`; none where all are the same."""
+    """Return the mean of one value per row, with Student's interval `mean +- t s / sqrt(R)`.
+
+    There is no interval if all values are equal.
+    """
     mean = float(np.mean(values))
     if min(values) == max(values):
         return Estimate(mean, None, None)
@@ -52,17 +57,17 @@ def estimate_mean(values: Sequence[float]) -> Estimate:
 
 
 def estimate_share(values: Sequence[float], *, num_draws: float) -> Estimate:
-    """The mean of one share per row, with Wilson's interval for the effective number of draws.
+    """Return the mean of one share per row, with Wilson's interval for the effective number of draws.
 
     A mean p of R shares with variance v (divided by R) is as certain as a share of `p (1 - p) R / v` independent draws:
     the effective sample size (Dean and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in
-    Clustered Surveys"). It is at least R, since the values are shares, and bounded by `num_draws`. Where rows have one
-    sample each it is R, and the interval is Wilson's own; else Student's quantile takes the place of the normal one,
-    because the variance is estimated from the rows. Where all are 0 or all are 1 there is none, and the number is R.
+    Clustered Surveys"). It is at least R, since the values are shares, and at most `num_draws`. If rows have one sample
+    each, it is R, and the interval is Wilson's own. Otherwise Student's quantile replaces the normal one, because the
+    variance is estimated from the rows. If all values are 0 or all are 1, the variance is 0 and the number is R.
 
     Args:
-        values: Each from 0 to 1.
-        num_draws: How many independent draws all samples together are worth at most.
+        values: Shares from 0 to 1.
+        num_draws: Maximum number of independent draws that all samples are worth.
     """
     num_rows, mean = len(values), float(np.mean(values))
     if num_rows == 1 or mean in (0.0, 1.0):
@@ -78,14 +83,14 @@ def estimate_share(values: Sequence[float], *, num_draws: float) -> Estimate:
 
 
 def estimate_difference(values: Sequence[float], *, num_samples: float) -> Estimate:
-    """The mean of one difference of shares per row, with an interval that does not vanish where all are 0.
+    """Return the mean of one difference of shares per row, with an interval that is not empty if all are 0.
 
     Two rows are added in which the sides differ by `1 / sqrt(num_samples)`, one for each side. With one sample per row
     these are the pairs that Agresti and Min add (2005, "Simple improved confidence intervals for comparing matched
     proportions"), here with Student's quantile.
 
     Args:
-        values: Each from -1 to 1.
+        values: Differences from -1 to 1.
         num_samples: Samples per row.
     """
     num_rows = len(values) + 2
@@ -96,7 +101,7 @@ def estimate_difference(values: Sequence[float], *, num_samples: float) -> Estim
 
 
 def _wilson(share: float, *, num_draws: float, quantile: float) -> Estimate:
-    """Wilson 1927: the shares that a test would not reject."""
+    """Return Wilson's interval (1927): the shares that a test would not reject."""
     square = quantile**2
     middle = (share + square / (2 * num_draws)) / (1 + square / num_draws)
     spread = math.sqrt(share * (1 - share) / num_draws + square / (4 * num_draws**2))
@@ -105,8 +110,10 @@ def _wilson(share: float, *, num_draws: float, quantile: float) -> Estimate:
 
 
 def _student(df: int) -> float:
-    """The quantile of 0.975 of Student's t: exact for one degree of freedom, else Abramowitz and Stegun 26.7.5, within
-    1% of it."""
+    """Return the quantile of 0.975 of Student's t.
+
+    It is exact for one degree of freedom, else the approximation of Abramowitz and Stegun 26.7.5, within 1%.
+    """
     if df == 1:
         return math.tan(math.pi * CONFIDENCE / 2)
     z = NORMAL_QUANTILE

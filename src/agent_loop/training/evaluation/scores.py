@@ -1,4 +1,4 @@
-"""What a set of trajectories is worth: rewards, success, pass@k, and why they ended."""
+"""Scores of trajectories: rewards, success, pass@k, and stop reasons."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ MAX_PROMPT_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """One row of the data set. Where a loop returns several trajectories, they are one sample, worth its best."""
+    """Result of one row of the data set. Several trajectories of one rollout are one sample, with the best reward."""
 
     group: int
-    """Which row."""
+    """Index of the row."""
     prompt: str
-    """Its last message, cut."""
+    """Last message of the prompt, shortened."""
     prompt_digest: str
-    """Finds the row again in another evaluation."""
+    """Digest that identifies the row in another evaluation."""
     num_samples: int
     num_scored: int
     num_correct: int
-    """Samples with at least the reward that counts as success."""
+    """Samples whose reward counts as success."""
     mean_reward: float | None
-    """Over the scored samples; None if there are none."""
+    """Mean over the scored samples; None if no sample is scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What rows are worth. A sample that nothing scored counts as no success, and in no mean of rewards."""
+    """Scores of rows. A sample without a score is not a success, and is in no mean of rewards."""
 
     num_rows: int
     num_samples: int
     num_scored: int
     num_correct: int
     mean_reward: Estimate | None
-    """Mean over rows of their mean rewards; None if nothing was scored."""
+    """Mean over rows of their mean rewards; None if no sample is scored."""
     pass_at_k: Mapping[int, Estimate]
     """For k = 1, 2, 4, ...: the mean over rows with at least k samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A summary of trajectories."""
+    """Evaluation of trajectories."""
 
     num_trajectories: int
     scores: Scores
     rows: tuple[RowResult, ...]
     stop_reasons: Mapping[str, int]
-    """How many trajectories ended so."""
+    """Number of trajectories by stop reason."""
     incidents: Mapping[str, int]
-    """How often each kind was met."""
+    """Number of incidents by kind."""
 
     @property
     def success_share(self) -> float:
-        """Of the samples."""
+        """Share of the samples that are successes."""
         return self.scores.num_correct / max(1, self.scores.num_samples)
 
     def metrics(self) -> dict[str, float]:
-        """For the metrics file, with the prefix of validation."""
+        """Return the values for the metrics file, with the prefix of validation."""
         if not self.num_trajectories:
             return {}
         scores = self.scores
@@ -91,7 +91,7 @@ class Evaluation:
 
 
 def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -> Evaluation:
-    """Summarises trajectories; samples with at least `success_threshold` as reward are successes."""
+    """Evaluate trajectories. Samples with a reward of at least `success_threshold` are successes."""
     groups: defaultdict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         groups[trajectory.group].append(trajectory)
@@ -109,7 +109,7 @@ def summarise(trajectories: Sequence[Trajectory], *, success_threshold: float) -
 
 
 def score(rows: Sequence[RowResult]) -> Scores:
-    """What the rows are worth together."""
+    """Return the scores of rows."""
     rewards = [row.mean_reward for row in rows if row.mean_reward is not None]
     most = max((row.num_samples for row in rows), default=0)
     return Scores(
@@ -123,7 +123,7 @@ def score(rows: Sequence[RowResult]) -> Scores:
 
 
 def prompt_digest(row: Row) -> str:
-    """Tells rows apart by what the model is asked."""
+    """Return a digest of the prompt of a row."""
     return digest(row.get("raw_prompt"))
 
 
@@ -155,12 +155,12 @@ def _pass_at(k: int, *, rows: Sequence[RowResult]) -> Estimate:
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
-    """The commonest first."""
+    """Return counts, most common first."""
     return dict(Counter(names).most_common())
 
 
 def _prompt_of(row: Mapping[str, Any]) -> str:
-    """The text of the last message of a row's prompt."""
+    """Return the text of the last message of a row's prompt, shortened."""
     messages: Sequence[Mapping[str, Any]] = row.get("raw_prompt", ())
     content: Any = (messages[-1].get("content") if len(messages) else None) or ""
     if not isinstance(content, str):
@@ -171,5 +171,5 @@ def _prompt_of(row: Mapping[str, Any]) -> str:
 
 
 def writable(text: str) -> str:
-    """The text without halves of surrogates, which no file takes."""
+    """Return the text without unpaired surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")

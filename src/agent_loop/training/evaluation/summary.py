@@ -1,4 +1,4 @@
-"""The file with the result of an evaluation."""
+"""File with the result of an evaluation."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ SUMMARY_FILE = "summary.json"
 
 
 class Comparison(BaseModel):
-    """How much better an evaluation is than another one."""
+    """Comparison of an evaluation with another one."""
 
     model_config = ConfigDict(frozen=True)
 
     path: str
-    """The summary of the other one."""
+    """Path of the other summary."""
     other_model: str
     total: Difference
     categories: Mapping[str, Mapping[str, Difference]]
-    """By column and value."""
+    """Differences by column and value."""
 
 
 class EvaluationSummary(BaseModel):
-    """What `summary.json` holds."""
+    """Contents of `summary.json`."""
 
     model_config = ConfigDict(frozen=True)
 
     format: Literal[1] = 1
     model: str
     rows_of: str = ""
-    """What named the rows: `data.val_files`, `data.train_files` or `--data`; empty in a summary of an older version."""
+    """Setting that named the rows: `data.val_files`, `data.train_files` or `--data`; empty in older summaries."""
     settings: Mapping[str, Any]
-    """What was evaluated: the rows' digest, samples per row, and the sections that the tokens depend on."""
+    """Settings of the evaluation: digest of the rows, samples per row, and the sections that affect the tokens."""
     evaluation: Evaluation
     categories: Mapping[str, Mapping[str, Scores]] = {}
-    """By column and value."""
+    """Scores by column and value."""
     comparison: Comparison | None = None
 
     @classmethod
@@ -57,11 +57,15 @@ class EvaluationSummary(BaseModel):
         columns: Mapping[str, Sequence[str]],
         other: tuple[Path, EvaluationSummary] | None = None,
     ) -> EvaluationSummary:
-        """Tells the categories apart, and compares.
+        """Return the summary of an evaluation, with scores per category, and a comparison.
 
         Args:
-            columns: By its name, the category of each row of the data set.
-            other: An evaluation to compare with, and where it lies.
+            evaluation: The evaluation.
+            model: Name of the model.
+            rows_of: See `EvaluationSummary.rows_of`.
+            settings: See `EvaluationSummary.settings`.
+            columns: Category of each row of the data set, by column.
+            other: Path and summary of an evaluation to compare with.
 
         Raises:
             DataError: The other evaluation has none of the rows.
@@ -79,19 +83,19 @@ class EvaluationSummary(BaseModel):
         )
 
     def write(self, path: Path) -> None:
-        """Writes the file, whole or not at all."""
+        """Write the file atomically."""
         with whole_file(path) as temporary:
             temporary.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def read_summary(path: Path) -> EvaluationSummary:
-    """Reads a summary.
+    """Read a summary.
 
     Args:
-        path: The file, or the folder that it is in.
+        path: The file, or its folder.
 
     Raises:
-        DataError: It is missing, or no summary.
+        DataError: The file is missing, or is not a summary.
     """
     file = path / SUMMARY_FILE if path.is_dir() else path
     try:

@@ -1,4 +1,4 @@
-"""Where the metrics of training go beside `metrics.jsonl`: one module per place, its package imported late."""
+"""Loggers of training metrics besides `metrics.jsonl`: one module each, which imports its package when it is used."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from agent_loop.config import Config
 from agent_loop.tracing.delivery import Delivery, OneByOne, Writer
 
 LOGGER_TIMEOUT_S = 30.0
-"""How long the end of a run waits for each."""
+"""Seconds that the end of a run waits for each logger."""
 MAX_QUEUED = 10_000
-"""Steps that may wait for one."""
+"""Maximum number of steps that are queued for a logger."""
 NOT_A_LOGGER = "console"
-"""Named in configurations of other systems; here it is always there."""
+"""Logger of other systems' configurations; here the console is always on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scalars:
-    """The metrics of a step, as far as they are finite numbers."""
+    """Metrics of a step that are finite numbers."""
 
     step: int
     values: Mapping[str, float]
@@ -29,14 +29,14 @@ class Scalars:
 
 @dataclass(frozen=True, slots=True)
 class RunNames:
-    """What a run is called, and what it is."""
+    """Names and settings of a run."""
 
     project: str
     experiment: str
     run_dir: Path
     config: Mapping[str, Any]
     tracking_uri: str | None
-    """MLflow's."""
+    """Tracking URI of MLflow."""
 
     @classmethod
     def of(cls, config: Config) -> RunNames:
@@ -51,10 +51,10 @@ class RunNames:
 
 
 def make_loggers(config: Config) -> list[Delivery[Scalars]]:
-    """Those that `trainer.logger` names; they connect to nothing yet.
+    """Return the loggers that `trainer.logger` names, which are not connected yet.
 
     Raises:
-        ConfigError: A package that one needs is not installed.
+        ConfigError: The package of a logger is not installed.
     """
     names = RunNames.of(config)
     given = config.trainer.logger
@@ -70,7 +70,7 @@ def _make(logger: str) -> Callable[[RunNames], Writer[Scalars]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
+    """Return nested settings by their dotted names."""
     named: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

@@ -13,22 +13,26 @@ from agent_loop.tracing.writers.mlflow import experiment_id
 from agent_loop.training.loggers import RunNames, Scalars, flat
 
 MAX_PARAMETER = 500
-"""Characters of a setting's value that are kept."""
+"""Maximum length of a setting's value in characters; longer values are cut."""
 MAX_PARAMETERS_AT_ONCE = 100
 
 _NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
 
 
 def make(names: RunNames) -> MlflowLogger:
-    """Raises: ConfigError: The package of `agent-loop[mlflow]` is not installed."""
-    # What telemetry there is, is for whoever runs it to decide.
+    """Return the logger.
+
+    Raises:
+        ConfigError: The package of `agent-loop[mlflow]` is not installed.
+    """
+    # Telemetry is off unless the user switches it on.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import_extra("mlflow", extra="mlflow", by="trainer.logger=[mlflow]")
     return MlflowLogger(names)
 
 
 class MlflowLogger:
-    """A run of the experiment that has the project's name; its parameters are the settings."""
+    """Logger to a run of the experiment with the project's name. The settings are the run's parameters."""
 
     def __init__(self, names: RunNames) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""Metrics as TensorBoard's event files."""
+"""Metrics in TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ FOLDER = "tensorboard"
 
 
 def make(names: RunNames) -> TensorboardLogger:
-    """Raises: ConfigError: The package of `agent-loop[tensorboard]` is not installed."""
+    """Return the logger.
+
+    Raises:
+        ConfigError: The package of `agent-loop[tensorboard]` is not installed.
+    """
     import_extra("tensorboard", extra="tensorboard", by="trainer.logger=[tensorboard]")
     return TensorboardLogger(names)
 
 
 class TensorboardLogger:
-    """Writes below the run's folder."""
+    """Logger to a subfolder of the run's folder."""
 
     def __init__(self, names: RunNames) -> None:
         self._folder = names.run_dir / FOLDER

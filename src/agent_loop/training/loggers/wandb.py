@@ -10,13 +10,17 @@ from agent_loop.training.loggers import RunNames, Scalars
 
 
 def make(names: RunNames) -> WandbLogger:
-    """Raises: ConfigError: The package of `agent-loop[wandb]` is not installed."""
+    """Return the logger.
+
+    Raises:
+        ConfigError: The package of `agent-loop[wandb]` is not installed.
+    """
     import_extra("wandb", extra="wandb", by="trainer.logger=[wandb]")
     return WandbLogger(names)
 
 
 class WandbLogger:
-    """A run in the project; a training that goes on makes another one in the same group."""
+    """Logger to a run of the project. A resumed training creates another run in the same group."""
 
     def __init__(self, names: RunNames) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""Tokens to one number, and what is masked out of it."""
+"""Aggregation of values of tokens to one number, and masking."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from agent_loop.config import AggregationMode
 
 MAX_LOG_RATIO = 20.0
-"""Bound of log-ratios, so that one absurd token cannot make the loss infinite."""
+"""Bound of log-ratios, so that a single token cannot make the loss infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """How the tokens of a mini-batch are weighed, whichever part of it is at hand."""
+    """Weights of the tokens of a mini-batch, for any part of it."""
 
     mode: AggregationMode
     denominator: float
-    """`loss_denominator` of the whole mini-batch: so the parts' results add up to the whole's."""
+    """`loss_denominator` of the whole mini-batch, so that the results of its parts add up."""
     lengths_B: Tensor | None = None
-    """`rollout_lengths` of the rows at hand; None: each row is a rollout."""
+    """`rollout_lengths` of the rows; None: each row is a rollout."""
 
     @classmethod
     def of_rows(
@@ -33,13 +33,13 @@ class Aggregation:
         mode: AggregationMode,
         length: int | None = None,
     ) -> Aggregation:
-        """Return that of a mini-batch, with lengths for all rows of the batch.
+        """Return the aggregation of a mini-batch, with lengths for all rows of the batch.
 
         Args:
-            mask_BT: Of the whole batch: 1 for tokens that count.
-            rows: The numbers of the rows of the mini-batch.
-            rollouts_B: Of the whole batch: the number of the rollout that each row belongs to.
-            mode: How tokens are weighed.
+            mask_BT: 1 for tokens that count, in the whole batch.
+            rows: Indices of the rows of the mini-batch.
+            rollouts_B: Number of the rollout of each row of the whole batch.
+            mode: Mode of the aggregation.
             length: See `loss_denominator`.
         """
         is_in_B1 = torch.zeros(len(mask_BT), 1, dtype=mask_BT.dtype).index_fill(0, rows, 1)
@@ -51,7 +51,7 @@ class Aggregation:
         )
 
     def cut(self, rows_B: Tensor) -> Aggregation:
-        """Return the same for these rows of the batch."""
+        """Return the aggregation for some rows of the batch."""
         if self.lengths_B is None:
             return self
         return replace(self, lengths_B=self.lengths_B[rows_B.to(self.lengths_B.device)])
@@ -74,18 +74,18 @@ def aggregate(
     denominator: float | None = None,
     lengths_B: Tensor | None = None,
 ) -> Tensor:
-    """Weighs tokens into one number.
+    """Aggregate values of tokens to one number.
 
     `token-mean` is DAPO's (arXiv 2503.14476), `seq-mean-token-mean` GRPO's (arXiv 2402.03300),
-    `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: all tokens that it trains,
-    in whichever of its rows.
+    `seq-mean-token-sum-norm` Dr. GRPO's (arXiv 2503.20783). The sequence is the rollout: its trained tokens in all its
+    rows.
 
     Args:
-        values_BT: Any values; those at masked tokens do not count.
+        values_BT: Values of tokens; values at masked tokens do not count.
         mask_BT: 1 for tokens that count.
-        mode: How tokens are weighed.
-        denominator: What the sum is divided by. Give `loss_denominator` of the whole mini-batch when these rows
-            are only a part of it: then the parts' results add up to the whole's. None is that of these rows.
+        mode: Mode of the aggregation.
+        denominator: Divisor of the sum. If the rows are a part of a mini-batch, give `loss_denominator` of the whole
+            mini-batch, so that the results of the parts add up. None is that of these rows.
         lengths_B: `rollout_lengths` in the whole mini-batch; None: each row is a rollout.
     """
     values_BT = torch.where(mask_BT.bool(), values_BT, 0.0)
@@ -100,13 +100,13 @@ def aggregate(
 def loss_denominator(
     mask_BT: Tensor, *, mode: AggregationMode, length: int | None = None, rollouts_B: Tensor | None = None
 ) -> float:
-    """The number of tokens, or of rollouts, that a mean is taken over; at least 1.
+    """Return the number of tokens or rollouts that a mean divides by; at least 1.
 
     Args:
         mask_BT: 1 for tokens that count.
-        mode: How tokens are weighed.
-        length: Of `seq-mean-token-sum-norm`: what each rollout's sum is divided by; None is the width T.
-        rollouts_B: The number of the rollout that each row belongs to; None: each row is a rollout.
+        mode: Mode of the aggregation.
+        length: Divisor of each rollout's sum in `seq-mean-token-sum-norm`; None is the width T.
+        rollouts_B: Number of the rollout of each row; None: each row is a rollout.
     """
     if mode == "token-mean":
         return max(1.0, float(mask_BT.sum()))
@@ -119,13 +119,13 @@ def loss_denominator(
 
 
 def rollout_lengths(mask_BT: Tensor, *, rollouts_B: Tensor) -> Tensor:
-    """Return for each row how many tokens count in its rollout; int64 [B]."""
+    """Return the number of tokens that count in each row's rollout; int64 [B]."""
     lengths_B = mask_BT.sum(dim=-1)
     return torch.zeros_like(lengths_B).index_add_(0, rollouts_B, lengths_B)[rollouts_B]
 
 
 def masked_mean(values_BT: Tensor, *, mask_BT: Tensor) -> Tensor:
-    """The mean over all unmasked tokens; 0 if there are none."""
+    """Return the mean over all unmasked tokens; 0 if there are none."""
     return aggregate(values_BT, mask_BT=mask_BT, mode="token-mean")
 
 

@@ -1,4 +1,4 @@
-"""What is done about rollout and training giving the same token different log-probs."""
+"""Importance sampling between rollout and trainer, whose log-probs of a token may differ."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from agent_loop.training.losses.aggregation import MAX_LOG_RATIO, masked_differe
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """How much each token's loss counts, and how many tokens that touched."""
+    """Importance weights of tokens, and the shares of tokens that they change."""
 
     weights_BT: Tensor
-    """0 at masked tokens; without gradient."""
+    """Weights, 0 at masked tokens; without gradient."""
     truncated_share: float
-    """Of all tokens, those whose weight was cut."""
+    """Share of tokens whose weight was cut."""
     masked_share: float
-    """Of all tokens, those left out."""
+    """Share of tokens that are dropped."""
 
 
 def correct(
     logprobs_BT: Tensor, *, rollout_logprobs_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig
 ) -> Correction:
-    """Importance weights `ratio = exp(logprobs - rollout_log_probs)`, bounded, for `kind` `truncate` or `mask`.
+    """Return bounded importance weights `exp(logprobs - rollout_logprobs)`, for `kind` `truncate` or `mask`.
 
     Truncated: `min(ratio, max_ratio)` (Yao et al., "Your efficient RL framework secretly brings you off-policy RL
     training", 2025). Masked: the ratio where it is between `min_ratio` and `max_ratio`, else 0 (Liu et al., "When speed
     kills stability", 2025). At level `sequence` the ratio is the product over the row's tokens.
 
     Args:
-        logprobs_BT: Of the trainer, under the weights that sampled.
-        rollout_logprobs_BT: What the servers gave.
+        logprobs_BT: Log-probs of the trainer, under the weights that sampled.
+        rollout_logprobs_BT: Log-probs of the servers.
         mask_BT: 1 for tokens to train on.
         config: Kind, level and bounds.
     """

@@ -11,11 +11,11 @@ from agent_loop.training.losses.aggregation import masked_difference
 def kl_penalty(
     logprobs_BT: Tensor, *, reference_logprobs_BT: Tensor, mask_BT: Tensor, estimator: KLEstimator = "k3"
 ) -> Tensor:
-    """Per token, an estimate of the KL divergence of the policy from the reference; [B, T], 0 at masked tokens.
+    """Return an estimate of the KL divergence of the policy from the reference per token; [B, T], 0 at masked tokens.
 
-    With `r = reference / policy` (J. Schulman, "Approximating KL divergence", 2020): `k1 = -log r`, unbiased, of either
-    sign; `k2 = (log r)^2 / 2`, never negative, a little biased, and its gradient is that of the divergence itself;
-    `k3 = r - 1 - log r`, never negative, unbiased.
+    With `r = reference / policy` (J. Schulman, "Approximating KL divergence", 2020): `k1 = -log r` is unbiased, and may
+    be negative. `k2 = (log r)^2 / 2` is never negative and a little biased; its gradient is that of the divergence.
+    `k3 = r - 1 - log r` is never negative and unbiased.
     """
     log_ratio_BT = masked_difference(reference_logprobs_BT, logprobs_BT, mask_BT=mask_BT)
     match estimator:

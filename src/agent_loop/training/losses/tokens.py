@@ -1,4 +1,4 @@
-"""What logits say of tokens. N places with logits, M tokens, V tokens of the vocabulary."""
+"""Log-probs and entropy from logits. N positions with logits, M tokens, V tokens of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def token_logprobs(
     temperature: float,
     entropy_has_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`log_softmax(logits / temperature)` at the tokens, and the entropy of the same distributions.
+    """Return `log_softmax(logits / temperature)` at the tokens, and the entropy of the distributions; [M] each.
 
-    In float32, or in float64 where the logits are. Both of shape [M].
+    Both are float32, or float64 if the logits are float64.
 
     Args:
-        logits_NV: Of distributions over the vocabulary.
-        token_ids_M: The tokens asked for.
-        place_M: Which distribution each is drawn from.
-        temperature: What logits are divided by.
-        entropy_has_gradient: False computes it for the metrics alone.
+        logits_NV: Logits of distributions over the vocabulary.
+        token_ids_M: Token ids.
+        place_M: Index of each token's distribution, among the N.
+        temperature: Divisor of the logits.
+        entropy_has_gradient: False computes the entropy for metrics only.
     """
     precise_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     logprobs_NV = (precise_NV if temperature == 1 else precise_NV / temperature).log_softmax(dim=-1)
@@ -32,6 +32,6 @@ def token_logprobs(
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
-    """In nats, of each distribution; shape [N]."""
+    """Return the entropy of each distribution in nats; [N]."""
     lowest = torch.finfo(logprobs_NV.dtype).min  # finite, so that a probability of 0 adds 0 and not NaN
     return -(logprobs_NV.exp() * logprobs_NV.clamp(min=lowest)).sum(dim=-1)

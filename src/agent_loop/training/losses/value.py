@@ -1,4 +1,4 @@
-"""The loss of the critic."""
+"""Loss of the critic."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agent_loop.training.losses.aggregation import Aggregation
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """The loss and what it was made of; both scalars."""
+    """Loss of the critic and its metric; both scalars."""
 
     loss: Tensor
     """With gradient."""
     clip_fraction: Tensor
-    """Share of tokens whose gradient the clip took away."""
+    """Share of tokens whose gradient the clip removed."""
 
 
 def value_loss(
@@ -29,17 +29,17 @@ def value_loss(
     clip_range: float | None,
     reduce: Aggregation,
 ) -> ValueLoss:
-    """Half the squared error, or that of the clipped value where it is larger (arXiv 2005.12729, section 3, item 1).
+    """Return half the squared error, or that of the clipped value if it is larger (arXiv 2005.12729, section 3).
 
     `max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2`
 
     Args:
-        values_BT: Of the critic that is trained, with gradient.
-        old_values_BT: Of the critic before the update.
-        returns_BT: What is to be predicted.
+        values_BT: Values of the critic that is trained, with gradient.
+        old_values_BT: Values before the update.
+        returns_BT: Returns to predict.
         mask_BT: 1 for tokens to train on.
-        clip_range: How far a value may move; None is no bound.
-        reduce: How tokens are weighed against each other.
+        clip_range: Largest change of a value; None is no bound.
+        reduce: Aggregation of the tokens.
     """
     is_trained_BT = mask_BT.bool()
     values_BT, old_values_BT, returns_BT = (

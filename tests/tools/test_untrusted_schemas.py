@@ -1,4 +1,4 @@
-"""Schemas that others wrote: none holds up the event loop, fetches anything, or ends the process."""
+"""Untrusted schemas: none blocks the event loop, fetches anything, or crashes the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the columns of a row hold, the row is refused by name before the run, or runs and ends with a reason."""
+"""Rows with arbitrary columns are refused before the run, or run and end with a reason."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MESSAGES = [
 
 
 def run(row: dict[str, Any]) -> Trajectory | None:
-    """The trajectory of a row, in a batch with a harmless one; None if the row was refused."""
+    """Return the trajectory of a row, in a batch with a harmless row. Return None if the row was refused."""
     try:
         rows = prepare_rows([row, {"prompt": "What is 1 + 2?"}], prompt_key="prompt")
         manager = AgentLoopManager(
