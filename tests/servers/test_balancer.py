@@ -434,8 +434,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_who_could_go_anywhere(self) -> None:
-        if any(server.has_place for server in self.balancer._servers.values()):
-            assert len(self.balancer._homeless) == 0
+        if any(server.has_free_slot for server in self.balancer._servers.values()):
+            assert len(self.balancer._unassigned) == 0
 
 
 TestLife = Life.TestCase

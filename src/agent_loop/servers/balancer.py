@@ -1,4 +1,4 @@
-"""Which server gets the next request: the books of who runs where and who waits. Pure: no I/O, no clock."""
+"""Load balancer: in-flight counts, session affinity and the queue. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ NUM_STEAL_CANDIDATES = 8
 
 
 class SlotGrant(Struct, frozen=True):
-    """A place on a server, held until it is released."""
+    """Slot on a server, held until it is released."""
 
     request: SlotRequest
     server: str
     work: float
     moved_from: str | None = None
-    """The server that the session left, which may forget it."""
+    """Server that the session left, which may forget the session."""
     num_known_tokens: int = 0
-    """Of the prompt, those that this server has computed or sampled before."""
+    """Number of prompt tokens that this server has computed or sampled before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class _Waiting:
 class LoadBalancer:
     """The one owner of in-flight counts and of session affinity.
 
-    Where every server has as many requests as it computes at once, the rest wait here, not in the servers: they go to
-    whichever has a place first.
+    Requests beyond the slots of all servers are queued here, not in the servers, and go to the first server with a
+    free slot.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class LoadBalancer:
         self.policy = policy or LeastWork(config)
         self.config = self.policy.config
         self._servers: dict[str, ServerState] = {}
-        self._with_place: Ranking[Rank] = Ranking()
-        self._with_line: Ranking[Rank] = Ranking()
-        """Servers for which requests wait, the busiest first."""
+        self._with_free_slot: Ranking[Rank] = Ranking()
+        self._with_queue: Ranking[Rank] = Ranking()
+        """Servers with a queue of their own, the busiest first."""
         self._changed: dict[str, ServerState] = {}
-        """Servers whose rank is to be told anew before one is chosen."""
-        self._homeless: Line = Ranking()
-        """Requests that any server may take."""
+        """Servers whose rank must be updated before the next choice."""
+        self._unassigned: Line = Ranking()
+        """Queued requests that any server may take."""
         self._sessions: dict[str, SessionState] = {}
         self._leases: dict[str, SlotGrant] = {}
         self._waiting: dict[str, _Waiting] = {}
@@ -87,12 +87,12 @@ class LoadBalancer:
 
     @property
     def in_flight(self) -> dict[str, int]:
-        """Leases per server."""
+        """Number of granted slots per server."""
         return {server.name: server.num_in_flight for server in self._servers.values()}
 
     @property
     def outstanding_work(self) -> dict[str, float]:
-        """Tokens that each server has to decode for its leases, as far as one can tell."""
+        """Expected number of tokens that each server has yet to decode."""
         return {server.name: server.work for server in self._servers.values()}
 
     @property
@@ -101,12 +101,12 @@ class LoadBalancer:
 
     @property
     def num_running_tokens(self) -> int:
-        """Of the prompts of all leases."""
+        """Number of prompt tokens of all requests that hold a slot."""
         return sum(lease.request.num_prompt_tokens for lease in self._leases.values())
 
     @property
     def num_session_tokens(self) -> int:
-        """Of the last prompts of all sessions."""
+        """Number of tokens of the last prompts of all sessions."""
         return sum(session.num_tokens for session in self._sessions.values())
 
     @property
@@ -118,15 +118,16 @@ class LoadBalancer:
         return len(self._sessions)
 
     def server_of(self, session: str) -> str | None:
-        """The server on which a session lives, if it has begun."""
+        """Return the server of a session, or None if the session has none."""
         known = self._sessions.get(session)
         return None if known is None or known.server is None else known.server.name
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def acquire(self, request: SlotRequest) -> SlotGrant | None:
-        """A place for a request; None if it has to wait, as it does while there is no server. One that waits comes
-        out of a later `release`, `add_server` or `drop_owner`.
+        """Grant a request a slot, or queue the request and return None.
+
+        The grant of a queued request is returned by a later `release`, `add_server`, `fill` or `drop_owner`.
         """
         lease = self._leases.get(request.id)
         if lease is not None or request.id in self._waiting:
@@ -139,26 +140,26 @@ class LoadBalancer:
         if server is not None:
             return self._grant(request, session, server)
         priority = -request.expected_remaining if self.config.longest_first else 0.0
-        line = self._homeless if session.server is None else session.server.waiting
-        self._line_up(_Waiting(request, line, (priority, next(self._order))), session.server)
+        line = self._unassigned if session.server is None else session.server.waiting
+        self._enqueue(_Waiting(request, line, (priority, next(self._order))), session.server)
         return None
 
     def release(
         self, request_id: str, *, num_new_tokens: int | None = None, seconds: float | None = None
     ) -> list[SlotGrant]:
-        """Gives a place back, or leaves the line; does nothing if that was done before.
+        """Free the slot of a request, or remove the request from the queue. Does nothing for an unknown request.
 
         Args:
-            num_new_tokens: How long the completion was; None if it failed.
-            seconds: How long the place was held, where somebody measured: tells how fast the server is.
+            num_new_tokens: Number of sampled tokens; None if the request failed.
+            seconds: Seconds from the grant to the release, from which the server's speed is learnt; None if unknown.
 
         Returns:
-            The leases of requests that waited and got a place by this.
+            The grants of queued requests that got a slot by this.
         """
         lease = self._leases.pop(request_id, None)
         if lease is None:
             if request_id in self._waiting:
-                self._leave_line(request_id)
+                self._dequeue(request_id)
             return []
         server = self._servers[lease.server]
         try:
@@ -174,23 +175,22 @@ class LoadBalancer:
 
     @contextmanager
     def lease(self, session: str) -> Generator[str]:
-        """Counts one request against a server while it lasts, and yields the server's name: for tests and for
-        servers that take any number of requests.
+        """Hold a slot for one request and yield the server's name. For tests and servers without a request limit.
 
         Raises:
-            ConfigError: It would have to wait.
+            ConfigError: The request would be queued.
         """
         request = SlotRequest(f"{session}/{next(self._order)}", session)
         lease = self.acquire(request)
         try:
             if lease is None:
-                raise ConfigError("every server is full; use acquire, which waits in line")
+                raise ConfigError("every server is full; use acquire, which queues the request")
             yield lease.server
         finally:
             self.release(request.id)
 
     def end_session(self, session: str) -> str | None:
-        """Forgets a session and returns the server on which it lived."""
+        """Forget a session and return the name of its server."""
         known = self._sessions.pop(session, None)
         if known is None or known.server is None:
             return None
@@ -199,9 +199,9 @@ class LoadBalancer:
         return known.server.name
 
     def drop_owner(self, owner: str) -> list[SlotGrant]:
-        """Takes back everything that an owner holds or waits for; returns what others got by it."""
+        """Release all slots and queued requests of an owner. Return the grants of other requests."""
         for waiting in [w for w in self._waiting.values() if w.request.owner == owner]:
-            self._leave_line(waiting.request.id)
+            self._dequeue(waiting.request.id)
         granted: list[SlotGrant] = []
         for lease in [lease for lease in self._leases.values() if lease.request.owner == owner]:
             granted += self.release(lease.request.id)
@@ -213,21 +213,21 @@ class LoadBalancer:
     def add_server(
         self, name: str, *, max_in_flight: int | None = None, speed: float = 1.0
     ) -> list[SlotGrant]:
-        """A server joins, idle. Sessions stay where they are.
+        """Add an idle server. Sessions stay where they are.
 
         Args:
-            max_in_flight: Requests that it computes at once; None gives it any number.
-            speed: Relative to the others.
+            max_in_flight: Number of slots; None sets no limit.
+            speed: Speed relative to the other servers.
 
         Returns:
-            The leases of requests that waited.
+            The grants of queued requests.
 
         Raises:
-            ConfigError: There is one of this name.
+            ConfigError: A server of this name exists.
         """
         if name in self._servers:
             raise ConfigError(f"there are two servers of the name {name!r}; give each its own")
-        limit = max_in_flight if self.policy.keeps_line else None
+        limit = max_in_flight if self.policy.keeps_queue else None
         number = next(self._order)
         server = self._servers[name] = ServerState(name, number, limit or float("inf"), speed)
         server.last_chosen = next(self._order)
@@ -240,8 +240,8 @@ class LoadBalancer:
         server = self._servers.pop(name, None)
         if server is None:
             return []
-        self._with_place.discard(name)
-        self._with_line.discard(name)
+        self._with_free_slot.discard(name)
+        self._with_queue.discard(name)
         self._changed.pop(name, None)
         self.policy.left(server)
         for lease in [lease for lease in self._leases.values() if lease.server == name]:
@@ -252,18 +252,18 @@ class LoadBalancer:
                 session.server, session.num_cached = None, 0
                 moved.append(session_id)
         for waiting in [w for w in self._waiting.values() if w.line is server.waiting]:
-            self._line_up(replace(waiting, line=self._homeless), None)
+            self._enqueue(replace(waiting, line=self._unassigned), None)
         return moved
 
     def set_outside_requests(self, name: str, num_requests: int) -> None:
-        """Tells how many requests of others than this balancer's a server has, as far as it is known."""
+        """Set the number of requests that a server has from other clients."""
         server = self._servers.get(name)
         if server is not None:
             server.num_outside = num_requests
             self._changed[name] = server
 
     def fill(self) -> list[SlotGrant]:
-        """Gives free places to requests that wait, as after `remove_server`."""
+        """Grant free slots to queued requests, as after `remove_server`."""
         granted: list[SlotGrant] = []
         for server in list(self._servers.values()):
             granted += self._fill(server)
@@ -272,31 +272,31 @@ class LoadBalancer:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _choose(self, session: SessionState) -> ServerState | None:
-        """Where a request of this session goes now; None if it is to wait."""
+        """Return the server for a session's request, or None to queue the request."""
         if len(self._servers) == 1:
             [only] = self._servers.values()
-            return only if only.has_place else None
+            return only if only.has_free_slot else None
         self._rank_changed()
-        best = self._with_place.first()
+        best = self._with_free_slot.first()
         return None if best is None else self.policy.choose(session, best=self._servers[best])
 
     def _fill(self, server: ServerState) -> list[SlotGrant]:
-        """Gives a server's free places to requests that wait."""
+        """Grant a server's free slots to queued requests."""
         granted: list[SlotGrant] = []
-        while self._waiting and server.has_place and (request := self._next_for(server)) is not None:
+        while self._waiting and server.has_free_slot and (request := self._next_for(server)) is not None:
             granted.append(self._grant(request, self._sessions[request.session], server))
         return granted
 
     def _next_for(self, server: ServerState) -> SlotRequest | None:
         """The first in line of those that live here and those that live nowhere; else one whose own server has so
         much to do that it is worth moving."""
-        own, anyone = server.waiting.first_key(), self._homeless.first_key()
+        own, anyone = server.waiting.first_key(), self._unassigned.first_key()
         if own is not None and (anyone is None or own < anyone):
-            return self._leave_line(server.waiting.first() or "")
+            return self._dequeue(server.waiting.first() or "")
         if anyone is not None:
-            return self._leave_line(self._homeless.first() or "")
+            return self._dequeue(self._unassigned.first() or "")
         self._rank_changed()
-        busiest = self._with_line.first()
+        busiest = self._with_queue.first()
         if busiest is None:
             return None
         home = self._servers[busiest]
@@ -306,20 +306,20 @@ class LoadBalancer:
             ),
             at_most=NUM_STEAL_CANDIDATES,
         )
-        return None if chosen is None else self._leave_line(chosen)
+        return None if chosen is None else self._dequeue(chosen)
 
-    def _line_up(self, waiting: _Waiting, home: ServerState | None) -> None:
+    def _enqueue(self, waiting: _Waiting, home: ServerState | None) -> None:
         self._waiting[waiting.request.id] = waiting
         waiting.line.put(waiting.request.id, waiting.place)
         if home is not None:
             self._changed[home.name] = home
 
-    def _leave_line(self, request_id: str) -> SlotRequest:
+    def _dequeue(self, request_id: str) -> SlotRequest:
         waiting = self._waiting.pop(request_id)
         waiting.line.discard(request_id)
         home = self._sessions[waiting.request.session].server
         if home is not None and not len(home.waiting):
-            self._with_line.discard(home.name)
+            self._with_queue.discard(home.name)
         return waiting.request
 
     def _grant(self, request: SlotRequest, session: SessionState, server: ServerState) -> SlotGrant:
@@ -348,11 +348,11 @@ class LoadBalancer:
             self._changed |= self._servers
         for name, server in self._changed.items():
             rank = self.policy.rank(server)
-            if server.has_place:
-                self._with_place.put(name, rank)
+            if server.has_free_slot:
+                self._with_free_slot.put(name, rank)
             else:
-                self._with_place.discard(name)
+                self._with_free_slot.discard(name)
             if self._waiting and len(server.waiting):
                 load, num_sessions, last_chosen = rank
-                self._with_line.put(name, (-load, num_sessions, last_chosen))
+                self._with_queue.put(name, (-load, num_sessions, last_chosen))
         self._changed.clear()

@@ -1,4 +1,4 @@
-"""The client of all servers."""
+"""Client of all servers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 class AsyncLLMServerManager:
-    """Sends each request to one of several servers: load-balanced, sticky per session. What a server that dies has
-    begun goes on at another one, from the tokens that are known.
+    """Client of all servers: load-balanced, with sessions that stay on their server.
 
-    Loops get one that is scoped to their trajectory: the sessions they begin end with it.
+    A request whose server dies resumes on another server from the tokens known. Loops get a manager that is scoped to
+    their trajectory: its sessions end with the trajectory.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class AsyncLLMServerManager:
         vocab_size: int | None = None,
     ) -> None:
         """Args:
-        request_timeout_s: A completion that takes longer, its time in line included, is aborted and fails; None waits
-            for ever.
+        request_timeout_s: Time limit of a completion, its time in the queue included. A completion that takes longer
+            is aborted and fails. None sets no limit.
         vocab_size: Number of rows of the model's embedding. A completion with other token ids fails; None accepts any.
         """
         self._pool = servers if isinstance(servers, ServerPool) else ServerPool(servers)
@@ -72,7 +72,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any] | SamplingParams,
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
-        """Samples one completion.
+        """Sample one completion.
 
         Args:
             request_id: The session. Later turns with the same id go to the same server, which still has its prefix.
@@ -98,7 +98,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any] | SamplingParams,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        """Samples one completion and yields it in parts; the last one has a stop reason.
+        """Sample one completion and yield it in parts; the last one has a stop reason.
 
         Arguments and errors are those of `generate`. Leaving the iteration aborts the request.
         """
@@ -120,7 +120,7 @@ class AsyncLLMServerManager:
     async def chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> ChatCompletion:
-        """Answers an OpenAI chat request; with a `session_id` in it, the caller ends that session.
+        """Return the completion of an OpenAI chat request; with a `session_id` in it, the caller ends that session.
 
         Raises:
             RequestError: The request asks for what is unknown or not offered.
@@ -135,7 +135,7 @@ class AsyncLLMServerManager:
     async def stream_chat_completion(
         self, request: ChatCompletionRequest | Mapping[str, Any], *, template: ChatTemplate
     ) -> AsyncGenerator[ChatCompletionChunk]:
-        """The same in parts, while the model speaks. Leaving the iteration early aborts the completions."""
+        """Yield the chunks of a chat completion as they are sampled. Leaving the iteration aborts the completions."""
         request = ChatCompletionRequest.read(request)
         chunks = stream_chat_completion(
             request, template=template, sampler=self.sampler, session=request.session_id
@@ -146,7 +146,7 @@ class AsyncLLMServerManager:
 
     @property
     def sampler(self) -> Sampler:
-        """The pool in the shape of one server, for what works on either."""
+        """The pool as a `Sampler`, for code that also works on one server."""
         return _PoolSampler(self)
 
     @property
@@ -154,33 +154,33 @@ class AsyncLLMServerManager:
         return self._pool.servers
 
     async def start(self) -> None:
-        """Brings all engines up.
+        """Start all engines.
 
         Raises:
-            ServerError: One did not come up; the others are closed again.
+            ServerError: An engine did not start; the others were closed again.
         """
         await self._pool.start()
 
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[None]:
-        """Looks after the servers meanwhile: one that hangs or died is left out, one that is well again comes back."""
+        """Check the servers' health while the body runs: see `ServerPool.watch`."""
         async with running_in_background(self._pool.watch()):
             yield
 
     async def abort(self, request_id: str) -> None:
-        """Ends the running completion of a session early; its `generate` returns the tokens so far."""
+        """Abort the running completion of a session; its `generate` returns the tokens so far."""
         await self._pool.abort(request_id)
 
     def end_session(self, request_id: str) -> None:
-        """Tells that no turn of this session will follow."""
+        """End a session: no further turn will follow."""
         self._sessions.discard(request_id)
         self._pool.end_session(request_id)
 
     def scope(self, *, seed: int | None = None) -> ScopedServerManager:
-        """A manager on the same servers, for `with`: its sessions end when the scope does.
+        """Return a manager on the same servers, for `with`: its sessions end with the scope.
 
         Args:
-            seed: Decides the seeds of the completions that come without one; None leaves those without.
+            seed: Seed from which completions without a seed get theirs; None gives them none.
         """
         scoped = ScopedServerManager(
             self._pool, request_timeout_s=self._request_timeout_s, vocab_size=self._vocab_size
@@ -198,11 +198,11 @@ class AsyncLLMServerManager:
         return self._seeds.next(context)
 
     async def wake_up(self) -> None:
-        """Makes all servers ready to generate."""
+        """Make all servers ready to generate."""
         await self._pool.wake_up()
 
     async def sleep(self) -> None:
-        """Frees the KV caches of all servers and gives their devices to the trainer."""
+        """Free the KV caches of all servers and give their devices to the trainer."""
         await self._pool.sleep()
 
     async def update_weights(
@@ -212,11 +212,11 @@ class AsyncLLMServerManager:
         await self._pool.update_weights(weights, weight_version=weight_version)
 
     async def health(self) -> list[ServerHealth]:
-        """The health of each server."""
+        """Return the health of each server."""
         return await self._pool.health()
 
     async def close(self) -> None:
-        """Ends all servers."""
+        """Close all servers."""
         await self._pool.close()
 
     def _new_request(

@@ -1,4 +1,4 @@
-"""Where a request goes. Pure: no I/O, no clock.
+"""Policies that choose a server for a request. Pure: no I/O, no clock.
 
 Work is counted in tokens to decode. A token of the prompt that the server has not computed yet costs
 `prefill_cost` of that.
@@ -16,129 +16,129 @@ from agent_loop.servers.ranking import Ranking
 from agent_loop.servers.speeds import SpeedEstimate
 
 LENGTH_MEMORY = 0.02
-"""Share of the newest completion in the running mean of their lengths."""
+"""Weight of the newest completion in the running mean of their lengths."""
 RANK_TOLERANCE = 0.2
-"""The overhead of a step may drift so far before all servers are ranked anew."""
+"""Relative change of a step's overhead after which all servers are ranked again."""
 MAX_MARGIN = 1 / 8
 """Of the requests that a server computes at once: the largest escape margin, in completions."""
 
 Rank: TypeAlias = tuple[float, int, int]
 Line: TypeAlias = Ranking[tuple[float, int]]
-"""Requests that wait: the most urgent first, then the order in which they came."""
+"""Queued requests: by priority, then by arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class BalancerConfig:
-    """How servers are chosen."""
+    """Settings of the balancer."""
 
     prefill_cost: float = 0.05
-    """Of one prompt token, in decoded tokens: prefill is that much cheaper."""
+    """Cost of computing one prompt token, in decoded tokens."""
     escape_margin: float = 8.0
     """A session leaves its server if that has so many completions' worth of work more than another one, beside the
     cost of computing the session's prefix again. At most an eighth of what the server computes at once."""
     expected_tokens: float = 256.0
-    """Length of a completion before any has ended."""
+    """Assumed length of a completion, in tokens, until completions have ended."""
     longest_first: bool = False
-    """Of the requests that wait, first the one whose trajectory has the most left to do."""
+    """Order of the queue: whether the request whose trajectory has the most work left comes first."""
 
 
 class SlotRequest(Struct, frozen=True):
-    """One completion that wants a place on a server."""
+    """Request for a slot on a server, for one completion."""
 
     id: str
-    """Asking twice with one id is asking once."""
+    """Unique id. A second `acquire` with the same id has no effect."""
     session: str
     owner: str = ""
-    """Who asks: if it dies, all that it holds falls at once."""
+    """Client that holds the slot. If it dies, all its slots are released."""
     num_prompt_tokens: int = 0
     max_tokens: int | None = None
     expected_remaining: float = 0.0
-    """Tokens that the trajectory is expected to take yet, where somebody knows."""
+    """Predicted work left in the trajectory, in any unit; only comparisons count."""
 
 
 @dataclass(slots=True)
 class ServerState:
-    """What the balancer knows of a server."""
+    """State of one server in the balancer."""
 
     name: str
     number: int
-    """In the order in which they joined."""
+    """Order in which the servers joined."""
     max_in_flight: float
     given_speed: float = 1.0
-    """Relative to the others, beside what is learnt."""
+    """Configured speed relative to the other servers."""
     work: float = 0.0
     num_in_flight: int = 0
     num_outside: int = 0
-    """Requests of others than this balancer's, as far as it is known."""
+    """Number of requests of other clients, as far as it is known."""
     num_sessions: int = 0
     last_chosen: int = -1
     waiting: Line = field(default_factory=Ranking[tuple[float, int]])
-    """Requests whose session lives here."""
+    """Queued requests of the server's own sessions."""
 
     @property
-    def has_place(self) -> bool:
+    def has_free_slot(self) -> bool:
         return self.num_in_flight < self.max_in_flight
 
 
 @dataclass(slots=True)
 class SessionState:
-    """What the balancer knows of a session."""
+    """State of one session in the balancer."""
 
     id: str
     server: ServerState | None = None
     num_tokens: int = 0
-    """Of its last prompt."""
+    """Number of tokens of the last prompt."""
     num_cached: int = 0
-    """Tokens of its context that its server has computed."""
+    """Number of context tokens that the server has computed."""
 
 
 class Policy(ABC):
-    """Chooses among servers; the balancer keeps the books."""
+    """Base class of policies. A policy ranks servers; the balancer keeps the counts."""
 
-    keeps_line: bool = True
-    """Requests beyond what a server computes at once wait in the balancer; else they are sent and wait there."""
+    keeps_queue: bool = True
+    """Whether requests beyond a server's slots are queued in the balancer; otherwise they are queued in the server."""
 
     def __init__(self, config: BalancerConfig | None = None) -> None:
         self.config = config or BalancerConfig()
         self.mean_tokens = self.config.expected_tokens
         self.epoch = 0
-        """Goes up when the ranks of all servers have changed."""
+        """Counter that increases when the ranks of all servers have changed."""
 
     @abstractmethod
     def rank(self, server: ServerState) -> Rank:
-        """The server with the least is the one for a request that may go anywhere."""
+        """Return the rank of a server. A request that may go to any server goes to the one with the lowest rank."""
 
     @abstractmethod
     def choose(self, session: SessionState, *, best: ServerState) -> ServerState | None:
-        """The server for a session's next request; None if it is to wait for its own server.
+        """Return the server for a session's next request, or None to queue it for its own server.
 
         Args:
-            best: The one with the least rank, of those that have a place.
+            best: Server with the lowest rank among those with a free slot.
         """
 
     def is_worth_moving(self, session: SessionState, *, home: ServerState, to: ServerState) -> bool:
-        """Whether a session whose request waits for its own server is to go to another one."""
+        """Return whether a session whose request is queued for its own server should move to another one."""
         return False
 
     def work_of(self, request: SlotRequest, *, num_cached: int) -> float:
-        """Tokens to decode that a request is expected to be worth."""
+        """Return the expected cost of a request, in tokens to decode."""
         expected = (
             self.mean_tokens if request.max_tokens is None else min(self.mean_tokens, request.max_tokens)
         )
         return expected + self.config.prefill_cost * max(0, request.num_prompt_tokens - num_cached)
 
     def begun(self, request: SlotRequest, *, on: ServerState) -> None:
-        """A request went to a server, whose counts include it."""
+        """Note that a server was granted a request. The server's counts include the request."""
 
     def ended(
         self, request: SlotRequest, *, on: ServerState, num_new_tokens: int | None, seconds: float | None
     ) -> None:
-        """A request is done, or failed with no tokens; the server's counts still include it."""
+        """Note that a request ended; one that failed has no tokens. The server's counts still include the request."""
         if num_new_tokens:
             self.mean_tokens += LENGTH_MEMORY * (num_new_tokens - self.mean_tokens)
 
     def left(self, server: ServerState) -> None:
-        """A server is gone, with all that ran on it."""
+        """Note that a server left the pool with all its requests."""
 
 
 class LeastWork(Policy):
@@ -162,14 +162,14 @@ class LeastWork(Policy):
         return (self._overhead + requests) / self.speed(server)
 
     def speed(self, server: ServerState) -> float:
-        """Relative to an ordinary server."""
+        """Return the speed relative to an ordinary server."""
         return server.given_speed * self.speeds.of(server.name)
 
     def choose(self, session: SessionState, *, best: ServerState) -> ServerState | None:
         home = session.server
         if home is None or home is best or self.is_worth_moving(session, home=home, to=best):
             return best
-        return home if home.has_place else None
+        return home if home.has_free_slot else None
 
     def is_worth_moving(self, session: SessionState, *, home: ServerState, to: ServerState) -> bool:
         lost = self.config.prefill_cost * session.num_cached / self.mean_tokens

@@ -1,4 +1,4 @@
-"""The servers of a run: which are alive, which has a place, and who waits for one."""
+"""Pool of the servers of a run: leases, health, and calls to all servers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ResultT = TypeVar("ResultT")
 
 CLOSE_TIMEOUT_S = 60.0
 HEALTH_TIMEOUT_S = 10.0
-"""A server that does not say in this time how it is, is lost."""
+"""Time limit of a health check. A server that does not reply in time is lost."""
 HEALTH_EVERY_S = 5.0
 RESTART_CHECK_EVERY_S = 0.5
 """How often lost servers are checked while a call to all servers waits for one of them."""
@@ -44,16 +44,18 @@ ABORT_TIMEOUT_S = 10.0
 MAX_SERVERS_LOST = 5
 """A request that has lost this many servers fails with the error of the last: the request may be what kills them."""
 MAX_BAD_REPLIES = 8
-"""A server that sends so many in a row is left out, until its next health check."""
+"""A server that sends this many bad replies in a row is lost until its next health check."""
 
 
 class RequestAborted(Exception):
-    """The request was aborted while it waited for a place."""
+    """The request was aborted while it was queued."""
 
 
 class ServerPool:
-    """Servers behind one balancer. One that dies is left out, and comes back when it is well again and has the
-    weights of the others."""
+    """Servers behind one balancer.
+
+    A server that dies leaves the pool. It rejoins once its health check passes and it has the pool's weights.
+    """
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class ServerPool:
         """Args:
         restart_timeout_s: How long requests stay queued for a server to rejoin when every server is lost; applies
             if one of the servers `restarts`. 0 fails them at once.
-        policy: Chooses the servers; None is `LeastWork(config)`.
+        policy: Policy that chooses the servers; None is `LeastWork(config)`.
         forecast: Tells how much sessions have left to do, where the order of the line depends on it; None learns it
             from the sessions that ended.
         """
@@ -75,20 +77,20 @@ class ServerPool:
         self._forecast = (forecast or TurnsLeft()) if self.balancer.config.longest_first else None
         self.weight_version = 0
         self.num_failovers = 0
-        """Requests that lost their server while they ran."""
+        """Number of requests that lost their server while it worked on them."""
         self._servers: dict[str, AsyncServerBase] = {}
         self._lost: dict[str, str] = {}
-        """Why each server that is left out is."""
+        """Reason of each lost server."""
         self.usage = ServerUsage()
         """Totals over all completions since this pool was made."""
         self._healths: dict[str, ServerHealth] = {}
-        """What each server last said."""
+        """Last health report of each server."""
         self._queued: dict[str, asyncio.Future[SlotGrant]] = {}
         """Queued requests, by id."""
         self._leases: dict[str, Lease] = {}
         """Granted leases, by the id of the slot request."""
         self._num_bad_replies: Counter[str] = Counter()
-        """By server: those since its last good one."""
+        """Bad replies since the last good one, by server."""
         self._weight_senders: SenderPool = {}
         self._numbers = count()
         self._restart_timeout_s = restart_timeout_s
@@ -99,7 +101,7 @@ class ServerPool:
 
     @property
     def servers(self) -> Sequence[AsyncServerBase]:
-        """All of them, lost ones included."""
+        """All servers, lost ones included."""
         return tuple(self._servers.values())
 
     @property
@@ -107,12 +109,12 @@ class ServerPool:
         return len(self._servers)
 
     def has_everywhere(self, ability: Ability) -> bool:
-        """Whether all servers have an ability."""
+        """Return whether all servers have an ability."""
         return all(ability in server.abilities for server in self._servers.values())
 
     @property
     def lost(self) -> dict[str, str]:
-        """The servers that are left out, and why."""
+        """Lost servers and the reason of each."""
         return dict(self._lost)
 
     @property
@@ -122,7 +124,7 @@ class ServerPool:
 
     @property
     def healths(self) -> dict[str, ServerHealth]:
-        """What each server said when it was last asked."""
+        """Last health report of each server."""
         return dict(self._healths)
 
     @property
@@ -277,7 +279,7 @@ class ServerPool:
                 future.set_result(grant)
 
     async def abort(self, session: str) -> None:
-        """Ends the running completion of a session; one that waits for a place does not begin."""
+        """Abort the running completion of a session, or its queued request."""
         for request_id, future in self._queued.items():
             if request_id.rpartition("/")[0] == session and not future.done():
                 future.set_exception(RequestAborted())
@@ -287,7 +289,7 @@ class ServerPool:
             await run_bounded(partial(server.abort, session), timeout_s=ABORT_TIMEOUT_S)
 
     def end_session(self, session: str) -> None:
-        """Tells that no turn of this session will follow."""
+        """End a session: no further turn will follow."""
         server = self._home_of(session)
         self.balancer.end_session(session)
         if self._forecast is not None:
@@ -298,7 +300,7 @@ class ServerPool:
     # -- who is alive ----------------------------------------------------------------------------------------------
 
     def lose(self, name: str, *, reason: str) -> None:
-        """Leaves a server out: its requests fail with `ServerDied`, its sessions go on elsewhere."""
+        """Remove a server: its requests raise `ServerDied`, and its sessions move to other servers."""
         if name in self._lost:
             return
         logger.warning("server %s is lost: %s", name, reason)
@@ -318,23 +320,23 @@ class ServerPool:
             self._fail_queued_requests()
 
     async def watch(self) -> None:
-        """Asks every server again and again how it is; for ever. Begins with those that were lost."""
+        """Check the health of every server periodically, without end. Lost servers are checked first."""
         await run_together(self._look_after(self._servers[name]) for name in list(self._lost))
         while True:
             await asyncio.sleep(HEALTH_EVERY_S)
             await run_together(self._look_after(server) for server in self.servers)
 
     async def health(self) -> list[ServerHealth]:
-        """The health of each server; of one that does not answer, that it is not alive."""
+        """Return the health of each server. A server that does not reply counts as not alive."""
         return await run_together(self._health_of(server) for server in self.servers)
 
     # -- all servers at once ---------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Brings all engines up.
+        """Start all engines.
 
         Raises:
-            ServerError: One did not come up; the others are closed again.
+            ServerError: An engine did not start; the others were closed again.
         """
         try:
             await run_together(server.start() for server in self.servers)
@@ -346,11 +348,11 @@ class ServerPool:
             self._join(server)
 
     async def wake_up(self) -> None:
-        """Makes all servers ready to generate."""
+        """Make all servers ready to generate."""
         await self._each(lambda server: server.wake_up())
 
     async def sleep(self) -> None:
-        """Frees the KV caches of all servers and gives their devices to the trainer."""
+        """Free the KV caches of all servers and give their devices to the trainer."""
         await self._each(lambda server: server.sleep())
 
     async def update_weights(
@@ -373,7 +375,7 @@ class ServerPool:
         self.weight_version = weight_version
 
     async def close(self) -> None:
-        """Ends all servers."""
+        """Close all servers."""
         self._stop_restart_timer()
         await run_together(server.close() for server in self.servers)
 
@@ -409,7 +411,7 @@ class ServerPool:
 
     @property
     def _here(self) -> list[ServerHealth]:
-        """What those that are not lost last said."""
+        """Last health reports of the servers that are not lost."""
         return [health for name, health in self._healths.items() if name not in self._lost]
 
     def _home_of(self, session: str) -> AsyncServerBase | None:
@@ -417,7 +419,7 @@ class ServerPool:
         return None if name is None else self._servers[name]
 
     def _forget(self, session: str, *, on: str) -> None:
-        """Tells a server that a session has left it. What goes wrong there is no concern of the session's."""
+        """Tell a server that a session has left it. Errors are logged and not raised."""
         server = self._servers.get(on)
         if server is None or on in self._lost:
             return
@@ -437,7 +439,7 @@ class ServerPool:
     async def _each(
         self, call: Callable[[AsyncServerBase], Coroutine[Any, Any, None]], *, at_version: bool = True
     ) -> None:
-        """Calls every server that is not lost, all at once. One that dies of it is lost; the others go on.
+        """Call all servers that are not lost, concurrently. A server that dies during the call is lost.
 
         When every server is lost and one may rejoin, waits for that server and calls it.
 
@@ -483,7 +485,7 @@ class ServerPool:
         health = await self._health_of(server)
         has_version = not at_version or health.weight_version == self.weight_version
         if not health.is_alive:
-            self.lose(server.name, reason=health.detail or "it says that it is not alive")
+            self.lose(server.name, reason=health.detail or "its health report says that it is not alive")
         elif server.name in self._lost and has_version:
             self._rejoin(server.name)
 
@@ -491,7 +493,7 @@ class ServerPool:
         try:
             health = checked_health(await run_bounded(server.health, timeout_s=HEALTH_TIMEOUT_S))
         except DeadlineExpired as error:
-            return _not_alive(f"asking how it is {error}")
+            return _not_alive(f"the health check {error}")
         except Exception as error:  # noqa: BLE001  (whatever it raises, it is not well)
             return _not_alive(describe_error(error))
         self._healths[server.name] = health

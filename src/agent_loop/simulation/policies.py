@@ -9,7 +9,7 @@ from agent_loop.servers.policy import BalancerConfig, Policy, Rank, ServerState,
 
 
 class _SentAtOnce(Policy):
-    keeps_line = False
+    keeps_queue = False
 
 
 class RoundRobin(_SentAtOnce):
