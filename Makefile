@@ -1,10 +1,12 @@
-# Every target installs what it needs into .venv first. PYTHON chooses the interpreter (3.11 or newer).
+# Every target first installs its requirements into .venv. PYTHON selects the interpreter (3.11 or newer).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests of real processes are retried once, and the summary lists every retry.
+RETRY := --reruns 1 -rR
 
-.PHONY: help install demo test test-slow test-engines test-ray test-integrations test-browser check format bench bench-verl docs clean
+.PHONY: help install install-ray install-integrations install-browser demo test test-slow test-engines test-ray test-integrations test-browser check format bench bench-verl docs clean
 
 help:  ## Show the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,22 +25,28 @@ test: $(INSTALLED)  ## Run the tests.
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(INSTALLED)  ## Run the tests that take long: crashes, sandbox escapes, MCP servers, engines behind the gateway.
-	$(BIN)/python -m pytest -n 2 -m slow -rs
+	$(BIN)/python -m pytest -n 2 -m slow $(RETRY)s
 
 test-engines: test-vllm test-sglang  ## Run the tests of real engines (CPU builds), each in an environment of its own.
 
 test-vllm test-sglang: test-%: $(VENV)-%/.installed
-	$(VENV)-$*/bin/python -m pytest tests/engines/test_$*_*.py
+	$(VENV)-$*/bin/python -m pytest $(RETRY) tests/engines/test_$*_*.py
 
-test-ray: $(INSTALLED)-ray  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
-	$(BIN)/python -m pytest -m ray tests/distributed
+install-ray: $(INSTALLED)-ray
 
-test-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb  ## Run the tests with other libraries: TRL, MLflow, W&B.
-	$(BIN)/python -m pytest -m integrations tests/integrations tests/tracing tests/training
+install-integrations: $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb
 
-test-browser: $(INSTALLED)-browser  ## Run the tests that look at the viewer in a headless browser.
+install-browser: $(INSTALLED)-browser
 	bash tests/viewer/install_browser.sh
-	$(BIN)/python -m pytest -m browser tests/viewer
+
+test-ray: install-ray  ## Run the tests that start Ray clusters; takes minutes and 4 GB of memory.
+	$(BIN)/python -m pytest -m ray $(RETRY) tests/distributed
+
+test-integrations: install-integrations  ## Run the tests with other libraries: TRL, MLflow, W&B.
+	$(BIN)/python -m pytest -m integrations $(RETRY) tests/integrations tests/tracing tests/training
+
+test-browser: install-browser  ## Run the tests of the viewer in a headless browser.
+	$(BIN)/python -m pytest -m browser $(RETRY) tests/viewer
 
 $(INSTALLED)-ray $(INSTALLED)-trl $(INSTALLED)-mlflow $(INSTALLED)-wandb $(INSTALLED)-browser: $(INSTALLED)-%: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,$*]"
@@ -55,11 +63,11 @@ check: $(INSTALLED)  ## Check format, lint, types and import layers.
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-format: $(INSTALLED)  ## Format the code and mend what the linter can.
+format: $(INSTALLED)  ## Format the code and fix simple lint.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## Run the benchmarks; each prints ratios against a named peer; one that misses its aim stops no other.
+bench: $(INSTALLED)  ## Run the benchmarks; they print ratios; one that misses its target does not stop the others.
 	-$(BIN)/python benchmarks/bench_embedded_engine.py
 	-$(BIN)/python benchmarks/bench_encoding.py
 	-$(BIN)/python benchmarks/bench_encoder.py
@@ -88,5 +96,5 @@ docs: $(INSTALLED)  ## Build the documentation into build/docs.
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/docs
 	@echo "open build/docs/index.html"
 
-clean:  ## Remove what the targets made, .venv included.
+clean:  ## Remove everything that the targets created, including .venv.
 	rm -rf $(VENV) $(VENV)-* build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -89,9 +89,7 @@ def echoed(text: str, *, field: str) -> list[dict[str, Any]]:
     "chat_template",
     [CALLS_END_OTHERWISE, NEXT_ROLE_ENDS_THE_TURN, READS_REASONING, PUTS_REASONING_BEFORE, PRINTS_VALUES],
 )
-def test_nothing_that_an_assistant_is_said_to_have_said_forges_control_tokens(
-    chat_template: str, field: str
-) -> None:
+def test_no_field_of_an_assistant_message_forges_control_tokens(chat_template: str, field: str) -> None:
     template = family(chat_template)
     plain = Counter(controls(template, template.open(echoed("x" * 9, field=field))))
     for forged in (*template.encoder.control_texts, "".join(template.encoder.control_texts)):
@@ -127,7 +125,7 @@ def test_a_role_forges_no_control_tokens() -> None:
         "a</think>b</think>c <tool_call> <|im_start|>",
     ],
 )
-def test_a_template_reads_what_an_assistant_said_as_if_it_were_not_masked(
+def test_a_template_searches_masked_assistant_text_as_if_it_were_not_masked(
     chat_template: str, said: str
 ) -> None:
     template = family(chat_template)

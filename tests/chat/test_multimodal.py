@@ -138,7 +138,7 @@ def test_different_images_have_different_digests(template: ChatTemplate) -> None
     [
         ("https://example.org/cat.png", "fetched from a network"),
         ("nowhere.png", "no image can be read from 'nowhere.png'"),
-        ("data:image/png,abc", "no data URL in base64"),
+        ("data:image/png,abc", "not a base64 data URL"),
         ("data:image/png;base64,###", "holds no base64"),
         (7, "an image is given as int"),
         (np.zeros((2, 2, 7), np.uint8), r"an array of shape \[2, 2, 7\]"),

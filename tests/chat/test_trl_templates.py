@@ -215,7 +215,7 @@ def echoed(text: str, fields: Sequence[str]) -> list[dict[str, Any]]:
 
 
 @every_template
-def test_nothing_that_an_assistant_is_said_to_have_said_forges_control_tokens(name: str) -> None:
+def test_no_field_of_an_assistant_message_forges_control_tokens(name: str) -> None:
     template = template_of(name)
 
     def controls(text: str, fields: Sequence[str]) -> Counter[int]:

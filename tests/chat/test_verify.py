@@ -194,7 +194,7 @@ def test_a_template_that_cannot_write_tool_messages_is_refused_with_the_report()
         require_template(template, tools=True)
 
 
-def test_a_difference_is_said_once_and_exactness_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_is_logged_once_and_exactness_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     require_template(hermes_template(), tools=True)
     assert not caplog.records

@@ -134,7 +134,7 @@ def test_a_placeholder_of_videos_in_foreign_text_stays_text(template: ChatTempla
 
 
 @pytest.mark.parametrize("said", [PAD, "<|image_pad|>"])
-def test_a_placeholder_in_what_an_assistant_said_stays_text(template: ChatTemplate, said: str) -> None:
+def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, said: str) -> None:
     messages = [*asks("a", picture()), {"role": "assistant", "content": said}, *asks("b", picture())]
     encoded = template.open_encoded(messages)
     assert [attachment.kind for attachment in encoded.attachments] == ["image", "image"]

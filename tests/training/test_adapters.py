@@ -140,7 +140,7 @@ def test_gradients_reach_adapters_through_checkpointing_and_packing(
             r"model\.target_modules is \['nothing_like_this'\]: Target",
         ),
         ({"lora_rank": 8}, r"model\.lora_rank is 8, but the adapters in .* have 4; set model\.lora_rank=4"),
-        ({"lora_rank": 0}, r"model\.lora_rank is 0, but .* holds adapters; set it as the run"),
+        ({"lora_rank": 0}, r"model\.lora_rank is 0, but .* holds adapters; set it to the value of the run"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

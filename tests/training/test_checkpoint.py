@@ -269,6 +269,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path, na
             keep=1,
         )
     assert "step-000002' cannot be written" in str(refused.value)
-    assert f"the last one is {str(earlier.path)!r}, untouched" in str(refused.value)
+    assert f"the last one is {str(earlier.path)!r}, unchanged" in str(refused.value)
     assert [path.name for path in checkpoints_folder(tmp_path).iterdir()] == ["step-000001"]
     assert latest_checkpoint(tmp_path) == earlier

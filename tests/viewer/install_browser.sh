@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Finds a browser for the tests, or installs Chromium where that can be done.
+# Find a browser for the tests, or install Chromium if possible.
 set -euo pipefail
 for name in chromium chromium-browser google-chrome; do
     if command -v "$name" >/dev/null; then exit 0; fi

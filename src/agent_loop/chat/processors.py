@@ -25,7 +25,7 @@ def load_media_processor(
     try:
         config = cast(Any, AutoConfig).from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
-        return f"{path!r} has no model config that would tell"
+        return f"{path!r} has no model config"
     vision_config = getattr(config, "vision_config", None)
     if vision_config is None:
         return f"the model {path!r} has no vision tower"

@@ -87,8 +87,8 @@ _MEANINGS = {
     Cause.MERGED_TOKENS: "the text is the same, but its tokens differ where the turns meet",
 }
 _MEANINGS_OF_KINDS = {
-    CauseKind.LEFT_OUT: "the template leaves out what the model should see or what it said",
-    CauseKind.REWRITTEN: "the template rewrites history; the trajectory keeps what the model saw and said",
+    CauseKind.LEFT_OUT: "the template leaves out what the model should see or what it sampled",
+    CauseKind.REWRITTEN: "the template rewrites history; the trajectory keeps what the model saw and sampled",
     CauseKind.MERGED: "the tokenizer merges tokens where turns meet; the trajectory keeps those that the model sampled",
 }
 

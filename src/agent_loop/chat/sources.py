@@ -243,7 +243,7 @@ def _file_of(source: str | Path | bytes) -> Path | io.BytesIO:
         head, found, data = source.partition(",")
         if not found or not head.endswith(";base64"):
             raise DataError(
-                f"{describe_source(source)} is no data URL in base64; give data:image/png;base64,..."
+                f"{describe_source(source)} is not a base64 data URL; give data:image/png;base64,..."
             )
         try:
             return io.BytesIO(base64.b64decode(data, validate=True))
