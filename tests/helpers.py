@@ -1,4 +1,4 @@
-"""What many tests need: a small tokenizer with a Hermes chat template, and completions in its tokens."""
+"""Helpers of many tests: a small tokenizer with a Hermes chat template, and completions in its tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HERMES_TEMPLATE = """\
 
 @cache
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a few hundred tokens, ChatML and Hermes control tokens."""
+    """Return a byte-level BPE tokenizer with a few hundred tokens, ChatML and Hermes control tokens included."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -84,22 +84,22 @@ def hermes_template() -> ChatTemplate:
 
 
 def encoded(text: str) -> list[int]:
-    """Token ids of a completion, control tokens in it meant as such."""
+    """Return the token ids of a completion. The names of control tokens in `text` become control tokens."""
     return small_tokenizer().backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def says(text: str, *, ends: bool = True, **reply: Any) -> ScriptedReply:
-    """A reply that says this and ends its turn, unless it is to be cut."""
+def text_reply(text: str, *, ends: bool = True, **reply: Any) -> ScriptedReply:
+    """Return a reply with this text. With `ends=False`, the reply is cut before the end of its turn."""
     return ScriptedReply(encoded(text + ("<|im_end|>" if ends else "")), stops=ends, **reply)
 
 
 def call_text(tool: str, **arguments: Any) -> str:
-    """A Hermes tool call."""
+    """Return the text of a Hermes tool call."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
 
 
-def calls(tool: str, **arguments: Any) -> ScriptedReply:
-    return says(call_text(tool, **arguments))
+def tool_call_reply(tool: str, **arguments: Any) -> ScriptedReply:
+    return text_reply(call_text(tool, **arguments))
 
 
 def user(text: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The addresses at which a process and its children accept TCP connections, read from /proc."""
+"""Addresses at which a process and its children accept TCP connections, read from /proc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-LISTENS = "0A"
+LISTEN_STATE = "0A"
 
 
 def is_loopback(address: IPv4Address | IPv6Address) -> bool:
@@ -22,12 +22,12 @@ def listening_addresses(pids: Iterable[int]) -> list[IPv4Address | IPv6Address]:
         _read_address(fields[1].partition(":")[0])
         for table in ("tcp", "tcp6")
         for fields in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
-        if fields[3] == LISTENS and fields[9] in inodes
+        if fields[3] == LISTEN_STATE and fields[9] in inodes
     ]
 
 
 def process_tree(pid: int) -> list[int]:
-    """The process and all below it."""
+    """Return the ids of the process and of all its descendants."""
     try:
         children = [
             int(child)

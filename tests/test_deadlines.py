@@ -16,8 +16,8 @@ from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind
 from agent_loop.types import StopReason
-from tests.helpers import call_text, encoded, says, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import call_text, encoded, text_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 def kinds(output: AgentLoopOutput) -> list[IncidentKind]:
@@ -25,8 +25,8 @@ def kinds(output: AgentLoopOutput) -> list[IncidentKind]:
 
 
 def test_a_completion_that_takes_too_long_is_cut_and_what_came_of_it_kept() -> None:
-    stage = Stage(lambda _: says("abcdefgh", latency_s=100.0), generate_timeout_s=40.0)
-    output = stage.run_one().output
+    harness = WorkerHarness(lambda _: text_reply("abcdefgh", latency_s=100.0), generate_timeout_s=40.0)
+    output = harness.run_one().output
     assert output.stop_reason is StopReason.DEADLINE
     assert kinds(output) == [IncidentKind.CUT_TURN, IncidentKind.GENERATE_TIMEOUT]
     assert "longer than 40 s (rollout.generate_timeout_s)" in output.incidents[1].detail
@@ -37,10 +37,10 @@ def test_a_completion_that_takes_too_long_is_cut_and_what_came_of_it_kept() -> N
 
 
 def test_the_limit_of_a_completion_counts_its_time_in_line() -> None:
-    stage = Stage(lambda _: says("ok", latency_s=30.0), generate_timeout_s=40.0)
-    stage.server_manager.pool.balancer.remove_server("scripted-0")
-    stage.server_manager.pool.balancer.add_server("scripted-0", max_in_flight=1)
-    first, second = (t.output for t in stage.run([{"raw_prompt": user("?")}] * 2))
+    harness = WorkerHarness(lambda _: text_reply("ok", latency_s=30.0), generate_timeout_s=40.0)
+    harness.server_manager.pool.balancer.remove_server("scripted-0")
+    harness.server_manager.pool.balancer.add_server("scripted-0", max_in_flight=1)
+    first, second = (t.output for t in harness.run([{"raw_prompt": user("?")}] * 2))
     assert first.stop_reason is StopReason.ANSWERED
     assert (second.stop_reason, second.incidents[-1].kind) == (
         StopReason.DEADLINE,
@@ -49,26 +49,30 @@ def test_the_limit_of_a_completion_counts_its_time_in_line() -> None:
 
 
 def test_each_completion_has_its_time_anew() -> None:
-    stage = Stage(
+    harness = WorkerHarness(
         lambda r: (
-            says(call_text("add", a=1, b=2), latency_s=30.0) if r.turn < 3 else says("3", latency_s=30.0)
+            text_reply(call_text("add", a=1, b=2), latency_s=30.0)
+            if r.turn < 3
+            else text_reply("3", latency_s=30.0)
         ),
         tools=[Adder({"latency_s": 30.0})],
         generate_timeout_s=40.0,
         turn_timeout_s=70.0,
     )
-    output = stage.run_one().output
+    output = harness.run_one().output
     assert (output.stop_reason, kinds(output)) == (StopReason.ANSWERED, [])
 
 
 def test_a_server_that_does_not_even_abort_loses_the_turn_which_is_named() -> None:
-    stage = Stage(lambda _: ScriptedReply(encoded("never"), latency_s=math.inf), generate_timeout_s=40.0)
+    harness = WorkerHarness(
+        lambda _: ScriptedReply(encoded("never"), latency_s=math.inf), generate_timeout_s=40.0
+    )
 
     async def no_abort(request_id: str) -> None:
         await asyncio.sleep(math.inf)
 
-    stage.server.abort = no_abort
-    output = stage.run_one().output
+    harness.server.abort = no_abort
+    output = harness.run_one().output
     assert output.stop_reason is StopReason.DEADLINE
     assert kinds(output) == [IncidentKind.GENERATE_TIMEOUT]
     assert output.response_ids.tolist() == []
@@ -76,13 +80,13 @@ def test_a_server_that_does_not_even_abort_loses_the_turn_which_is_named() -> No
 
 def test_a_turn_that_takes_too_long_with_its_tools_ends_the_trajectory() -> None:
     tool = Adder({"latency_s": 50.0})
-    stage = Stage(
-        lambda _: says(call_text("add", a=1, b=2), latency_s=20.0),
+    harness = WorkerHarness(
+        lambda _: text_reply(call_text("add", a=1, b=2), latency_s=20.0),
         tools=[tool],
         multi_turn=MultiTurnConfig(tool_timeout_s=1000),
         turn_timeout_s=60.0,
     )
-    output = stage.run_one().output
+    output = harness.run_one().output
     assert output.stop_reason is StopReason.DEADLINE
     assert kinds(output) == [IncidentKind.TURN_TIMEOUT]
     assert "longer than 60 s (rollout.multi_turn.turn_timeout_s)" in output.incidents[0].detail
@@ -92,13 +96,13 @@ def test_a_turn_that_takes_too_long_with_its_tools_ends_the_trajectory() -> None
 
 
 def test_the_trajectorys_own_limit_ends_it_without_an_incident_of_its_turns() -> None:
-    stage = Stage(
-        lambda _: says("abcdefgh", latency_s=100.0),
+    harness = WorkerHarness(
+        lambda _: text_reply("abcdefgh", latency_s=100.0),
         generate_timeout_s=60.0,
         turn_timeout_s=70.0,
         deadline_s=50.0,
     )
-    output = stage.run_one().output
+    output = harness.run_one().output
     assert (output.stop_reason, kinds(output)) == (StopReason.DEADLINE, [IncidentKind.CUT_TURN])
 
 
@@ -128,8 +132,8 @@ class ThinksAfterItsTurn(AgentLoopBase):
 def test_a_turn_is_over_when_its_reply_is_there_or_the_episode_branches(
     then: str, reason: StopReason
 ) -> None:
-    stage = Stage(lambda _: says("x"), agent="thinks_after_its_turn", turn_timeout_s=60.0)
-    assert stage.run_one(then=then).output.stop_reason is reason
+    harness = WorkerHarness(lambda _: text_reply("x"), agent="thinks_after_its_turn", turn_timeout_s=60.0)
+    assert harness.run_one(then=then).output.stop_reason is reason
 
 
 def test_the_earliest_of_several_limits_counts_and_ended_ones_do_not() -> None:

@@ -17,7 +17,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import Origin, StopReason
-from tests.helpers import encoded, hermes_template, says, user
+from tests.helpers import encoded, hermes_template, text_reply, user
 
 
 def make_episode(script: Any, **limits: Any) -> tuple[Episode, ScriptedServer]:
@@ -96,7 +96,7 @@ def test_any_script_of_turns_is_recorded_exactly_and_within_limits(
 
 def test_an_episode_is_used_once() -> None:
     async def scenario() -> None:
-        episode, _ = make_episode([says("hi")])
+        episode, _ = make_episode([text_reply("hi")])
         async with episode:
             await episode.generate({})
         with pytest.raises(EpisodeError, match="used once"):
@@ -106,14 +106,14 @@ def test_an_episode_is_used_once() -> None:
 
 
 def test_verbs_outside_async_with_are_refused() -> None:
-    episode, _ = make_episode([says("hi")])
+    episode, _ = make_episode([text_reply("hi")])
     with pytest.raises(EpisodeError, match="async with"):
         run_virtual(episode.generate({}))
 
 
 def test_a_verb_after_the_end_leaves_the_loop_and_keeps_the_record() -> None:
     async def scenario() -> AgentLoopOutput:
-        episode, _ = make_episode([says("hi")])
+        episode, _ = make_episode([text_reply("hi")])
         with pytest.raises(EpisodeStopped):
             async with episode:
                 await episode.generate({})
@@ -128,7 +128,7 @@ def test_a_verb_after_the_end_leaves_the_loop_and_keeps_the_record() -> None:
 
 def test_a_failure_in_the_body_is_raised_and_named() -> None:
     async def scenario() -> AgentLoopOutput:
-        episode, _ = make_episode([says("hi")])
+        episode, _ = make_episode([text_reply("hi")])
         with pytest.raises(ZeroDivisionError):
             async with episode:
                 await episode.generate({})
@@ -159,7 +159,7 @@ def test_a_cancelled_generation_keeps_the_tokens_sampled_so_far() -> None:
 
 def test_a_reward_of_the_loops_own_counts() -> None:
     async def scenario() -> AgentLoopOutput:
-        episode, _ = make_episode([says("hi")])
+        episode, _ = make_episode([text_reply("hi")])
         async with episode:
             await episode.generate({})
             return episode.output(reward_score=0.5, extra_fields={"tries": 1})
@@ -171,7 +171,9 @@ def test_a_reward_of_the_loops_own_counts() -> None:
 
 def test_an_episode_branches_from_where_it_stood_even_when_it_is_over() -> None:
     async def scenario() -> None:
-        episode, server = make_episode(lambda r: says(f"reply {len(server.requests)}"), max_assistant_turns=2)
+        episode, server = make_episode(
+            lambda r: text_reply(f"reply {len(server.requests)}"), max_assistant_turns=2
+        )
         async with episode:
             before = episode.mark()
             await episode.generate({})
@@ -198,7 +200,7 @@ def test_an_episode_branches_from_where_it_stood_even_when_it_is_over() -> None:
 
 def test_what_hears_a_turn_may_end_it() -> None:
     async def scenario() -> None:
-        episode, _ = make_episode([says("one two three"), says("done")])
+        episode, _ = make_episode([text_reply("one two three"), text_reply("done")])
         heard: list[int] = []
 
         def hear(chunk: Any) -> bool:

@@ -13,8 +13,8 @@ from agent_loop.runtime.garbage_collection import (
     infrequent_collections,
 )
 from agent_loop.testing import run_virtual
-from tests.helpers import says, user
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply, user
+from tests.rollout.harness import WorkerHarness
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,10 @@ def test_a_rollout_has_rare_collections_and_puts_them_back() -> None:
 
     def answer(_: object) -> object:
         seen.append(gc.get_threshold()[0])
-        return says("hi")
+        return text_reply("hi")
 
-    stage = Stage(answer)
-    run_virtual(stage.worker.run(stage.jobs([{"raw_prompt": user("hi")}, {"raw_prompt": user("again")}])))
+    harness = WorkerHarness(answer)
+    run_virtual(harness.worker.run(harness.jobs([{"raw_prompt": user("hi")}, {"raw_prompt": user("again")}])))
     assert seen == [OBJECTS_PER_COLLECTION] * 2
     assert gc.get_threshold()[0] == 700
 

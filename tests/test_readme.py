@@ -14,8 +14,8 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.testing import run_virtual
 from agent_loop.tools.registry import load_tools
 from agent_loop.types import StopReason
-from tests.helpers import calls, encoded, says, small_tokenizer
-from tests.rollout.harness import Stage
+from tests.helpers import encoded, small_tokenizer, text_reply, tool_call_reply
+from tests.rollout.harness import WorkerHarness
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -35,29 +35,31 @@ def readme() -> dict[str, Any]:
 
 def test_tools_only(readme: dict[str, Any]) -> None:
     reward = RewardFunction(readme["reward"], timeout_s=5)
-    stage = Stage(
-        [calls("multiply", a=12, b=34), says("It is 408.")], tools=[readme["multiply"]], reward=reward
+    harness = WorkerHarness(
+        [tool_call_reply("multiply", a=12, b=34), text_reply("It is 408.")],
+        tools=[readme["multiply"]],
+        reward=reward,
     )
-    trajectory = stage.run_one(answer="408")
+    trajectory = harness.run_one(answer="408")
     assert [m["content"] for m in trajectory.output.messages if m["role"] == "tool"] == ["408"]
     assert trajectory.reward == 1.0
 
 
 def test_a_loop_of_ones_own(readme: dict[str, Any]) -> None:
-    stage = Stage([says("It is 7."), says("It is 8.")], agent="reflect_once")
-    output = stage.run_one().output
+    harness = WorkerHarness([text_reply("It is 7."), text_reply("It is 8.")], agent="reflect_once")
+    output = harness.run_one().output
     assert output.stop_reason is StopReason.ANSWERED
     assert output.answer == "It is 8."
     assert output.num_turns == 4
 
 
 def test_a_loop_of_ones_own_ends_where_a_limit_ends_it(readme: dict[str, Any]) -> None:
-    output = Stage([says("It is 7.")], agent="reflect_once", response_length=8).run_one().output
+    output = WorkerHarness([text_reply("It is 7.")], agent="reflect_once", response_length=8).run_one().output
     assert output.stop_reason is StopReason.RESPONSE_LENGTH
 
 
 def test_at_the_level_of_token_ids(readme: dict[str, Any]) -> None:
-    output = Stage([says("It is 7.")], agent="bare_tokens").run_one().output
+    output = WorkerHarness([text_reply("It is 7.")], agent="bare_tokens").run_one().output
     assert output.response_ids.tolist() == encoded("It is 7.<|im_end|>")
     assert output.response_mask.all()
 
@@ -66,10 +68,12 @@ def test_at_the_level_of_token_ids_the_answer_can_be_rewarded_and_the_limits_hol
     readme: dict[str, Any],
 ) -> None:
     reward = RewardFunction(readme["reward"], timeout_s=5)
-    stage = Stage([says("It is 408.")], agent="bare_tokens", reward=reward)
-    assert stage.run_one(answer="408").reward == 1.0
-    stage = Stage([says("It is 408. " * 40)], agent="bare_tokens", reward=reward, response_length=32)
-    trajectory = stage.run_one(answer="408")
+    harness = WorkerHarness([text_reply("It is 408.")], agent="bare_tokens", reward=reward)
+    assert harness.run_one(answer="408").reward == 1.0
+    harness = WorkerHarness(
+        [text_reply("It is 408. " * 40)], agent="bare_tokens", reward=reward, response_length=32
+    )
+    trajectory = harness.run_one(answer="408")
     assert len(trajectory.output.response_ids) == 32
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
     assert trajectory.reward == 1.0

@@ -11,8 +11,8 @@ from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import MalformedCall, Message, Origin
-from tests.helpers import call_text, encoded, says
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import call_text, encoded, text_reply
+from tests.rollout.harness import Adder, WorkerHarness
 
 START, END, NEWLINE = encoded("<|im_start|>"), encoded("<|im_end|>"), encoded("\n")
 ROLE_OF = {tuple(encoded(role)): role for role in ("user", "assistant")}
@@ -46,11 +46,11 @@ class GoesOnAfterCutTurns(AgentLoopBase):
             return episode.output()
 
 
-def run(turns: list[tuple[str, int]]) -> tuple[Trajectory, Stage]:
-    script = [says(text) for text, _ in turns]
-    stage = Stage(script, tools=[Adder()], agent="goes_on_after_cut_turns")
+def run(turns: list[tuple[str, int]]) -> tuple[Trajectory, WorkerHarness]:
+    script = [text_reply(text) for text, _ in turns]
+    harness = WorkerHarness(script, tools=[Adder()], agent="goes_on_after_cut_turns")
     limits = [min(limit, len(reply.token_ids)) for reply, (_, limit) in zip(script, turns, strict=True)]
-    return stage.run_one(limits=limits), stage
+    return harness.run_one(limits=limits), harness
 
 
 def turns_of(ids: list[int]) -> list[list[int]]:
@@ -65,11 +65,11 @@ turns = st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(1, 200)), min_siz
 @settings(deadline=None)
 @given(turns)
 def test_turns_cut_anywhere_are_closed_exactly_once(turns: list[tuple[str, int]]) -> None:
-    trajectory, stage = run(turns)
+    trajectory, harness = run(turns)
     output = trajectory.output
     assert output.failure is None
     record = np.concatenate([segment.token_ids for segment in output.segments]).tolist()
-    for request in stage.server.requests:
+    for request in harness.server.requests:
         assert record[: len(request.prompt_ids)] == request.prompt_ids.tolist()
 
     *closed, last = turns_of(record)
@@ -88,7 +88,7 @@ def test_cut_turns_keep_every_sampled_token_and_no_other(turns: list[tuple[str, 
     trajectory, _ = run(turns)
     output = trajectory.output
     said = [segment.token_ids.tolist() for segment in output.segments if segment.origin is Origin.MODEL]
-    scripted: list[ScriptedReply] = [says(text) for text, _ in turns]
+    scripted: list[ScriptedReply] = [text_reply(text) for text, _ in turns]
     expected = [list(r.token_ids)[:limit] for r, (_, limit) in zip(scripted, turns, strict=True)]
     assert said == expected
     assert len(output.response_ids) == len(output.response_mask)

@@ -28,8 +28,8 @@ from tests.chat.families import (
     family,
     tool_message,
 )
-from tests.helpers import call_text, calls, hermes_template, says, small_tokenizer, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import call_text, hermes_template, small_tokenizer, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 FAMILIES = [ARGUMENTS_ARE_TEXT, CALLS_END_OTHERWISE, NEXT_ROLE_ENDS_THE_TURN, NINE_LETTER_IDS]
 WRITES_ALL_FIELDS = """\
@@ -288,7 +288,9 @@ def test_numbers_that_json_cannot_hold_make_a_call_malformed(number: str) -> Non
 
 def test_half_a_surrogate_in_a_tools_reply_is_a_question_mark_in_the_records_file(tmp_path: Path) -> None:
     tool = Adder({"raises": ToolError("half \ud83c")})
-    trajectory = Stage([calls("add", a=1, b=2), says("It is 3.")], tools=[tool]).run_one()
+    trajectory = WorkerHarness(
+        [tool_call_reply("add", a=1, b=2), text_reply("It is 3.")], tools=[tool]
+    ).run_one()
     assert trajectory.output.failure is None
     write_records(tmp_path / "records.jsonl", [trajectory])
     [line] = (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()

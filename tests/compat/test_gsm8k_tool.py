@@ -11,8 +11,8 @@ from agent_loop.rewards.function import RewardFunction
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import calls, says, user
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply, tool_call_reply, user
+from tests.rollout.harness import WorkerHarness
 
 VERL_REGISTRY = """
 tools:
@@ -37,12 +37,15 @@ tools:
 def answers(*given: str, ground_truth: Any, tmp_path: Path) -> Trajectory:
     (tmp_path / "tools.yaml").write_text(VERL_REGISTRY)
     tools = load_tools([], config_path=tmp_path / "tools.yaml")
-    script = [*(calls("calc_gsm8k_reward", answer=answer) for answer in given), says("so it is")]
+    script = [
+        *(tool_call_reply("calc_gsm8k_reward", answer=answer) for answer in given),
+        text_reply("so it is"),
+    ]
     create = {"create_kwargs": {"ground_truth": ground_truth}}
-    stage = Stage(
+    harness = WorkerHarness(
         script, tools=list(tools.values()), reward=RewardFunction(lambda output, row: -1.0, timeout_s=1)
     )
-    return stage.run_one(tools_kwargs={"calc_gsm8k_reward": create})
+    return harness.run_one(tools_kwargs={"calc_gsm8k_reward": create})
 
 
 def test_a_registry_file_of_verl_scores_a_trajectory(tmp_path: Path) -> None:
@@ -75,9 +78,9 @@ def test_without_a_ground_truth_the_tool_scores_nothing_and_the_reward_function_
 ) -> None:
     (tmp_path / "tools.yaml").write_text(VERL_REGISTRY)
     tools = list(load_tools([], config_path=tmp_path / "tools.yaml").values())
-    script = [calls("calc_gsm8k_reward", answer="42"), says("so it is")]
-    stage = Stage(script, tools=tools, reward=RewardFunction(lambda output, row: 0.25, timeout_s=1))
-    first, second = stage.run([{"raw_prompt": user("6 * 7?")}] * 2)
+    script = [tool_call_reply("calc_gsm8k_reward", answer="42"), text_reply("so it is")]
+    harness = WorkerHarness(script, tools=tools, reward=RewardFunction(lambda output, row: 0.25, timeout_s=1))
+    first, second = harness.run([{"raw_prompt": user("6 * 7?")}] * 2)
     assert first.output.failure is None
     assert first.output.messages[2]["content"] == "Current parsed answer='42' reward=0.0"
     assert first.output.tool_rewards == ()

@@ -37,7 +37,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row, StopReason
-from tests.helpers import calls, encoded, hermes_template, says
+from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply
 
 CONFIG = "tests/compat/config.yaml"
 
@@ -89,7 +89,7 @@ class OneQuestion(AgentLoopBase):
 
 
 def test_the_first_form_of_a_single_turn_loop_runs_and_can_be_rewarded(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="one_question")], [says("It is 42.")])
+    [trajectory] = run(config, [row(agent_name="one_question")], [text_reply("It is 42.")])
     output = trajectory.output
     assert output.failure is None
     assert output.answer == "It is 42."
@@ -98,7 +98,7 @@ def test_the_first_form_of_a_single_turn_loop_runs_and_can_be_rewarded(config: C
 
 
 def test_a_loop_that_is_cut_to_its_length_keeps_the_logprobs_of_what_is_left(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="one_question")], [says("seven " * 400)])
+    [trajectory] = run(config, [row(agent_name="one_question")], [text_reply("seven " * 400)])
     assert len(trajectory.output.response_ids) == config.rollout.response_length
     assert trajectory.output.response_logprobs is not None
 
@@ -111,12 +111,12 @@ def test_a_tool_loop_of_ones_own_under_the_shipped_name_replaces_it(
         UserWarning, match="agent loop 'tool_agent' was agent_loop.loops.tool_agent.ToolAgentLoop"
     ):
         register("tool_agent")(OneQuestion)
-    [trajectory] = run(config, [row(agent_name="tool_agent")], [says("It is 42.")])
+    [trajectory] = run(config, [row(agent_name="tool_agent")], [text_reply("It is 42.")])
     assert trajectory.output.num_turns == 2
 
 
 def test_the_tool_loop_goes_by_the_name_of_its_module_too(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="tool_agent_loop")], [says("It is 42.")])
+    [trajectory] = run(config, [row(agent_name="tool_agent_loop")], [text_reply("It is 42.")])
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
@@ -143,7 +143,7 @@ class Frugal(ToolAgentLoop):
 
 
 def test_a_handler_that_was_written_for_verl_reads_its_agent_data(config: Config) -> None:
-    answers = [calls("score_answer", answer="42"), says("#### 42")]
+    answers = [tool_call_reply("score_answer", answer="42"), text_reply("#### 42")]
     [trajectory] = run(config, [row(agent_name="frugal")], answers)
     fields = trajectory.output.extra_fields
     assert trajectory.output.failure is None
@@ -160,7 +160,7 @@ def test_a_subclass_of_each_shipped_loop_takes_verls_constructor(base: Any, conf
             super().__init__(trainer_config, server_manager, tokenizer, **kwargs)
 
     register("own_shipped")(Own)
-    [trajectory] = run(config, [row(agent_name="own_shipped")], [says("It is 42.")])
+    [trajectory] = run(config, [row(agent_name="own_shipped")], [text_reply("It is 42.")])
     assert trajectory.output.answer == "It is 42."
 
 
@@ -172,7 +172,7 @@ def test_an_episode_of_a_loop_in_verls_form_runs(config: Config) -> None:
                 await episode.generate(sampling_params)
                 return episode.output()
 
-    [trajectory] = run(config, [row(agent_name="verl_episode")], [says("It is 42.")])
+    [trajectory] = run(config, [row(agent_name="verl_episode")], [text_reply("It is 42.")])
     assert trajectory.output.failure is None
     assert trajectory.output.answer == "It is 42."
 
@@ -326,6 +326,6 @@ def test_a_server_without_a_template_says_what_to_give_it() -> None:
 
 
 def test_the_manager_gives_its_template_to_its_servers() -> None:
-    server = ScriptedServer([says("hi")])
+    server = ScriptedServer([text_reply("hi")])
     AgentLoopManager(RolloutConfig(), servers=[server], template=hermes_template())
     assert server.template is hermes_template()

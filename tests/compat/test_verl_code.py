@@ -21,7 +21,7 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin, Row, StopReason
 from tests.compat import verl_code
-from tests.helpers import calls, encoded, hermes_template, roles, says
+from tests.helpers import encoded, hermes_template, roles, text_reply, tool_call_reply
 
 CONFIG = "tests/compat/config.yaml"
 
@@ -61,13 +61,17 @@ def test_long_names_mean_what_they_mean_in_verl(config: Config) -> None:
 
 
 def test_a_loop_on_token_ids_runs_as_it_is(config: Config) -> None:
-    [trajectory] = run(config, [row(agent_name="second_thoughts")], [says("41")] * 3 + [says("42")], n=1)
+    [trajectory] = run(
+        config, [row(agent_name="second_thoughts")], [text_reply("41")] * 3 + [text_reply("42")], n=1
+    )
     output = trajectory.output
     assert output.failure is None
     assert [s.origin for s in output.segments] == [Origin.PROMPT] + [Origin.MODEL, Origin.TOOL] * 3 + [
         Origin.MODEL
     ]
-    assert output.response_mask.sum() == sum(len(says(text).token_ids) for text in ("41", "41", "41", "42"))
+    assert output.response_mask.sum() == sum(
+        len(text_reply(text).token_ids) for text in ("41", "41", "41", "42")
+    )
     assert output.num_turns == 8
     assert output.metrics.generate_sequences > 0
     assert output.extra_fields == {"nudges": 3}
@@ -75,7 +79,11 @@ def test_a_loop_on_token_ids_runs_as_it_is(config: Config) -> None:
 
 @pytest.mark.parametrize("agent_name", ["own_tool_loop", "early_tool_loop"])
 def test_a_tool_loop_of_ones_own_runs_as_it_is(config: Config, agent_name: str) -> None:
-    answers = [calls("score_answer", answer="41"), calls("score_answer", answer="7" * 80), says("#### 42")]
+    answers = [
+        tool_call_reply("score_answer", answer="41"),
+        tool_call_reply("score_answer", answer="7" * 80),
+        text_reply("#### 42"),
+    ]
     [trajectory] = run(config, [row(agent_name=agent_name)], answers, n=1)
     output = trajectory.output
     assert output.failure is None
@@ -97,13 +105,13 @@ def test_a_parser_of_ones_own_is_found_by_its_name() -> None:
 
 
 def test_constructor_arguments_come_from_the_registry_file(config: Config) -> None:
-    [output] = [t.output for t in run(config, [row(agent_name="nudging")], [says("41")] * 4, n=1)]
+    [output] = [t.output for t in run(config, [row(agent_name="nudging")], [text_reply("41")] * 4, n=1)]
     nudge = hermes_template().decode(output.response_segments[1].token_ids)
     assert "Really?" in nudge
 
 
 def test_a_completion_has_logprobs(config: Config) -> None:
-    reply = ScriptedReply(says("42").token_ids, logprobs=[-0.5] * len(says("42").token_ids))
+    reply = ScriptedReply(text_reply("42").token_ids, logprobs=[-0.5] * len(text_reply("42").token_ids))
     [output] = [t.output for t in run(config, [row(agent_name="one_shot_with_logprobs")], [reply], n=1)]
     assert output.failure is None
     assert output.response_logprobs is not None
@@ -112,7 +120,11 @@ def test_a_completion_has_logprobs(config: Config) -> None:
 
 def test_a_tool_keeps_its_state_and_its_verdict_is_the_reward(config: Config) -> None:
     tools_kwargs = {"score_answer": {"create_kwargs": {"ground_truth": "42"}}}
-    answers = [calls("score_answer", answer="41"), calls("score_answer", answer="42"), says("#### 42")]
+    answers = [
+        tool_call_reply("score_answer", answer="41"),
+        tool_call_reply("score_answer", answer="42"),
+        text_reply("#### 42"),
+    ]
     [trajectory] = run(config, [row(tools_kwargs=tools_kwargs)], answers, n=1)
     assert trajectory.output.tool_rewards == (-0.05, 0.0)
     assert trajectory.output.messages[2]["content"] == "Current parsed answer='41' reward=0.0"
@@ -121,7 +133,7 @@ def test_a_tool_keeps_its_state_and_its_verdict_is_the_reward(config: Config) ->
 
 def test_an_interaction_answers_until_it_is_content(config: Config) -> None:
     interaction_kwargs = {"name": "patient", "query": "What is 6 * 7?", "ground_truth": "42"}
-    answers = [says("#### 41"), says("#### 42")]
+    answers = [text_reply("#### 41"), text_reply("#### 42")]
     [trajectory] = run(config, [row(interaction_kwargs=interaction_kwargs)], answers, n=1)
     output = trajectory.output
     assert output.stop_reason is StopReason.INTERACTION_FINISHED
@@ -150,7 +162,7 @@ def test_data_sets_are_read_as_verl_writes_them(config: Config, tmp_path: Path) 
     pq.write_table(pa.Table.from_pylist([record, record]), tmp_path / "train.parquet")
     rows = load_rows([str(tmp_path / "train.parquet")], prompt_key="prompt")
     assert rows[0]["tools_kwargs"] == extra["tools_kwargs"]
-    trajectories = run(config, rows, [calls("score_answer", answer="42"), says("#### 42")])
+    trajectories = run(config, rows, [tool_call_reply("score_answer", answer="42"), text_reply("#### 42")])
     assert len(trajectories) == 4
     assert [t.output.failure for t in trajectories] == [None] * 4
     assert [t.output.stop_reason for t in trajectories] == [StopReason.INTERACTION_FINISHED] * 4
@@ -158,7 +170,7 @@ def test_data_sets_are_read_as_verl_writes_them(config: Config, tmp_path: Path) 
 
 def test_a_batch_has_the_columns_that_verl_documents(config: Config) -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        return calls("score_answer", answer="42") if request.turn == 0 else says("#### 42")
+        return tool_call_reply("score_answer", answer="42") if request.turn == 0 else text_reply("#### 42")
 
     async def main() -> Any:
         servers = [ScriptedServer(script)]

@@ -15,7 +15,7 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Origin
 from tests.compat import langgraph_code
-from tests.helpers import calls, hermes_template, says
+from tests.helpers import hermes_template, text_reply, tool_call_reply
 
 assert langgraph_code
 
@@ -177,7 +177,7 @@ def test_the_models_path_is_the_tokenizers_where_the_settings_have_none() -> Non
 
 
 def test_a_graph_whose_chat_model_has_a_field_for_the_servers_runs(config: Config) -> None:
-    turns = [calls("multiply", a=6, b=7), says("It is 42.")]
+    turns = [tool_call_reply("multiply", a=6, b=7), text_reply("It is 42.")]
     [trajectory] = run(config, "graph_agent", *turns)
     output = trajectory.output
     assert output.failure is None

@@ -15,7 +15,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import calls, hermes_template, says
+from tests.helpers import hermes_template, text_reply, tool_call_reply
 
 INTERACTIONS = "tests/compat/interactions.yaml"
 
@@ -45,7 +45,9 @@ def run(
     def script(request: ScriptedRequest) -> ScriptedReply:
         if requests is not None:
             requests.append(request)
-        return calls("calc_gsm8k_reward", answer="42") if request.turn == 0 else says("#### 42")
+        return (
+            tool_call_reply("calc_gsm8k_reward", answer="42") if request.turn == 0 else text_reply("#### 42")
+        )
 
     multi_turn = {"tools": ["gsm8k"], "interaction_config_path": interactions}
     config = RolloutConfig.model_validate({"multi_turn": multi_turn, **settings})

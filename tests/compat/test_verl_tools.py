@@ -29,8 +29,8 @@ from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.tools.base import BaseTool as ToolHere
 from agent_loop.tools.registry import load_tools
 from agent_loop.trajectory import Trajectory
-from tests.helpers import calls, says
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply, tool_call_reply
+from tests.rollout.harness import WorkerHarness
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -130,8 +130,12 @@ def registry_file(folder: Path, name: str, schema: Mapping[str, Any] | None = SC
 def run(path: Path, **row: Any) -> tuple[Trajectory, ToolHere]:
     """The model calls the tool twice, then answers."""
     tools = load_tools([], config_path=path)
-    turns: list[ScriptedReply] = [calls("look_up", word="day"), calls("look_up", word="night"), says("done")]
-    trajectory = Stage(turns, tools=list(tools.values())).run_one(**row)
+    turns: list[ScriptedReply] = [
+        tool_call_reply("look_up", word="day"),
+        tool_call_reply("look_up", word="night"),
+        text_reply("done"),
+    ]
+    trajectory = WorkerHarness(turns, tools=list(tools.values())).run_one(**row)
     assert trajectory.output.failure is None
     return trajectory, tools["look_up"]
 
@@ -219,8 +223,10 @@ class TwoCalls(AgentLoopBase):
 
 
 def two_calls(path: Path, name: str, create_kwargs: dict[str, Any], **arguments: Any) -> list[str]:
-    script = [calls(name, **arguments), calls(name, **arguments)]
-    trajectory = Stage(script, agent="two_calls").run_one(tool_file=str(path), create_kwargs=create_kwargs)
+    script = [tool_call_reply(name, **arguments), tool_call_reply(name, **arguments)]
+    trajectory = WorkerHarness(script, agent="two_calls").run_one(
+        tool_file=str(path), create_kwargs=create_kwargs
+    )
     assert trajectory.output.failure is None
     return trajectory.output.extra_fields["texts"]
 

@@ -13,7 +13,7 @@ from agent_loop.errors import ChatTemplateError, RequestError, ServerError, Serv
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
-from tests.helpers import calls, encoded, hermes_template, says, user
+from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply, user
 
 TEMPLATE = hermes_template()
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -26,7 +26,7 @@ def request(**fields) -> dict:
 @pytest.mark.parametrize("make", [lambda server: server, lambda server: AsyncLLMServerManager([server])])
 def test_a_server_and_a_pool_return_the_same_completion(make) -> None:
     async def scenario() -> None:
-        server = ScriptedServer([calls("add", a=1)])
+        server = ScriptedServer([tool_call_reply("add", a=1)])
         who = make(server)
         reply = await who.chat_completion(request(tools=TOOLS), template=TEMPLATE)
         assert reply.choices[0].finish_reason == "tool_calls"
@@ -42,7 +42,7 @@ def test_a_server_and_a_pool_return_the_same_completion(make) -> None:
 
 def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
     async def scenario() -> None:
-        server = ScriptedServer(lambda _: says("Yes."))
+        server = ScriptedServer(lambda _: text_reply("Yes."))
         pool = AsyncLLMServerManager([server])
         reply = await pool.chat_completion(request(session_id="mine", n=3), template=TEMPLATE)
         assert [choice.message.content for choice in reply.choices] == ["Yes."] * 3
@@ -56,7 +56,7 @@ def test_the_callers_session_stays_open_and_other_sessions_end() -> None:
 def test_closing_a_stream_releases_the_lease() -> None:
     async def scenario() -> None:
         server = ScriptedServer(
-            lambda r: says("No.", latency_s=0.0 if len(server.requests) == 1 else math.inf)
+            lambda r: text_reply("No.", latency_s=0.0 if len(server.requests) == 1 else math.inf)
         )
         pool = AsyncLLMServerManager([server])
         async with aclosing(pool.stream_chat_completion(request(n=4), template=TEMPLATE)) as parts:
@@ -69,7 +69,7 @@ def test_closing_a_stream_releases_the_lease() -> None:
 
 def test_a_stream_that_hangs_ends_at_the_pools_time_limit() -> None:
     async def scenario() -> None:
-        server = ScriptedServer([says("No.", latency_s=math.inf)])
+        server = ScriptedServer([text_reply("No.", latency_s=math.inf)])
         pool = AsyncLLMServerManager([server], request_timeout_s=60)
         with pytest.raises(ServerTimeout):
             async for _ in pool.stream_chat_completion(request(), template=TEMPLATE):
@@ -86,7 +86,7 @@ def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> N
             return (
                 ScriptedReply([5], error="broken")
                 if len(server.requests) == 2
-                else says("a", latency_s=math.inf)
+                else text_reply("a", latency_s=math.inf)
             )
 
         server = ScriptedServer(script)
@@ -100,7 +100,7 @@ def test_one_of_several_that_fails_fails_the_request_and_frees_the_others() -> N
 
 def test_an_aborted_completion_is_an_error() -> None:
     async def scenario() -> None:
-        server = ScriptedServer([says("one two", latency_s=10)])
+        server = ScriptedServer([text_reply("one two", latency_s=10)])
         async with asyncio.TaskGroup() as group:
             task = group.create_task(expect_abort(server))
             await asyncio.sleep(1)
@@ -146,7 +146,7 @@ def test_a_special_token_that_stops_the_model_is_not_shown_and_others_are() -> N
     ],
 )
 def test_invalid_messages_are_refused_with_the_reason(message: dict, words: str) -> None:
-    server = ScriptedServer([says("Yes.")])
+    server = ScriptedServer([text_reply("Yes.")])
     with pytest.raises(RequestError, match=words):
         run_virtual(server.chat_completion(request(messages=[message]), template=TEMPLATE))
     assert not server.requests
@@ -156,11 +156,11 @@ def test_a_conversation_that_the_template_refuses_is_an_error_of_the_template() 
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     asked = request(messages=[{"role": "user", "content": [image]}])
     with pytest.raises(ChatTemplateError, match="no processor"):
-        run_virtual(ScriptedServer([says("Yes.")]).chat_completion(asked, template=TEMPLATE))
+        run_virtual(ScriptedServer([text_reply("Yes.")]).chat_completion(asked, template=TEMPLATE))
 
 
 def test_text_parts_are_one_text_and_arguments_are_mappings() -> None:
-    server = ScriptedServer([says("Yes.")])
+    server = ScriptedServer([text_reply("Yes.")])
     call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": '{"b": 1, "a": 2}'}}
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     asked = request(

@@ -14,7 +14,7 @@ import pytest
 
 from agent_loop.config import Config
 from agent_loop.distributed.manager import ClusterManager
-from agent_loop.distributed.ray_module import ActorLost, answer_of
+from agent_loop.distributed.ray_module import ActorLost, await_result
 from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import Trajectory
 from tests.distributed.project import rows
@@ -41,7 +41,7 @@ def cluster_of(num_nodes: int) -> Generator[Any]:
         cluster.shutdown()
 
 
-class Stage:
+class ClusterHarness:
     """A manager that is up, and its event loop."""
 
     def __init__(self, config: Config, *, folder: Path, cluster: Any) -> None:
@@ -50,7 +50,7 @@ class Stage:
         self.manager = ClusterManager(config)
         self.runner = asyncio.Runner()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ClusterHarness:
         self.runner.run(self.manager.start())
         return self
 
@@ -99,7 +99,7 @@ class Stage:
 
     async def _kill(self, actor: Any) -> None:
         with suppress(ActorLost, ProcessLookupError):  # it has died with something else
-            os.kill(await answer_of(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            os.kill(await await_result(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
     async def recovered(self) -> None:
         """Runs small batches until everything that was killed is back."""
@@ -121,7 +121,7 @@ class Stage:
 
         async def of(name: str, call: Any) -> dict[str, int]:
             try:
-                return {f"{name}/{key}": count for key, count in (await answer_of(call)).items()}
+                return {f"{name}/{key}": count for key, count in (await await_result(call)).items()}
             except ActorLost:
                 return {}
 

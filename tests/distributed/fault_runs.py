@@ -17,7 +17,7 @@ from pathlib import Path
 from agent_loop.rollout.journal.step import StepKey, open_journal
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.trajectory import Trajectory
-from tests.distributed.cluster import NODE, Stage, cluster_of
+from tests.distributed.cluster import NODE, ClusterHarness, cluster_of
 from tests.distributed.project import make_config, make_project, rows, set_latency
 from tests.rollout.journaled import records_of
 
@@ -46,8 +46,8 @@ async def reference(folder: Path) -> list[tuple[object, ...]]:
 class Mischief:
     """What a random generator makes of a run."""
 
-    def __init__(self, stage: Stage, *, seed: int) -> None:
-        self._stage = stage
+    def __init__(self, harness: ClusterHarness, *, seed: int) -> None:
+        self._harness = harness
         self._random = random.Random(seed)
         self.done: list[str] = []
 
@@ -59,35 +59,37 @@ class Mischief:
             self.done.append(what if what == "node" else f"{what} {index}")
             match what:
                 case "server":
-                    await self._stage.kill_server(index)
+                    await self._harness.kill_server(index)
                 case "worker":
-                    await self._stage.kill_worker(index)
+                    await self._harness.kill_worker(index)
                 case _:
-                    self._stage.cluster.add_node(**NODE)
-                    await self._stage.kill_node()
+                    self._harness.cluster.add_node(**NODE)
+                    await self._harness.kill_node()
 
 
-async def run_journaled(stage: Stage, mischief: Mischief, *, after: int) -> tuple[list[Trajectory], int]:
+async def run_journaled(
+    harness: ClusterHarness, mischief: Mischief, *, after: int
+) -> tuple[list[Trajectory], int]:
     """The trajectories, and how many turns are on record twice: none, since rows go on where they were."""
-    work, path = rows(NUM_ROWS), stage.folder / "step.journal"
+    work, path = rows(NUM_ROWS), harness.folder / "step.journal"
     key = StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
     async with open_journal(path, key=key, rows=work, resume=False) as journal:
-        trajectories = await stage.run(work, breaks=mischief.run, after=after, journal=journal)
+        trajectories = await harness.run(work, breaks=mischief.run, after=after, journal=journal)
     places = Counter((r["row"], *r["at"], r["is"]) for r in records_of(path.read_bytes()) if "at" in r)
     return trajectories, sum(count - 1 for count in places.values())
 
 
-def fault_run(stage: Stage, expected: list[tuple[object, ...]], *, seed: int) -> str | None:
+def fault_run(harness: ClusterHarness, expected: list[tuple[object, ...]], *, seed: int) -> str | None:
     """One run, every second one with a journal; what is wrong with it, if anything is."""
-    mischief, after = Mischief(stage, seed=seed), seed % 300
+    mischief, after = Mischief(harness, seed=seed), seed % 300
     started, num_repeated = time.perf_counter(), 0
     if seed % 2:
-        trajectories, num_repeated = stage.runner.run(run_journaled(stage, mischief, after=after))
+        trajectories, num_repeated = harness.runner.run(run_journaled(harness, mischief, after=after))
     else:
-        trajectories = stage.runner.run(stage.run(rows(NUM_ROWS), breaks=mischief.run, after=after))
+        trajectories = harness.runner.run(harness.run(rows(NUM_ROWS), breaks=mischief.run, after=after))
     seconds = time.perf_counter() - started
     found = [tokens_of(trajectory) for trajectory in trajectories]
-    held = {name: count for name, count in stage.runner.run(stage.held()).items() if count}
+    held = {name: count for name, count in harness.runner.run(harness.held()).items() if count}
     same = sum(a == b for a, b in zip(found, expected, strict=False))
     killed = ", ".join(mischief.done) or "nothing"
     print(f"run {seed}: killed {killed}; {len(found)} rows, {same} the same, {seconds:.1f} s")
@@ -110,14 +112,17 @@ def main() -> None:
         folder = make_project(Path(name))
         expected = asyncio.run(reference(folder))
         set_latency(folder, 0.3)
-        with cluster_of(3) as cluster, Stage(make_config(folder), folder=folder, cluster=cluster) as stage:
+        with (
+            cluster_of(3) as cluster,
+            ClusterHarness(make_config(folder), folder=folder, cluster=cluster) as harness,
+        ):
             troubles = 0
             for seed in range(arguments.first, arguments.first + arguments.runs):
-                trouble = fault_run(stage, expected, seed=seed)
+                trouble = fault_run(harness, expected, seed=seed)
                 troubles += trouble is not None
                 if trouble is not None:
                     print(f"run {seed}: {trouble}")
-                stage.runner.run(stage.recovered())
+                harness.runner.run(harness.recovered())
     print(f"{arguments.runs} runs of {NUM_ROWS} rows, {troubles} with lost, doubled or changed rows")
     if troubles:
         raise SystemExit(1)

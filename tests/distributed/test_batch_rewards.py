@@ -13,7 +13,7 @@ from agent_loop.config import Config
 from agent_loop.distributed.manager import ClusterManager
 from agent_loop.errors import ConfigError
 from agent_loop.trajectory import Trajectory
-from tests.distributed.cluster import Stage
+from tests.distributed.cluster import ClusterHarness
 from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), OTHER_PROJECTS]
@@ -36,18 +36,18 @@ def reward(outputs, rows):
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Generator[ClusterHarness]:
     folder = make_project(tmp_path_factory.mktemp("project"))
     (folder / "judge.py").write_text(REWARD, encoding="utf-8")
     config = make_config(folder, num_servers=2, num_workers=3)
     reward = config.reward.model_copy(update={"function": f"{folder}/judge.py:reward", "batch": True})
-    with Stage(config.model_copy(update={"reward": reward}), folder=folder, cluster=None) as stage:
-        yield stage
+    with ClusterHarness(config.model_copy(update={"reward": reward}), folder=folder, cluster=None) as harness:
+        yield harness
 
 
-def judged(stage: Stage) -> list[list[int]]:
+def judged(harness: ClusterHarness) -> list[list[int]]:
     """What the function was asked since the last time."""
-    log = stage.folder / "judged.log"
+    log = harness.folder / "judged.log"
     lines = log.read_text().splitlines()
     log.unlink()
     return sorted(json.loads(line) for line in lines)
@@ -62,24 +62,24 @@ def assert_scored(trajectories: list[Trajectory], *, num_groups: int) -> None:
     assert {t.reward_extra["pid"] for t in trajectories} == {os.getpid()}
 
 
-def test_each_group_is_scored_by_one_call_in_the_driver(stage: Stage) -> None:
-    set_latency(stage.folder, 0.0)
+def test_each_group_is_scored_by_one_call_in_the_driver(harness: ClusterHarness) -> None:
+    set_latency(harness.folder, 0.0)
 
-    trajectories = stage.runner.run(stage.manager.run(rows(5), n=N))
+    trajectories = harness.runner.run(harness.manager.run(rows(5), n=N))
 
     assert_scored(trajectories, num_groups=5)
-    assert judged(stage) == [[n] * N for n in range(5)]
-    assert not any(stage.runner.run(stage.held()).values())
+    assert judged(harness) == [[n] * N for n in range(5)]
+    assert not any(harness.runner.run(harness.held()).values())
 
 
-def test_groups_are_whole_although_a_worker_dies(stage: Stage) -> None:
-    set_latency(stage.folder, 0.3)
+def test_groups_are_whole_although_a_worker_dies(harness: ClusterHarness) -> None:
+    set_latency(harness.folder, 0.3)
 
-    trajectories = stage.runner.run(stage.run(rows(8), n=N, breaks=stage.kill_worker, after=N))
+    trajectories = harness.runner.run(harness.run(rows(8), n=N, breaks=harness.kill_worker, after=N))
 
     assert_scored(trajectories, num_groups=8)
-    assert judged(stage) == [[n] * N for n in range(8)]
-    stage.runner.run(stage.recovered())
+    assert judged(harness) == [[n] * N for n in range(8)]
+    harness.runner.run(harness.recovered())
 
 
 def test_a_function_of_the_other_form_is_refused_before_the_cluster_is_started(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from agent_loop.runtime.concurrency import run_together
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import SamplingParams, StopReason
 from tests.cli.project import make_project as make_model_project
-from tests.distributed.cluster import Stage, ray
+from tests.distributed.cluster import ClusterHarness, ray
 from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 from tests.helpers import hermes_template, user
 from tests.listeners import is_loopback, listening_addresses, process_tree
@@ -48,27 +48,27 @@ async def add(a: int, b: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Generator[ClusterHarness]:
     folder = make_project(tmp_path_factory.mktemp("project"))
     config = make_config(folder, num_servers=2, num_workers=2, max_row_restarts=1)
-    with Stage(config, folder=folder, cluster=None) as stage:
-        yield stage
+    with ClusterHarness(config, folder=folder, cluster=None) as harness:
+        yield harness
     assert not ray.is_initialized()
 
 
-def held(stage: Stage) -> dict[str, int]:
-    return {name: count for name, count in stage.runner.run(stage.held()).items() if count}
+def held(harness: ClusterHarness) -> dict[str, int]:
+    return {name: count for name, count in harness.runner.run(harness.held()).items() if count}
 
 
-def test_a_cluster_that_is_started_here_listens_on_loopback_alone(stage: Stage) -> None:
+def test_a_cluster_that_is_started_here_listens_on_loopback_alone(harness: ClusterHarness) -> None:
     addresses = listening_addresses(process_tree(os.getpid()))
     assert len(addresses) > 4
     assert all(map(is_loopback, addresses)), addresses
 
 
-def test_a_control_call_is_answered_while_thousands_of_completions_hang(stage: Stage) -> None:
-    set_latency(stage.folder, 3600.0)
-    server = stage.manager.remote_servers[0]
+def test_a_control_call_is_answered_while_thousands_of_completions_hang(harness: ClusterHarness) -> None:
+    set_latency(harness.folder, 3600.0)
+    server = harness.manager.remote_servers[0]
     prompt = hermes_template().open(user("number 1?"))
 
     async def main() -> float:
@@ -92,58 +92,64 @@ def test_a_control_call_is_answered_while_thousands_of_completions_hang(stage: S
             pass
         return answered - asked
 
-    assert stage.runner.run(main()) < 2
-    assert not held(stage)
+    assert harness.runner.run(main()) < 2
+    assert not held(harness)
 
 
-def test_a_cancelled_batch_of_a_thousand_leaves_nothing_and_the_next_one_works(stage: Stage) -> None:
-    set_latency(stage.folder, 3600.0)
+def test_a_cancelled_batch_of_a_thousand_leaves_nothing_and_the_next_one_works(
+    harness: ClusterHarness,
+) -> None:
+    set_latency(harness.folder, 3600.0)
 
     async def main() -> float:
         clock = asyncio.get_running_loop().time
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(stage.manager.run(rows(1000)))
-            while sum([health.num_running for health in await stage.manager.server_manager.health()]) < 1000:
+            running = group.create_task(harness.manager.run(rows(1000)))
+            while (
+                sum([health.num_running for health in await harness.manager.server_manager.health()]) < 1000
+            ):
                 pass
             cancelled = clock()
             running.cancel()
             await asyncio.wait({running})
-        while sum([health.num_running for health in await stage.manager.server_manager.health()]):
+        while sum([health.num_running for health in await harness.manager.server_manager.health()]):
             pass
         return clock() - cancelled
 
-    seconds = stage.runner.run(main())
+    seconds = harness.runner.run(main())
     assert seconds < 30
-    assert not held(stage)
-    set_latency(stage.folder, 0.0)
-    assert {t.output.stop_reason for t in stage.runner.run(stage.run(rows(20)))} == {StopReason.ANSWERED}
+    assert not held(harness)
+    set_latency(harness.folder, 0.0)
+    assert {t.output.stop_reason for t in harness.runner.run(harness.run(rows(20)))} == {StopReason.ANSWERED}
 
 
-def test_one_trajectory_can_be_cancelled(stage: Stage) -> None:
-    set_latency(stage.folder, 0.5)
+def test_one_trajectory_can_be_cancelled(harness: ClusterHarness) -> None:
+    set_latency(harness.folder, 0.5)
 
     async def cancel() -> None:
-        assert stage.manager.cancel("group=7/rollout=0")
+        assert harness.manager.cancel("group=7/rollout=0")
 
     work = rows(8)
-    trajectories = stage.runner.run(stage.run(work, breaks=cancel))
+    trajectories = harness.runner.run(harness.run(work, breaks=cancel))
     assert [t.group for t in trajectories if t.output.stop_reason is StopReason.CANCELLED] == [7]
-    assert not stage.manager.cancel("group=7/rollout=0")
+    assert not harness.manager.cancel("group=7/rollout=0")
 
 
-def test_the_first_groups_are_kept_and_the_others_cancelled(stage: Stage) -> None:
-    set_latency(stage.folder, 0.1)
-    trajectories = stage.runner.run(stage.manager.run(rows(12), n=2, num_groups=4))
+def test_the_first_groups_are_kept_and_the_others_cancelled(harness: ClusterHarness) -> None:
+    set_latency(harness.folder, 0.1)
+    trajectories = harness.runner.run(harness.manager.run(rows(12), n=2, num_groups=4))
     assert len(trajectories) == 8
     assert len({t.group for t in trajectories}) == 4
-    assert not held(stage)
+    assert not held(harness)
 
 
-def test_branches_come_together_and_what_cannot_be_stored_is_named_on_its_row(stage: Stage) -> None:
-    set_latency(stage.folder, 0.0)
+def test_branches_come_together_and_what_cannot_be_stored_is_named_on_its_row(
+    harness: ClusterHarness,
+) -> None:
+    set_latency(harness.folder, 0.0)
     work = rows(6)
     work[2]["agent_name"], work[4]["agent_name"] = "two_ways", "brings_what_cannot_be_stored"
-    trajectories = stage.runner.run(stage.run(work))
+    trajectories = harness.runner.run(harness.run(work))
     assert [(t.group, t.branch) for t in trajectories] == [
         (0, None),
         (1, None),
@@ -160,29 +166,29 @@ def test_branches_come_together_and_what_cannot_be_stored_is_named_on_its_row(st
     assert [t.row for t in trajectories if t.group == 2] == [work[2], work[2]]
 
 
-def test_a_row_that_kills_its_workers_fails_and_the_others_do_not(stage: Stage) -> None:
-    set_latency(stage.folder, 0.0)
+def test_a_row_that_kills_its_workers_fails_and_the_others_do_not(harness: ClusterHarness) -> None:
+    set_latency(harness.folder, 0.0)
     work = rows(8)
     work[3]["agent_name"] = "kills_its_worker"
-    trajectories = stage.runner.run(stage.run(work))
+    trajectories = harness.runner.run(harness.run(work))
     assert [t.group for t in trajectories] == list(range(8))
     [(group, failure)] = [(t.group, t.output.failure) for t in trajectories if t.output.failure is not None]
     assert group == 3
     assert "workers died while they ran this row, the last one alone with it" in failure.error
-    assert not held(stage)
+    assert not held(harness)
 
 
-def test_rows_wait_for_the_servers_to_restart_when_all_are_killed_at_once(stage: Stage) -> None:
+def test_rows_wait_for_the_servers_to_restart_when_all_are_killed_at_once(harness: ClusterHarness) -> None:
     async def kill_all() -> None:
-        await run_together(stage.kill_server(index) for index in range(2))
+        await run_together(harness.kill_server(index) for index in range(2))
 
-    set_latency(stage.folder, 0.3)
+    set_latency(harness.folder, 0.3)
     for _ in range(2):
-        trajectories = stage.runner.run(stage.run(rows(32), breaks=kill_all, after=8))
+        trajectories = harness.runner.run(harness.run(rows(32), breaks=kill_all, after=8))
         assert [(t.group, t.output.failure, t.reward) for t in trajectories] == [
             (number, None, float(number)) for number in range(32)
         ]
-    assert not held(stage)
+    assert not held(harness)
 
 
 def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: Path) -> None:
@@ -199,10 +205,10 @@ def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: P
     async def kill_in_the_middle() -> None:
         while len(calls()) < 40:  # noqa: ASYNC110  (other processes write it)
             await asyncio.sleep(0.02)
-        await new_stage.kill_worker()
+        await new_harness.kill_worker()
 
-    with Stage(config, folder=folder, cluster=None) as new_stage:
-        trajectories = new_stage.runner.run(new_stage.run(rows(32), breaks=kill_in_the_middle))
+    with ClusterHarness(config, folder=folder, cluster=None) as new_harness:
+        trajectories = new_harness.runner.run(new_harness.run(rows(32), breaks=kill_in_the_middle))
     assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
     assert set(Counter(calls()).values()) == {1}
     # A call that was on record and may not have begun is not made again either, which its row says.

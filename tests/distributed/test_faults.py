@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.trajectory import Trajectory
-from tests.distributed.cluster import Stage, cluster_of
+from tests.distributed.cluster import ClusterHarness, cluster_of
 from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300), OTHER_PROJECTS]
@@ -37,9 +37,12 @@ def expected(project: Path) -> dict[tuple[Any, ...], Any]:
 
 
 @pytest.fixture(scope="module")
-def stage(project: Path) -> Generator[Stage]:
-    with cluster_of(3) as cluster, Stage(make_config(project), folder=project, cluster=cluster) as stage:
-        yield stage
+def harness(project: Path) -> Generator[ClusterHarness]:
+    with (
+        cluster_of(3) as cluster,
+        ClusterHarness(make_config(project), folder=project, cluster=cluster) as harness,
+    ):
+        yield harness
 
 
 def facts(trajectory: Trajectory) -> tuple[tuple[int, int], Any]:
@@ -56,35 +59,35 @@ def facts(trajectory: Trajectory) -> tuple[tuple[int, int], Any]:
     return (trajectory.group, trajectory.rollout), (*tokens, str(output.stop_reason), trajectory.reward)
 
 
-def run_and_compare(stage: Stage, expected: dict[tuple[Any, ...], Any], **fault: Any) -> None:
-    set_latency(stage.folder, 0.3)
-    trajectories = stage.runner.run(stage.run(rows(NUM_ROWS), **fault))
+def run_and_compare(harness: ClusterHarness, expected: dict[tuple[Any, ...], Any], **fault: Any) -> None:
+    set_latency(harness.folder, 0.3)
+    trajectories = harness.runner.run(harness.run(rows(NUM_ROWS), **fault))
     assert [facts(trajectory)[0] for trajectory in trajectories] == list(expected)
     assert dict(map(facts, trajectories)) == expected
-    held = stage.runner.run(stage.held())
+    held = harness.runner.run(harness.held())
     assert held
     assert not any(held.values()), held
 
 
-def test_a_rollout_on_a_cluster_is_the_same_to_the_token(stage: Stage, expected: Any) -> None:
-    run_and_compare(stage, expected)
+def test_a_rollout_on_a_cluster_is_the_same_to_the_token(harness: ClusterHarness, expected: Any) -> None:
+    run_and_compare(harness, expected)
 
 
-def test_rows_of_a_killed_server_go_on_at_the_others(stage: Stage, expected: Any) -> None:
-    run_and_compare(stage, expected, breaks=stage.kill_server, after=100)
+def test_rows_of_a_killed_server_go_on_at_the_others(harness: ClusterHarness, expected: Any) -> None:
+    run_and_compare(harness, expected, breaks=harness.kill_server, after=100)
 
 
-def test_rows_of_a_killed_worker_are_run_again_by_the_others(stage: Stage, expected: Any) -> None:
-    run_and_compare(stage, expected, breaks=stage.kill_worker, after=100)
+def test_rows_of_a_killed_worker_are_run_again_by_the_others(harness: ClusterHarness, expected: Any) -> None:
+    run_and_compare(harness, expected, breaks=harness.kill_worker, after=100)
 
 
-def test_a_killed_node_takes_no_row_with_it(stage: Stage, expected: Any) -> None:
-    run_and_compare(stage, expected, breaks=stage.kill_node, after=100)
+def test_a_killed_node_takes_no_row_with_it(harness: ClusterHarness, expected: Any) -> None:
+    run_and_compare(harness, expected, breaks=harness.kill_node, after=100)
 
 
-def test_what_was_killed_takes_part_again(stage: Stage, expected: Any) -> None:
-    stage.runner.run(stage.recovered())
-    run_and_compare(stage, expected)
-    assert stage.is_whole
-    pids = {t.reward_extra["pid"] for t in stage.runner.run(stage.run(rows(NUM_ROWS)))}
+def test_what_was_killed_takes_part_again(harness: ClusterHarness, expected: Any) -> None:
+    harness.runner.run(harness.recovered())
+    run_and_compare(harness, expected)
+    assert harness.is_whole
+    pids = {t.reward_extra["pid"] for t in harness.runner.run(harness.run(rows(NUM_ROWS)))}
     assert len(pids) == 4

@@ -24,7 +24,7 @@ from tests.cli.test_crash import (
     run,
     tokens_by_row,
 )
-from tests.distributed.cluster import Stage
+from tests.distributed.cluster import ClusterHarness
 from tests.distributed.project import OTHER_PROJECTS, make_config, make_project, rows, set_latency
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), OTHER_PROJECTS]
@@ -36,30 +36,30 @@ ON_RAY = [
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Generator[Stage]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Generator[ClusterHarness]:
     folder = make_project(tmp_path_factory.mktemp("project"))
     config = make_config(folder, script="whatever", num_servers=2, num_workers=2)
-    with Stage(config, folder=folder, cluster=None) as stage:
-        yield stage
+    with ClusterHarness(config, folder=folder, cluster=None) as harness:
+        yield harness
 
 
 def key_of(work: list[dict[str, Any]]) -> StepKey:
     return StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
 
 
-def test_rows_that_were_cancelled_go_on_from_what_came_back(stage: Stage) -> None:
+def test_rows_that_were_cancelled_go_on_from_what_came_back(harness: ClusterHarness) -> None:
     """The model never says the same twice."""
-    set_latency(stage.folder, 0.8)
+    set_latency(harness.folder, 0.8)
     work = [{**row, "agent_name": "partial_tool_agent"} for row in rows(16)]
 
     async def cancel_when_one_has_ended() -> None:
-        stage.manager.cancel_all()
+        harness.manager.cancel_all()
 
     async def main() -> tuple[list[Trajectory], list[Trajectory]]:
-        first = await stage.run(work, breaks=cancel_when_one_has_ended)
-        return first, await stage.run(work, earlier=first)
+        first = await harness.run(work, breaks=cancel_when_one_has_ended)
+        return first, await harness.run(work, earlier=first)
 
-    first, second = stage.runner.run(main())
+    first, second = harness.runner.run(main())
     cancelled = [t for t in first if t.output.stop_reason is StopReason.CANCELLED]
     assert len(cancelled) > 4
     assert all(t.output.extra_fields["is_cancel"] for t in cancelled)
@@ -67,23 +67,23 @@ def test_rows_that_were_cancelled_go_on_from_what_came_back(stage: Stage) -> Non
     for before, after in zip(first, second, strict=True):
         num_tokens = len(before.output.response_ids)
         assert before.output.response_ids.tolist() == after.output.response_ids[:num_tokens].tolist()
-    assert not any(stage.runner.run(stage.held()).values())
+    assert not any(harness.runner.run(harness.held()).values())
 
 
-def test_rows_of_a_killed_worker_go_on_from_their_last_turn(stage: Stage, tmp_path: Path) -> None:
+def test_rows_of_a_killed_worker_go_on_from_their_last_turn(harness: ClusterHarness, tmp_path: Path) -> None:
     """The model never says the same twice, so that a turn which was sampled again would show."""
-    set_latency(stage.folder, 0.8)
+    set_latency(harness.folder, 0.8)
     work, path = rows(64), tmp_path / "step.journal"
 
     async def main() -> list[Trajectory]:
         async with open_journal(path, key=key_of(work), rows=work, resume=False) as journal:
-            return await stage.run(work, breaks=kill_in_the_middle, journal=journal)
+            return await harness.run(work, breaks=kill_in_the_middle, journal=journal)
 
     async def kill_in_the_middle() -> None:
         await holds(path, RecordKind.OBSERVATION, 40)
-        await stage.kill_worker()
+        await harness.kill_worker()
 
-    trajectories = stage.runner.run(main())
+    trajectories = harness.runner.run(main())
     records = read(path)
     asked = Counter((r["row"], RecordPosition(*r["at"]), r["is"]) for r in records if "at" in r)
     assert set(asked.values()) == {1}
@@ -91,7 +91,7 @@ def test_rows_of_a_killed_worker_go_on_from_their_last_turn(stage: Stage, tmp_pa
     tokens = tokens_by_row(records)
     assert {t.trajectory_id: all_tokens(t) for t in trajectories} == tokens
     assert len(tokens) == 64
-    assert not any(stage.runner.run(stage.held()).values())
+    assert not any(harness.runner.run(harness.held()).values())
 
 
 async def holds(path: Path, kind: RecordKind, count: int) -> None:
@@ -104,8 +104,10 @@ def all_tokens(trajectory: Trajectory) -> list[int]:
     return [token for segment in trajectory.output.segments for token in segment.token_ids.tolist()]
 
 
-def test_a_rollout_that_was_cancelled_resumes_from_its_journal(stage: Stage, tmp_path: Path) -> None:
-    set_latency(stage.folder, 0.5)
+def test_a_rollout_that_was_cancelled_resumes_from_its_journal(
+    harness: ClusterHarness, tmp_path: Path
+) -> None:
+    set_latency(harness.folder, 0.5)
     work, path = rows(24), tmp_path / "step.journal"
 
     async def cut_short() -> None:
@@ -113,18 +115,18 @@ def test_a_rollout_that_was_cancelled_resumes_from_its_journal(stage: Stage, tmp
             open_journal(path, key=key_of(work), rows=work, resume=False) as journal,
             asyncio.TaskGroup() as group,
         ):
-            running = group.create_task(stage.manager.run(work, journal=journal))
+            running = group.create_task(harness.manager.run(work, journal=journal))
             await holds(path, RecordKind.END, 4)
             running.cancel()
 
     async def resumed() -> list[Trajectory]:
         async with open_journal(path, key=key_of(work), rows=work, resume=True) as journal:
-            return await stage.manager.run(work, journal=journal)
+            return await harness.manager.run(work, journal=journal)
 
     with suppress(asyncio.CancelledError):
-        stage.runner.run(cut_short())
+        harness.runner.run(cut_short())
     before = tokens_by_row(read(path))
-    after = {t.trajectory_id: all_tokens(t) for t in stage.runner.run(resumed())}
+    after = {t.trajectory_id: all_tokens(t) for t in harness.runner.run(resumed())}
     assert len(after) == 24
     assert all(after[row][: len(tokens)] == tokens for row, tokens in before.items())
 

@@ -14,7 +14,7 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from examples.gsm8k.preprocess import main, to_row
 from tests.examples.scripted import run_scripted
-from tests.helpers import calls, says
+from tests.helpers import text_reply, tool_call_reply
 
 FOLDER = Path("examples/gsm8k")
 TRUTHS = ["39", "33", "1400", "-5"]
@@ -45,10 +45,10 @@ def test_the_reward_is_the_tools_verdict(tmp_path: Path) -> None:
     [row, *_] = rows(tmp_path)
     [trajectory] = run(
         [row],
-        calls("calc_gsm8k_reward", answer="38"),
-        calls("calc_gsm8k_reward", answer="39"),
-        says("So it is #### 38"),
-        says("No: #### 39"),
+        tool_call_reply("calc_gsm8k_reward", answer="38"),
+        tool_call_reply("calc_gsm8k_reward", answer="39"),
+        text_reply("So it is #### 38"),
+        text_reply("No: #### 39"),
     )
     output = trajectory.output
     assert output.failure is None
@@ -60,7 +60,7 @@ def test_the_reward_is_the_tools_verdict(tmp_path: Path) -> None:
 
 def test_the_verdict_is_of_the_last_answer_that_the_tool_got(tmp_path: Path) -> None:
     [row, *_] = rows(tmp_path)
-    [trajectory] = run([row], calls("calc_gsm8k_reward", answer="38"), says("#### 39"))
+    [trajectory] = run([row], tool_call_reply("calc_gsm8k_reward", answer="38"), text_reply("#### 39"))
     assert trajectory.reward == 0.0
 
 
@@ -68,7 +68,7 @@ def test_the_verdict_is_of_the_last_answer_that_the_tool_got(tmp_path: Path) -> 
 def test_without_the_tool_the_answer_itself_is_judged(
     tmp_path: Path, answer: str, rewards: list[float]
 ) -> None:
-    trajectories = run(rows(tmp_path), *[says(answer)] * 6)
+    trajectories = run(rows(tmp_path), *[text_reply(answer)] * 6)
     assert [trajectory.output.failure for trajectory in trajectories] == [None] * 4
     assert [trajectory.reward for trajectory in trajectories] == rewards
 

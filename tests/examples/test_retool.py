@@ -13,7 +13,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.types import StopReason
 from examples.retool.task import PROBLEMS
 from tests.examples.scripted import context_of, run_scripted
-from tests.helpers import calls, says
+from tests.helpers import text_reply, tool_call_reply
 from tests.tools.sandboxes import python_tool
 
 FOLDER = Path("examples/retool")
@@ -44,12 +44,12 @@ def solver(request: ScriptedRequest) -> ScriptedReply:
     [program] = [PROGRAMS[answer] for question, answer in PROBLEMS if question in context]
     *setup, last = program.split("\n")
     if request.turn == 0:
-        return calls("python", code="\n".join([*setup, "undefined_name"]))
+        return tool_call_reply("python", code="\n".join([*setup, "undefined_name"]))
     if request.turn == 1:
         assert "NameError" in context
-        return calls("python", code=last)
+        return tool_call_reply("python", code=last)
     found = re.findall(r"<tool_response>\s*(\d+)\s*</tool_response>", context)
-    return says(rf"The answer is \boxed{{{found[-1]}}}.")
+    return text_reply(rf"The answer is \boxed{{{found[-1]}}}.")
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -66,5 +66,5 @@ def test_problems_are_solved_with_code_and_mistakes_are_read() -> None:
 @pytest.mark.parametrize("answer", ["168", r"\boxed{169}", r"\boxed{168} or \boxed{1}"])
 def test_another_answer_costs_one(answer: str) -> None:
     [row, *_] = load_rows(["examples/retool/task.py:rows"], prompt_key="prompt")
-    [trajectory] = run_scripted(FOLDER, [row], lambda _: says(answer), overrides=ROOMY)
+    [trajectory] = run_scripted(FOLDER, [row], lambda _: text_reply(answer), overrides=ROOMY)
     assert trajectory.reward == -1.0

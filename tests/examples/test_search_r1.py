@@ -12,7 +12,7 @@ from agent_loop.rollout.rows import load_rows
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.types import StopReason
 from tests.examples.scripted import context_of, run_scripted
-from tests.helpers import calls, says
+from tests.helpers import text_reply, tool_call_reply
 
 FOLDER = Path("examples/search_r1")
 ROOMY = [
@@ -37,16 +37,16 @@ def hopper(request: ScriptedRequest) -> ScriptedReply:
     asked = re.findall(r"the author of (.+?)(?: born| was born)\?", context)[-1]
     author = re.search(rf"{re.escape(asked)} is a novel by ([\w ]+)\.", context)
     if author is None:
-        return calls("search", query_list=[f"novel {asked}"])
+        return tool_call_reply("search", query_list=[f"novel {asked}"])
     town = re.search(rf"{author[1]} is a novelist, born in ([\w ]+?) as", context)
     if town is None:
-        return calls("search", query_list=[f"{author[1]} novelist born"])
+        return tool_call_reply("search", query_list=[f"{author[1]} novelist born"])
     if "On which river" not in context:
-        return says(f"<answer>{town[1]}</answer>")
+        return text_reply(f"<answer>{town[1]}</answer>")
     river = re.search(rf"{town[1]} is a market town on the river (\w+)", context)
     if river is None:
-        return calls("search", query_list=[f"{town[1]} market town river"])
-    return says(f"<answer>The {river[1]}.</answer>")
+        return tool_call_reply("search", query_list=[f"{town[1]} market town river"])
+    return text_reply(f"<answer>The {river[1]}.</answer>")
 
 
 def test_each_hop_is_found_in_the_corpus() -> None:
@@ -59,5 +59,5 @@ def test_each_hop_is_found_in_the_corpus() -> None:
 
 @pytest.mark.parametrize(("answer", "reward"), [("<answer> merrowby! </answer>", 1.0), ("Merrowby", 0.0)])
 def test_the_answer_is_compared_as_search_r1_does(answer: str, reward: float) -> None:
-    [trajectory] = run_scripted(FOLDER, rows()[:1], lambda _: says(answer), overrides=ROOMY)
+    [trajectory] = run_scripted(FOLDER, rows()[:1], lambda _: text_reply(answer), overrides=ROOMY)
     assert trajectory.reward == reward

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
-from agent_loop.servers.embedded.request_caches import RequestCaches
+from agent_loop.servers.embedded.per_request_backend import PerRequestBackend
 from tests.families.zoo import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -24,12 +24,12 @@ WAYS = (SHARED, TURNS, COMPLETIONS, NO_CACHE, REFUSED)
 
 def way_of(server: EmbeddedServer) -> str:
     """Return how a server computes its model."""
-    computation = server._engine.computation
-    if not isinstance(computation, RequestCaches):
+    backend = server._engine.backend
+    if not isinstance(backend, PerRequestBackend):
         return SHARED
-    if computation.kind == "none":
+    if backend.kind == "none":
         return NO_CACHE
-    return TURNS if computation.resumes_turns else COMPLETIONS
+    return TURNS if backend.resumes_turns else COMPLETIONS
 
 
 def documented_ways() -> dict[str, str]:

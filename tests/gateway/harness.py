@@ -42,7 +42,7 @@ def in_order(*replies: ScriptedReply) -> Script:
     return lambda _: waiting.pop(0) if len(waiting) > 1 else waiting[0]
 
 
-class Stage:
+class ProgramHarness:
     """Worker that runs programs."""
 
     def __init__(

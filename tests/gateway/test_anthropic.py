@@ -8,8 +8,8 @@ import anthropic
 import pytest
 
 from agent_loop.types import StopReason
-from tests.gateway.harness import MODEL, Stage, in_order, origins
-from tests.helpers import call_text, encoded, says, user
+from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins
+from tests.helpers import call_text, encoded, text_reply, user
 
 ADD = {
     "name": "add",
@@ -54,7 +54,7 @@ def test_a_conversation_with_parallel_tools_is_one_trajectory() -> None:
         return 1.0
 
     both = f"Now:{call_text('add', a=1)}\n{call_text('add', a=2)}"
-    [trajectory] = Stage(in_order(says(both), says("Done."))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply(both), text_reply("Done."))).run_virtual(program)
     assert trajectory.output.failure is None
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
     roles = [message["role"] for message in trajectory.output.messages]
@@ -86,7 +86,9 @@ def test_streamed_events_are_the_message() -> None:
         results = [{"role": "user", "content": [result_of(streamed.content[-1])]}]
         await messages.create(**{**asked, "messages": [*history, *results]})
 
-    whole, streamed = Stage(in_order(says(text), says(text), says("3"))).run_virtual(program)
+    whole, streamed = ProgramHarness(
+        in_order(text_reply(text), text_reply(text), text_reply("3"))
+    ).run_virtual(program)
     assert origins(whole.output) == ["prompt", "model"]
     assert origins(streamed.output) == ["prompt", "model", "tool", "model"]
 
@@ -102,7 +104,7 @@ def test_thinking_blocks_between_texts_do_not_break_the_conversation() -> None:
         await messages.create(messages=history, **asked)
 
     text = "First.<think>\nHm.\n</think>\n\nThen."
-    [trajectory] = Stage(in_order(says(text), says("Done."))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply(text), text_reply("Done."))).run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
 
 
@@ -113,7 +115,7 @@ def test_a_stop_sequence_is_reported() -> None:
         )
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "END")
 
-    [trajectory] = Stage(in_order(says("one END two"))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("one END two"))).run_virtual(program)
     assert trajectory.output.failure is None
 
 
@@ -135,7 +137,7 @@ def test_errors_have_anthropics_format_and_limits_stop_the_program() -> None:
             reply = await create(model=MODEL, max_tokens=9, messages=messages)
             messages = [*messages, {"role": "assistant", "content": reply.content}, *user("more")]
 
-    [trajectory] = Stage(in_order(says("x")), max_assistant_turns=3).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("x")), max_assistant_turns=3).run_virtual(program)
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.output.failure is None
 
@@ -152,5 +154,5 @@ def test_a_conversation_may_use_both_apis() -> None:
         answer = {"role": "assistant", "content": first.content[0].text}
         await other.chat.completions.create(model=MODEL, messages=[*user("?"), answer, *user("more")])
 
-    [trajectory] = Stage(in_order(says("x"), says("y"))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("x"), text_reply("y"))).run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from agent_loop.completions.conversation import conversation_of
 from agent_loop.completions.requests import ChatMessage
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from tests.gateway.harness import ADD, MODEL, Stage, tokens
-from tests.helpers import call_text, hermes_template, says, user
+from tests.gateway.harness import ADD, MODEL, ProgramHarness, tokens
+from tests.helpers import call_text, hermes_template, text_reply, user
 
 SAYINGS = ["yes", "no", f"now:{call_text('add', a=1, b=2)}", call_text("add", a=1) + call_text("add", a=2)]
 """Few, so that conversations often look alike; written as the template writes them, so that texts can be compared."""
@@ -44,7 +44,7 @@ class CyclingScript:
     def __call__(self, _: ScriptedRequest) -> ScriptedReply:
         saying, latency_s = self._choices[self._num_said % len(self._choices)]
         self._num_said += 1
-        return says(SAYINGS[saying], latency_s=latency_s)
+        return text_reply(SAYINGS[saying], latency_s=latency_s)
 
 
 class Client:
@@ -187,12 +187,12 @@ def test_recorded_tokens_match_the_server_and_texts_match_the_program(
                 group.create_task(lead(actions))
         asked.extend(speaker.asked)
 
-    stage = Stage(CyclingScript(sayings))
-    trajectories = stage.run_virtual(program)
+    harness = ProgramHarness(CyclingScript(sayings))
+    trajectories = harness.run_virtual(program)
     assert [t.output.failure for t in trajectories] == [None] * len(trajectories)
     records = [tokens(t.output) for t in trajectories]
     assert sorted(prompt for prompt, _ in asked) == sorted(
-        request.prompt_ids.tolist() for request in stage.server.requests
+        request.prompt_ids.tolist() for request in harness.server.requests
     )
     for prompt, completion in asked:
         whole = [*prompt, *completion]

@@ -16,8 +16,8 @@ import pytest
 
 from agent_loop.gateway import program_process as module
 from agent_loop.gateway.program_process import DRAIN_S, run_command
-from tests.gateway.harness import Stage, in_order, job
-from tests.helpers import says
+from tests.gateway.harness import ProgramHarness, in_order, job
+from tests.helpers import text_reply
 
 LEAVES_A_CHILD = """
 import pathlib, subprocess, sys
@@ -104,12 +104,14 @@ headers = {{"content-type": "application/json", "authorization": "Bearer " + os.
 urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)).read()
 sys.stdout.buffer.write({said!r}.encode())
 """
-    [trajectory] = asyncio.run(Stage(in_order(says("x"))).run(None, command=python(code)))
+    [trajectory] = asyncio.run(ProgramHarness(in_order(text_reply("x"))).run(None, command=python(code)))
     assert trajectory.reward == 1.0
     assert trajectory.output.extra_fields == {"said": "one\u2028two"}
 
 
 @pytest.mark.parametrize("command", ["python agent.py", [], ["python", 1], 3])
 def test_a_command_must_be_a_list_of_strings(command: Any) -> None:
-    [trajectory] = asyncio.run(Stage(in_order(says("x"))).worker.run([job(None, command=command)]))
+    [trajectory] = asyncio.run(
+        ProgramHarness(in_order(text_reply("x"))).worker.run([job(None, command=command)])
+    )
     assert "as a list of strings: [python, agent.py]" in trajectory.output.failure.error

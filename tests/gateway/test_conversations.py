@@ -10,8 +10,8 @@ import pytest
 
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
-from tests.gateway.harness import ADD, MODEL, Stage, echo, in_order, origins, prompts, tokens
-from tests.helpers import call_text, calls, encoded, hermes_template, says, user
+from tests.gateway.harness import ADD, MODEL, ProgramHarness, echo, in_order, origins, prompts, tokens
+from tests.helpers import call_text, encoded, hermes_template, text_reply, tool_call_reply, user
 
 
 def client_of(base_url: str, api_key: str, http_client: Any, **options: Any) -> openai.AsyncOpenAI:
@@ -36,12 +36,12 @@ def test_a_conversation_with_a_tool_is_one_trajectory_and_nothing_is_rendered_tw
 
     # The model writes its call with other spaces than any template would.
     odd = '<tool_call>\n{"name":"add",  "arguments":{"a":1,"b":2}}\n</tool_call>'
-    stage = Stage(in_order(says(odd), says("It is 3.")))
-    [trajectory] = stage.run_virtual(program)
+    harness = ProgramHarness(in_order(text_reply(odd), text_reply("It is 3.")))
+    [trajectory] = harness.run_virtual(program)
     output = trajectory.output
     assert (trajectory.reward, output.stop_reason, trajectory.branch) == (1.0, StopReason.ANSWERED, None)
     assert origins(output) == ["prompt", "model", "tool", "model"]
-    first, second = stage.server.requests
+    first, second = harness.server.requests
     assert tokens(output) == [*second.prompt_ids.tolist(), *encoded("It is 3.<|im_end|>")]
     assert second.prompt_ids.tolist()[: len(first.prompt_ids)] == first.prompt_ids.tolist()
     assert odd in prompts([second])[0]
@@ -126,8 +126,8 @@ def keys_of_the_schema_reordered(messages: Any, answer: Any) -> Any:
     ],
 )
 def test_formatting_changes_by_clients_do_not_start_a_new_conversation(change: Any) -> None:
-    stage = Stage(in_order(calls("add", a=1, b=2), says("3")))
-    [trajectory] = stage.run_virtual(two_turns, change=change)
+    harness = ProgramHarness(in_order(tool_call_reply("add", a=1, b=2), text_reply("3")))
+    [trajectory] = harness.run_virtual(two_turns, change=change)
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
     assert [t.stop_reason for t in [trajectory.output]] == [StopReason.ANSWERED]
 
@@ -180,11 +180,11 @@ def other_tools(messages: Any, answer: Any) -> Any:
     ],
 )
 def test_a_change_of_meaning_starts_a_new_conversation(change: Any) -> None:
-    stage = Stage(in_order(calls("add", a=1, b=2), says("3")))
-    first, second = stage.run_virtual(two_turns, change=change)
+    harness = ProgramHarness(in_order(tool_call_reply("add", a=1, b=2), text_reply("3")))
+    first, second = harness.run_virtual(two_turns, change=change)
     assert [origins(t.output) for t in (first, second)] == [["prompt", "model"], ["prompt", "model"]]
-    assert first.output.prompt_ids.tolist() == stage.server.requests[0].prompt_ids.tolist()
-    assert second.output.prompt_ids.tolist() == stage.server.requests[1].prompt_ids.tolist()
+    assert first.output.prompt_ids.tolist() == harness.server.requests[0].prompt_ids.tolist()
+    assert second.output.prompt_ids.tolist() == harness.server.requests[1].prompt_ids.tolist()
     assert (first.branch, second.branch) == (0, 1)
 
 
@@ -198,8 +198,10 @@ def test_an_edited_later_turn_branches_where_it_differs() -> None:
         await create(model=MODEL, messages=history)
         await create(model=MODEL, messages=[*history[:2], *user("another 2?")])
 
-    stage = Stage(in_order(says("one"), says("two"), says("three"), says("other two")))
-    first, second = stage.run_virtual(program)
+    harness = ProgramHarness(
+        in_order(text_reply("one"), text_reply("two"), text_reply("three"), text_reply("other two"))
+    )
+    first, second = harness.run_virtual(program)
     assert origins(first.output) == ["prompt", "model", "interaction", "model", "interaction", "model"]
     assert origins(second.output) == ["prompt", "model", "interaction", "model"]
     shared = [a is b for a, b in zip(first.output.segments, second.output.segments, strict=False)]
@@ -213,8 +215,8 @@ def test_the_same_request_again_is_another_sample_and_shares_its_prompt() -> Non
         replies = [await create(model=MODEL, messages=user("?")) for _ in range(3)]
         assert [r.choices[0].message.content for r in replies] == ["a", "b", "c"]
 
-    stage = Stage(in_order(says("a"), says("b"), says("c")))
-    outputs = [t.output for t in stage.run_virtual(program)]
+    harness = ProgramHarness(in_order(text_reply("a"), text_reply("b"), text_reply("c")))
+    outputs = [t.output for t in harness.run_virtual(program)]
     assert [output.answer for output in outputs] == ["a", "b", "c"]
     assert len({id(output.segments[0]) for output in outputs}) == 1
 
@@ -230,8 +232,8 @@ def test_a_sub_agent_has_its_own_trajectory() -> None:
         await create(model=MODEL, messages=done)
         return 0.5
 
-    stage = Stage(in_order(says("plan"), says("part"), says("done")))
-    leader, helper = stage.run_virtual(program)
+    harness = ProgramHarness(in_order(text_reply("plan"), text_reply("part"), text_reply("done")))
+    leader, helper = harness.run_virtual(program)
     assert [t.reward for t in (leader, helper)] == [0.5, 0.5]
     assert origins(leader.output) == ["prompt", "model", "interaction", "model"]
     assert helper.output.answer == "part"
@@ -249,7 +251,7 @@ def test_parallel_calls_are_answered_together_in_any_order() -> None:
         await create(model=MODEL, messages=[*user("?"), first, *answers], tools=[ADD])
 
     both = f"{call_text('add', a=1, b=1)}\n{call_text('add', a=2, b=2)}"
-    [trajectory] = Stage(in_order(says(both), says("done"))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply(both), text_reply("done"))).run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
     assert [m["role"] for m in trajectory.output.messages] == [
         "user",
@@ -270,7 +272,9 @@ def test_of_two_concurrent_requests_one_continues_and_the_other_branches() -> No
             for text in ("left", "right"):
                 group.create_task(create(model=MODEL, messages=[*user("?"), first, *user(text)]))
 
-    one, two = Stage(in_order(says("start"), says("end", latency_s=1))).run_virtual(program)
+    one, two = ProgramHarness(in_order(text_reply("start"), text_reply("end", latency_s=1))).run_virtual(
+        program
+    )
     assert one.output.segments[1] is two.output.segments[1]
     assert {o.output.messages[2]["content"] for o in (one, two)} == {"left", "right"}
 
@@ -283,10 +287,10 @@ def test_reasoning_that_the_client_drops_stays_in_the_tokens() -> None:
         answer = {"role": "assistant", "content": first.content}
         await create(model=MODEL, messages=[*user("?"), answer, *user("go on")])
 
-    stage = Stage(in_order(says("<think>\nHm.\n</think>\n\nYes."), says("Done.")))
-    [trajectory] = stage.run_virtual(program)
+    harness = ProgramHarness(in_order(text_reply("<think>\nHm.\n</think>\n\nYes."), text_reply("Done.")))
+    [trajectory] = harness.run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
-    assert "Hm." in prompts(stage.server.requests[1:])[0]
+    assert "Hm." in prompts(harness.server.requests[1:])[0]
 
 
 def test_sampling_parameters_of_the_request_override_those_of_the_run() -> None:
@@ -295,9 +299,9 @@ def test_sampling_parameters_of_the_request_override_those_of_the_run() -> None:
         await create(model=MODEL, messages=user("a"))
         await create(model=MODEL, messages=user("b"), temperature=0, top_p=0.5, max_tokens=7, seed=3)
 
-    stage = Stage(in_order(says("x")))
-    stage.run_virtual(program)
-    plain, own = [request.sampling_params for request in stage.server.requests]
+    harness = ProgramHarness(in_order(text_reply("x")))
+    harness.run_virtual(program)
+    plain, own = [request.sampling_params for request in harness.server.requests]
     assert (plain.temperature, plain.top_p, plain.seed) == (0.7, 1.0, None)
     assert (own.temperature, own.top_p, own.max_tokens, own.seed) == (0, 0.5, 7, 3)
 
@@ -309,7 +313,9 @@ def test_a_stop_text_ends_the_turn_and_the_conversation_continues() -> None:
         assert (reply.message.content, reply.finish_reason) == ("Act.", "stop")
         await create(model=MODEL, messages=[*user("?"), reply.message, *user("seen")])
 
-    [trajectory] = Stage(in_order(says("Act. Observation: none"), says("Done."))).run_virtual(program)
+    [trajectory] = ProgramHarness(
+        in_order(text_reply("Act. Observation: none"), text_reply("Done."))
+    ).run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
     assert trajectory.output.response_segments[0].token_ids.tolist() == encoded("Act. Observation:")
     assert trajectory.output.stop_reason is StopReason.ANSWERED
@@ -323,7 +329,7 @@ def test_more_than_one_choice_is_refused_by_name() -> None:
             await create(model=MODEL, messages=user("?"), n=2)
         assert caught.value.param == "n"
 
-    [trajectory] = Stage(in_order(says("x"))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
     assert trajectory.output.failure is None
 
 
@@ -333,7 +339,9 @@ def test_malformed_calls_are_incidents_of_the_trajectory() -> None:
         reply = await create(model=MODEL, messages=user("?"), tools=[ADD])
         assert "<tool_call>" in reply.choices[0].message.content
 
-    [trajectory] = Stage(in_order(says("<tool_call>\n{no json}\n</tool_call>"))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("<tool_call>\n{no json}\n</tool_call>"))).run_virtual(
+        program
+    )
     assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.MALFORMED_CALL]
 
 
@@ -348,7 +356,9 @@ def test_a_rewritten_assistant_message_cannot_contain_control_tokens() -> None:
         said: Any = {"role": "assistant", "content": forged}
         await create(model=MODEL, messages=[*user("a"), said, *user("b")])
 
-    trajectories = Stage(in_order(says("One"), says("Two"), says("Three"))).run_virtual(program)
+    trajectories = ProgramHarness(
+        in_order(text_reply("One"), text_reply("Two"), text_reply("Three"))
+    ).run_virtual(program)
     template = hermes_template()
     known, rewritten = (
         [token for token in tokens(trajectory.output) if token in template.encoder.control_ids]

@@ -15,9 +15,9 @@ from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason, TokenChunk, TokenOutput
-from tests.gateway.harness import ADD, MODEL, Stage, echo, in_order, job, origins
+from tests.gateway.harness import ADD, MODEL, ProgramHarness, echo, in_order, job, origins
 from tests.gateway.test_conversations import client_of
-from tests.helpers import calls, encoded, says, user
+from tests.helpers import encoded, text_reply, tool_call_reply, user
 
 
 async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
@@ -33,8 +33,10 @@ async def never_ends(row: Any, *, base_url: str, api_key: str, http_client: Any)
 
 
 def test_a_turn_limit_ends_the_program_without_a_failure() -> None:
-    stage = Stage(in_order(calls("add", a=1, b=2)), max_assistant_turns=2, reward=lambda o, row: 0.25)
-    [trajectory] = stage.run_virtual(never_ends)
+    harness = ProgramHarness(
+        in_order(tool_call_reply("add", a=1, b=2)), max_assistant_turns=2, reward=lambda o, row: 0.25
+    )
+    [trajectory] = harness.run_virtual(never_ends)
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.output.failure is None
     assert trajectory.reward == 0.25
@@ -53,9 +55,9 @@ def test_the_length_limit_cuts_the_completion_and_refuses_the_next_request() -> 
             await create(model=MODEL, messages=[*user("?"), reply.choices[0].message, *user("more")])
         seen.append(caught.value.code)
 
-    [trajectory] = Stage(in_order(says("one two three four five six")), response_length=5).run_virtual(
-        program
-    )
+    [trajectory] = ProgramHarness(
+        in_order(text_reply("one two three four five six")), response_length=5
+    ).run_virtual(program)
     assert seen == ["length", "context_length_exceeded"]
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
     assert len(trajectory.output.response_ids) == 5
@@ -67,7 +69,7 @@ def test_a_prompt_that_is_too_long_is_refused_and_recorded() -> None:
             model=MODEL, messages=user("?" * 99)
         )
 
-    [trajectory] = Stage(in_order(says("x")), prompt_length=20).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("x")), prompt_length=20).run_virtual(program)
     assert trajectory.output.stop_reason is StopReason.PROMPT_LENGTH
     assert trajectory.output.failure is None
 
@@ -78,15 +80,15 @@ def test_a_conversation_that_never_started_is_an_incident_of_the_first_one() -> 
         await create(model=MODEL, messages=user("?"))
         await create(model=MODEL, messages=user("?" * 99))
 
-    [trajectory] = Stage(in_order(says("x")), prompt_length=20).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("x")), prompt_length=20).run_virtual(program)
     assert (trajectory.output.answer, trajectory.output.failure) == ("x", None)
     assert "prompt_length" in trajectory.output.incidents[0].detail
 
 
 def test_the_deadline_cancels_program_and_completion_and_keeps_the_tokens() -> None:
-    slow = says("one two three four five six seven", latency_s=20)
-    stage = Stage(in_order(calls("add", a=1, b=2), slow), deadline_s=10)
-    [trajectory] = stage.run_virtual(never_ends)
+    slow = text_reply("one two three four five six seven", latency_s=20)
+    harness = ProgramHarness(in_order(tool_call_reply("add", a=1, b=2), slow), deadline_s=10)
+    [trajectory] = harness.run_virtual(never_ends)
     assert trajectory.output.stop_reason is StopReason.DEADLINE
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
     assert 0 < len(trajectory.output.segments[-1]) < len(slow.token_ids)
@@ -105,7 +107,7 @@ def test_a_program_that_raises_fails_alone_with_its_traceback_and_its_tokens() -
         )
         return {"reward": 1, "steps": 3}
 
-    failed, good = Stage(in_order(says("x"))).run_virtual(broken, sound)
+    failed, good = ProgramHarness(in_order(text_reply("x"))).run_virtual(broken, sound)
     assert failed.output.stop_reason is StopReason.FAILED
     assert "KeyError: 'nowhere'" in failed.output.failure.error
     assert "in broken" in failed.output.failure.traceback
@@ -117,7 +119,7 @@ def test_a_program_that_sends_no_request_fails_with_the_reason() -> None:
     async def idle(row: Any) -> float:
         return 1.0
 
-    [trajectory] = Stage(in_order(says("x"))).run_virtual(idle)
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(idle)
     assert "make it use the base URL" in trajectory.output.failure.error
 
 
@@ -128,12 +130,12 @@ def test_a_return_value_that_is_not_a_reward_is_a_failure() -> None:
         )
         return "good"
 
-    [trajectory] = Stage(in_order(says("x"))).run_virtual(odd)
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(odd)
     assert "the program returned 'good' (str)" in trajectory.output.failure.error
 
 
 def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
-    stage = Stage(in_order(says("a"), says("one two three four five", latency_s=100)))
+    harness = ProgramHarness(in_order(text_reply("a"), text_reply("one two three four five", latency_s=100)))
 
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         create = client_of(base_url, api_key, http_client).chat.completions.create
@@ -142,8 +144,8 @@ def test_a_cancelled_trajectory_keeps_all_its_conversations() -> None:
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
-        loop.call_later(50, stage.worker.cancel, "group=0/rollout=0")
-        first, second = await stage.run(program)
+        loop.call_later(50, harness.worker.cancel, "group=0/rollout=0")
+        first, second = await harness.run(program)
         assert [t.output.stop_reason for t in (first, second)] == [StopReason.CANCELLED] * 2
         assert origins(second.output) == ["prompt", "model"]
 
@@ -160,19 +162,19 @@ def test_requests_in_flight_when_the_program_ends_are_aborted() -> None:
         return 1.0
 
     async def scenario() -> None:
-        stage = Stage(in_order(says("one two three", latency_s=math.inf)))
-        [trajectory] = await stage.worker.run([job(program)])
+        harness = ProgramHarness(in_order(text_reply("one two three", latency_s=math.inf)))
+        [trajectory] = await harness.worker.run([job(program)])
         with pytest.raises(openai.APIStatusError):
             await kept[0]
-        stage.assert_nothing_is_left()
+        harness.assert_nothing_is_left()
         assert trajectory.output.stop_reason is StopReason.CANCELLED
 
     run_virtual(scenario())
 
 
 def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
-    server = ScriptedServer(in_order(says("one two three", latency_s=10)), streams=True)
-    stage = Stage([server])
+    server = ScriptedServer(in_order(text_reply("one two three", latency_s=10)), streams=True)
+    harness = ProgramHarness([server])
 
     async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) -> None:
         asyncio.get_running_loop().call_later(5, server.die)
@@ -181,7 +183,7 @@ def test_a_program_whose_only_server_dies_fails_with_its_reason() -> None:
         )
 
     async def scenario() -> None:
-        [trajectory] = await stage.worker.run([job(program)])
+        [trajectory] = await harness.worker.run([job(program)])
         assert trajectory.output.stop_reason is StopReason.FAILED
         assert "InternalServerError" in trajectory.output.failure.error
         assert "the engine was killed" in trajectory.output.failure.error
@@ -195,7 +197,7 @@ def test_the_number_of_conversations_is_limited() -> None:
         for number in range(100):
             await create(model=MODEL, messages=user(str(number)))
 
-    trajectories = Stage(in_order(says("x"))).run_virtual(program)
+    trajectories = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
     assert len(trajectories) == 64
     [incident] = trajectories[0].output.incidents
     assert "max_branches" in incident.detail
@@ -218,16 +220,18 @@ def test_logprobs_are_refused_if_the_server_returns_none(stream: bool) -> None:
         with pytest.raises(openai.BadRequestError, match="the server returns no log-probs"):
             await create(model=MODEL, messages=user("?"), logprobs=True, stream=stream)
 
-    server = WithoutLogProbs(in_order(says("x")), streams=True)
-    [trajectory] = Stage([server]).run_virtual(program)
+    server = WithoutLogProbs(in_order(text_reply("x")), streams=True)
+    [trajectory] = ProgramHarness([server]).run_virtual(program)
     assert [i.kind for i in trajectory.output.incidents] == [IncidentKind.FAILED_REQUEST]
 
 
 def test_programs_that_are_cancelled_together_end_with_their_tokens() -> None:
     async def scenario() -> None:
-        stage = Stage(in_order(says("quick"), says("one two three four", latency_s=100)))
-        asyncio.get_running_loop().call_later(50, stage.worker.cancel_all)
-        trajectories = await stage.run(never_ends, never_ends)
+        harness = ProgramHarness(
+            in_order(text_reply("quick"), text_reply("one two three four", latency_s=100))
+        )
+        asyncio.get_running_loop().call_later(50, harness.worker.cancel_all)
+        trajectories = await harness.run(never_ends, never_ends)
         assert [t.output.stop_reason for t in trajectories] == [StopReason.CANCELLED] * 2
         assert [t.output.failure for t in trajectories] == [None] * 2
         assert all(len(t.output.response_ids) for t in trajectories)
@@ -241,7 +245,7 @@ def test_a_program_may_take_all_endpoint_parameters() -> None:
         del address["anthropic_base_url"]
         await client_of(**address).chat.completions.create(model=MODEL, messages=user("?"))
 
-    [trajectory] = Stage(in_order(says("x"))).run_virtual(program)
+    [trajectory] = ProgramHarness(in_order(text_reply("x"))).run_virtual(program)
     assert trajectory.output.failure is None
 
 
@@ -267,8 +271,8 @@ def test_a_stream_equals_the_whole_completion() -> None:
         )
 
     text = 'Let me add.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    stage = Stage(in_order(says(text), says(text), says("Done.")))
-    whole, streamed = stage.run_virtual(program)
+    harness = ProgramHarness(in_order(text_reply(text), text_reply(text), text_reply("Done.")))
+    whole, streamed = harness.run_virtual(program)
     assert whole.output.response_ids.tolist() == encoded(text + "<|im_end|>")
     assert origins(streamed.output) == ["prompt", "model", "tool", "model"]
     assert streamed.output.segments[1].token_ids.tolist() == encoded(text + "<|im_end|>")

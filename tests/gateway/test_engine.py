@@ -13,7 +13,7 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from examples.langgraph_math.agent import solve
 from tests.engines.common import assert_is_token_exact
-from tests.gateway.harness import ADD, MODEL, TEMPERATURE, Stage, tokens
+from tests.gateway.harness import ADD, MODEL, TEMPERATURE, ProgramHarness, tokens
 from tests.helpers import user
 from tests.serving.harness import embedded, tiny_lm
 
@@ -47,15 +47,15 @@ async def program(row: Any, *, base_url: str, api_key: str, http_client: Any) ->
 def rolled_out(agent: Any) -> list[Trajectory]:
     """Return the trajectories of 64 concurrent programs on two servers."""
     servers = [embedded(f"embedded-{number}", max_model_len=512) for number in range(2)]
-    stage = Stage(servers, prompt_length=400, response_length=100)
+    harness = ProgramHarness(servers, prompt_length=400, response_length=100)
 
     async def scenario() -> list[Any]:
-        await stage.pool.start()
-        await stage.pool.wake_up()
+        await harness.pool.start()
+        await harness.pool.wake_up()
         try:
-            return await stage.run(*[agent] * NUM_ROWS)
+            return await harness.run(*[agent] * NUM_ROWS)
         finally:
-            await stage.pool.close()
+            await harness.pool.close()
 
     return asyncio.run(scenario())
 
@@ -98,15 +98,15 @@ def test_a_greedy_stream_equals_the_whole_completion(stops: bool) -> None:
         assert "".join(p.choices[0].delta.content or "" for p in pieces) == whole.choices[0].message.content
         assert pieces[-1].choices[0].finish_reason == whole.choices[0].finish_reason
 
-    stage = Stage([embedded()], prompt_length=128, response_length=100)
+    harness = ProgramHarness([embedded()], prompt_length=128, response_length=100)
 
     async def scenario() -> list[Any]:
-        await stage.pool.start()
-        await stage.pool.wake_up()
+        await harness.pool.start()
+        await harness.pool.wake_up()
         try:
-            return await stage.run(both)
+            return await harness.run(both)
         finally:
-            await stage.pool.close()
+            await harness.pool.close()
 
     whole, streamed = asyncio.run(scenario())
     assert whole.output.failure is None

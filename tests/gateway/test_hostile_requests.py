@@ -18,7 +18,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from tests.gateway.harness import ADD, MODEL
-from tests.helpers import hermes_template, says
+from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
 
 CHAT = {
@@ -81,7 +81,7 @@ MESSAGES = {
 
 @asynccontextmanager
 async def session() -> AsyncGenerator[tuple[Any, str, dict[str, str]]]:
-    server = ScriptedServer(lambda _: says("Yes."), streams=True)
+    server = ScriptedServer(lambda _: text_reply("Yes."), streams=True)
     context = LoopContext(
         server_manager=AsyncLLMServerManager([server]),
         template=hermes_template(),

@@ -12,8 +12,8 @@ from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.trajectory import IncidentKind
 from tests.helpers import user
-from tests.rollout.harness import Stage
-from tests.rollout.journaled import Talker, facts, records_of, run_journaled
+from tests.rollout.harness import WorkerHarness
+from tests.rollout.journaled import RandomScript, facts, records_of, run_journaled
 
 ROWS = [
     {
@@ -26,50 +26,50 @@ ROWS = [
 NUM_REQUESTS = 2 * 5
 
 
-def stage(seed: int) -> Stage:
-    return Stage(Talker(seed=seed, per_turn=2), agent="agent_program")
+def make_harness(seed: int) -> WorkerHarness:
+    return WorkerHarness(RandomScript(seed=seed, per_turn=2), agent="agent_program")
 
 
 def test_a_journal_brings_every_conversation_back(tmp_path: Path) -> None:
-    first = run_journaled(tmp_path / "j", stage(1), ROWS)
+    first = run_journaled(tmp_path / "j", make_harness(1), ROWS)
     assert [t.trajectory_id[-8:] for t in first] == ["branch=0", "branch=1", "branch=2"] * 2
-    again = run_journaled(tmp_path / "j", stage(2), ROWS, resume=True)
+    again = run_journaled(tmp_path / "j", make_harness(2), ROWS, resume=True)
     assert [facts(t) for t in again] == [facts(t) for t in first]
 
 
 def test_all_completions_are_replayed_also_on_a_branch_from_an_earlier_position(tmp_path: Path) -> None:
-    first = run_journaled(tmp_path / "j", stage(1), ROWS)
+    first = run_journaled(tmp_path / "j", make_harness(1), ROWS)
     payloads = scan((tmp_path / "j").read_bytes()).payloads
     kept = [p for p in payloads if unpack(p)["is"] not in (RecordKind.END, RecordKind.COMPLETE)]
     (tmp_path / "j").write_bytes(HEADER + b"".join(map(framed, kept)))
-    talker = Talker(seed=2, per_turn=2)
-    again = run_journaled(tmp_path / "j", Stage(talker, agent="agent_program"), ROWS, resume=True)
-    assert talker.num_requests == 0
+    script = RandomScript(seed=2, per_turn=2)
+    again = run_journaled(tmp_path / "j", WorkerHarness(script, agent="agent_program"), ROWS, resume=True)
+    assert script.num_requests == 0
     assert [facts(t) for t in again] == [facts(t) for t in first]
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_completions_from_before_the_crash_are_replayed(tmp_path: Path, share: float) -> None:
-    run_journaled(tmp_path / "j", stage(1), ROWS)
+    run_journaled(tmp_path / "j", make_harness(1), ROWS)
     data = (tmp_path / "j").read_bytes()
     (tmp_path / "k").write_bytes(data[: int(len(data) * share)])
     kept = [r for r in records_of((tmp_path / "k").read_bytes()) if r["is"] == RecordKind.COMPLETION]
-    talker = Talker(seed=2, per_turn=2)
-    again = run_journaled(tmp_path / "k", Stage(talker, agent="agent_program"), ROWS, resume=True)
+    script = RandomScript(seed=2, per_turn=2)
+    again = run_journaled(tmp_path / "k", WorkerHarness(script, agent="agent_program"), ROWS, resume=True)
     assert not any(i.kind is IncidentKind.RESTARTED for t in again for i in t.output.incidents)
     assert [t.output.failure for t in again] == [None] * len(again)
     sampled = {tuple(s.token_ids.tolist()) for t in again for s in t.output.segments}
     assert kept
     assert all(tuple(deserialize_completion(record["got"]).token_ids) in sampled for record in kept)
-    assert talker.num_requests <= NUM_REQUESTS - len(kept)
+    assert script.num_requests <= NUM_REQUESTS - len(kept)
 
 
 def test_a_program_with_other_requests_than_recorded_restarts(tmp_path: Path) -> None:
     rows = [{**ROWS[0], "program": "tests.gateway.programs:asks_something_else_each_time"}]
-    run_journaled(tmp_path / "j", stage(1), rows)
+    run_journaled(tmp_path / "j", make_harness(1), rows)
     data = (tmp_path / "j").read_bytes()
     (tmp_path / "j").write_bytes(data[: len(data) // 2])
-    again = run_journaled(tmp_path / "j", stage(2), rows, resume=True)
+    again = run_journaled(tmp_path / "j", make_harness(2), rows, resume=True)
     assert len(again) == 3
     assert [t.output.failure for t in again] == [None] * 3
     assert all(t.output.incidents[-1].kind is IncidentKind.RESTARTED for t in again)

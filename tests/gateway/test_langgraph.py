@@ -6,18 +6,18 @@ import asyncio
 from typing import Any
 
 from examples.langgraph_math.agent import solve
-from tests.gateway.harness import Stage, in_order, origins
-from tests.helpers import call_text, calls, says, user
+from tests.gateway.harness import ProgramHarness, in_order, origins
+from tests.helpers import call_text, text_reply, tool_call_reply, user
 
 
 def test_a_graph_with_tools_is_one_trajectory_per_row() -> None:
     replies = [
-        calls("calculate", a=1, b=2, operand="@"),
-        calls("calculate", a=-1, b=3, operand="+"),
-        says("2"),
+        tool_call_reply("calculate", a=1, b=2, operand="@"),
+        tool_call_reply("calculate", a=-1, b=3, operand="+"),
+        text_reply("2"),
     ]
-    stage = Stage(lambda request: replies[request.turn])
-    outputs = [t.output for t in asyncio.run(stage.run(*[solve] * 16))]
+    harness = ProgramHarness(lambda request: replies[request.turn])
+    outputs = [t.output for t in asyncio.run(harness.run(*[solve] * 16))]
     assert [output.failure for output in outputs] == [None] * 16
     for output in outputs:
         assert origins(output) == ["prompt", "model", "tool", "model", "tool", "model"]
@@ -26,7 +26,7 @@ def test_a_graph_with_tools_is_one_trajectory_per_row() -> None:
 
 def test_parallel_calls_of_a_graph_are_answered_in_one_turn() -> None:
     both = call_text("calculate", a=1, b=2, operand="+") + call_text("calculate", a=1, b=2, operand="?")
-    [trajectory] = asyncio.run(Stage(in_order(says(both), says("3"))).run(solve))
+    [trajectory] = asyncio.run(ProgramHarness(in_order(text_reply(both), text_reply("3"))).run(solve))
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
     sum_of, unknown = (m["content"] for m in trajectory.output.messages if m["role"] == "tool")
     assert sum_of == "3"
@@ -37,5 +37,5 @@ def test_a_graph_over_a_real_port_uses_its_own_client() -> None:
     async def program(row: Any, *, base_url: str, api_key: str) -> None:
         await solve({"raw_prompt": user("?")}, base_url=base_url, api_key=api_key, http_client=None)
 
-    [trajectory] = asyncio.run(Stage(in_order(says("x"))).run(program))
+    [trajectory] = asyncio.run(ProgramHarness(in_order(text_reply("x"))).run(program))
     assert trajectory.output.failure is None

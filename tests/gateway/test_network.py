@@ -24,8 +24,8 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.types import StopReason
-from tests.gateway.harness import ADD, MODEL, Stage, in_order, job, origins
-from tests.helpers import calls, encoded, hermes_template, says, user
+from tests.gateway.harness import ADD, MODEL, ProgramHarness, in_order, job, origins
+from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply, user
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,8 @@ def command(code: str, tmp_path: Path) -> list[str]:
 
 
 def test_a_command_gets_its_row_and_endpoint_and_prints_its_reward(tmp_path: Path) -> None:
-    stage = Stage(in_order(says("one"), says("two")))
-    [trajectory] = asyncio.run(stage.run(None, command=command(PROGRAM, tmp_path), question="Why?"))
+    harness = ProgramHarness(in_order(text_reply("one"), text_reply("two")))
+    [trajectory] = asyncio.run(harness.run(None, command=command(PROGRAM, tmp_path), question="Why?"))
     assert trajectory.output.failure is None
     assert trajectory.reward == 0.5
     assert trajectory.output.extra_fields == {"said": "two"}
@@ -66,13 +66,17 @@ def test_a_failed_command_leaves_the_end_of_its_standard_error(tmp_path: Path) -
         openai.OpenAI(max_retries=0).chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
         raise SystemExit("no luck")
     """
-    [trajectory] = asyncio.run(Stage(in_order(says("x"))).run(None, command=command(code, tmp_path)))
+    [trajectory] = asyncio.run(
+        ProgramHarness(in_order(text_reply("x"))).run(None, command=command(code, tmp_path))
+    )
     assert trajectory.output.failure.error.endswith("the program exited with status 1: no luck")
     assert origins(trajectory.output) == ["prompt", "model"]
 
 
 def test_a_command_that_cannot_be_started_is_a_failure() -> None:
-    [trajectory] = asyncio.run(Stage(in_order(says("x"))).run(None, command=["no-such-program"]))
+    [trajectory] = asyncio.run(
+        ProgramHarness(in_order(text_reply("x"))).run(None, command=["no-such-program"])
+    )
     assert "cannot be started" in trajectory.output.failure.error
 
 
@@ -84,8 +88,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> Non
         pathlib.Path({str(tmp_path / "pids")!r}).write_text(str(child.pid))
         time.sleep(600)
     """
-    stage = Stage(in_order(says("x")), deadline_s=2.0)
-    [trajectory] = asyncio.run(stage.run(None, command=command(code, tmp_path)))
+    harness = ProgramHarness(in_order(text_reply("x")), deadline_s=2.0)
+    [trajectory] = asyncio.run(harness.run(None, command=command(code, tmp_path)))
     assert trajectory.output.stop_reason is StopReason.DEADLINE
     assert not is_running(int((tmp_path / "pids").read_text()))
 
@@ -108,7 +112,9 @@ def test_a_function_that_blocks_runs_in_a_thread_with_the_clients_plain_form() -
             client.chat.completions.create(model=MODEL, messages=[*user("?"), reply, answer], tools=[ADD])
         return 1.0
 
-    [trajectory] = asyncio.run(Stage(in_order(calls("add", a=1, b=2), says("3"))).run(program))
+    [trajectory] = asyncio.run(
+        ProgramHarness(in_order(tool_call_reply("add", a=1, b=2), text_reply("3"))).run(program)
+    )
     assert origins(trajectory.output) == ["prompt", "model", "tool", "model"]
 
 
@@ -137,8 +143,8 @@ def test_a_client_that_disconnects_in_a_stream_aborts_the_completion() -> None:
             await server.was_aborted.wait()
         return 1.0
 
-    server = TellingServer(in_order(says(text, latency_s=20)), streams=True)
-    [trajectory] = asyncio.run(Stage([server]).run(program))
+    server = TellingServer(in_order(text_reply(text, latency_s=20)), streams=True)
+    [trajectory] = asyncio.run(ProgramHarness([server]).run(program))
     assert trajectory.output.stop_reason is StopReason.CANCELLED
     said = trajectory.output.response_ids.tolist()
     assert said
@@ -154,15 +160,15 @@ def test_many_sessions_share_one_port() -> None:
             await client.chat.completions.create(model=MODEL, messages=user("?"))
         return 1.0
 
-    stage = Stage(in_order(says("x", latency_s=0.1)))
-    trajectories = asyncio.run(stage.run(*[program] * 512))
+    harness = ProgramHarness(in_order(text_reply("x", latency_s=0.1)))
+    trajectories = asyncio.run(harness.run(*[program] * 512))
     assert len(trajectories) == 512
     assert len(urls) == 1
     assert all(t.output.stop_reason is StopReason.ANSWERED for t in trajectories)
 
 
 def context() -> LoopContext:
-    server = ScriptedServer(in_order(says("x")))
+    server = ScriptedServer(in_order(text_reply("x")))
     return LoopContext(
         server_manager=AsyncLLMServerManager([server]),
         template=hermes_template(),
@@ -210,21 +216,21 @@ def test_a_session_can_be_used_without_a_worker() -> None:
 
 
 def test_a_loop_without_a_program_is_refused() -> None:
-    stage = Stage(in_order(says("x")))
-    [trajectory] = asyncio.run(stage.worker.run([job(None)]))
+    harness = ProgramHarness(in_order(text_reply("x")))
+    [trajectory] = asyncio.run(harness.worker.run([job(None)]))
     assert "needs a program or a command" in trajectory.output.failure.error
 
 
 @pytest.mark.parametrize("path", ["tests/gateway/programs.py:asks_once", "tests.gateway.programs:asks_once"])
 def test_a_program_is_named_by_file_or_module(path: str) -> None:
-    [trajectory] = asyncio.run(Stage(in_order(says("x"))).run(path))
+    [trajectory] = asyncio.run(ProgramHarness(in_order(text_reply("x"))).run(path))
     assert trajectory.reward == 1.0
 
 
 def test_the_example_runs_as_a_process_of_its_own() -> None:
-    stage = Stage(in_order(calls("multiply", a=6, b=7), says("It is 42.")))
+    harness = ProgramHarness(in_order(tool_call_reply("multiply", a=6, b=7), text_reply("It is 42.")))
     agent = [sys.executable, "examples/openai_agent/agent.py"]
-    [trajectory] = asyncio.run(stage.run(None, command=agent))
+    [trajectory] = asyncio.run(harness.run(None, command=agent))
     assert trajectory.output.failure is None
     assert [m["content"] for m in trajectory.output.messages if m["role"] == "tool"] == ["42"]
     assert trajectory.output.answer == "It is 42."

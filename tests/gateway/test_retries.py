@@ -10,9 +10,9 @@ import pytest
 
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
-from tests.gateway.harness import ADD, MODEL, Stage, in_order, origins
+from tests.gateway.harness import ADD, MODEL, ProgramHarness, in_order, origins
 from tests.gateway.test_conversations import client_of
-from tests.helpers import calls, says, user
+from tests.helpers import text_reply, tool_call_reply, user
 
 FIRST_TRY = {"x-stainless-retry-count": "0"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -30,9 +30,9 @@ def test_a_retry_of_a_completed_request_gets_the_same_completion() -> None:
         ]
         assert keyed[0] == keyed[1]
 
-    stage = Stage(in_order(calls("add", a=1, b=2)))
-    assert len(stage.run_virtual(program)) == 2
-    assert len(stage.server.requests) == 2
+    harness = ProgramHarness(in_order(tool_call_reply("add", a=1, b=2)))
+    assert len(harness.run_virtual(program)) == 2
+    assert len(harness.server.requests) == 2
 
 
 def test_a_retry_joins_the_completion_in_flight() -> None:
@@ -45,9 +45,9 @@ def test_a_retry_joins_the_completion_in_flight() -> None:
         first.cancel()
         assert (await retry).choices[0].message.content == "slow"
 
-    stage = Stage(in_order(says("slow", latency_s=5)))
-    [trajectory] = stage.run_virtual(program)
-    assert len(stage.server.requests) == 1
+    harness = ProgramHarness(in_order(text_reply("slow", latency_s=5)))
+    [trajectory] = harness.run_virtual(program)
+    assert len(harness.server.requests) == 1
     assert trajectory.output.answer == "slow"
 
 
@@ -63,8 +63,10 @@ def test_a_retry_of_one_of_several_samples_gets_its_own_sample() -> None:
             samples = [group.create_task(sample()) for _ in range(3)]
         assert sorted(sample.result() for sample in samples) == ["b", "c", "d"]
 
-    stage = Stage(in_order(says("", error="out of memory"), says("b"), says("c"), says("d")))
-    trajectories = stage.run_virtual(program)
+    harness = ProgramHarness(
+        in_order(text_reply("", error="out of memory"), text_reply("b"), text_reply("c"), text_reply("d"))
+    )
+    trajectories = harness.run_virtual(program)
     assert sorted(t.output.answer for t in trajectories) == ["b", "c", "d"]
 
 
@@ -76,9 +78,9 @@ def test_a_client_that_disconnects_aborts_the_completion_and_may_retry() -> None
                 await create(model=MODEL, messages=user("?"))
         await create(model=MODEL, messages=user("?"), extra_headers=RETRY)
 
-    slow = says("one two three four five", latency_s=10)
-    stage = Stage(in_order(slow, says("quick")))
-    cut, good = stage.run_virtual(program)
+    slow = text_reply("one two three four five", latency_s=10)
+    harness = ProgramHarness(in_order(slow, text_reply("quick")))
+    cut, good = harness.run_virtual(program)
     assert cut.output.stop_reason is StopReason.CANCELLED
     assert 0 < len(cut.output.response_ids) < len(slow.token_ids)
     assert (good.output.stop_reason, good.output.answer) == (StopReason.ANSWERED, "quick")
@@ -94,8 +96,10 @@ def test_a_server_failure_is_a_typed_error_and_the_retry_continues_the_conversat
         assert (caught.value.status_code, caught.value.body["type"]) == (503, "server_error")
         await create(model=MODEL, messages=history, extra_headers=RETRY)
 
-    stage = Stage(in_order(says("x"), says("", error="out of memory"), says("y")))
-    [trajectory] = stage.run_virtual(program)
+    harness = ProgramHarness(
+        in_order(text_reply("x"), text_reply("", error="out of memory"), text_reply("y"))
+    )
+    [trajectory] = harness.run_virtual(program)
     assert origins(trajectory.output) == ["prompt", "model", "interaction", "model"]
     assert trajectory.output.answer == "y"
     [incident] = trajectory.output.incidents

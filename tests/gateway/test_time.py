@@ -10,9 +10,9 @@ import pytest
 
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import StopReason
-from tests.gateway.harness import MODEL, Stage, in_order, origins
+from tests.gateway.harness import MODEL, ProgramHarness, in_order, origins
 from tests.gateway.test_conversations import client_of
-from tests.helpers import says, user
+from tests.helpers import text_reply, user
 
 
 @pytest.mark.parametrize("quick_turns", [0, 1])
@@ -34,9 +34,9 @@ def test_a_completion_that_takes_too_long_ends_its_conversation_and_keeps_the_to
         assert caught.value.code == "deadline"
         assert asyncio.get_running_loop().time() - began == 5
 
-    slow = says("one two three", latency_s=10)
-    stage = Stage(in_order(*[says("quick")] * quick_turns, slow), generate_timeout_s=5)
-    [trajectory] = stage.run_virtual(program)
+    slow = text_reply("one two three", latency_s=10)
+    harness = ProgramHarness(in_order(*[text_reply("quick")] * quick_turns, slow), generate_timeout_s=5)
+    [trajectory] = harness.run_virtual(program)
     assert trajectory.output.stop_reason is StopReason.DEADLINE
     assert origins(trajectory.output)[-1] == "model"
     assert 0 < len(trajectory.output.segments[-1]) < len(slow.token_ids)
@@ -58,9 +58,9 @@ def test_a_program_that_ignores_its_cancellation_gets_no_further_turn() -> None:
                 continue
         return 1.0
 
-    stage = Stage(in_order(says("x", latency_s=3)), deadline_s=10)
-    trajectories = stage.run_virtual(program)
+    harness = ProgramHarness(in_order(text_reply("x", latency_s=3)), deadline_s=10)
+    trajectories = harness.run_virtual(program)
     assert refusals == ["deadline"] * 3
-    assert len(stage.server.requests) == 4
+    assert len(harness.server.requests) == 4
     assert {t.output.stop_reason for t in trajectories} == {StopReason.DEADLINE}
     assert all(t.reward is None for t in trajectories)

@@ -15,7 +15,7 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
 from agent_loop.tools.function import function_tool
 from agent_loop.trajectory import AgentLoopOutput
-from tests.helpers import hermes_template, says, small_tokenizer
+from tests.helpers import hermes_template, small_tokenizer, text_reply
 
 CONFIG = Config.model_validate(
     {
@@ -48,7 +48,7 @@ def reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> float:
 
 
 def says_hello(request: ScriptedRequest) -> ScriptedReply:
-    return says("hello")
+    return text_reply("hello")
 
 
 def rollouts_with(

@@ -20,7 +20,7 @@ from agent_loop.integrations.trl.loop_thread import LoopThread
 from agent_loop.integrations.trl.weights import policy_weights
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from tests.helpers import calls, says, user
+from tests.helpers import text_reply, tool_call_reply, user
 from tests.integrations.scripted import CONFIG, fake_trainer, rollouts_with, text_of
 
 pytest.importorskip("datasets")
@@ -63,7 +63,7 @@ def test_a_column_of_tables_with_different_keys_reaches_the_loop_as_it_is() -> N
 
 def test_the_mask_marks_what_the_model_said_and_nothing_else() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        return calls("shelf_of", part=4) if request.turn == 0 else says("there")
+        return tool_call_reply("shelf_of", part=4) if request.turn == 0 else text_reply("there")
 
     rollouts, _ = rollouts_with(script)
     with rollouts:
@@ -240,7 +240,7 @@ def test_ctrl_c_cancels_the_rollout_and_is_raised() -> None:
 
     def script(request: ScriptedRequest) -> ScriptedReply:
         asked.set()
-        return says("never", latency_s=math.inf)
+        return text_reply("never", latency_s=math.inf)
 
     def interrupt() -> None:
         asked.wait()

@@ -11,9 +11,9 @@ import torch
 
 from agent_loop.errors import ConfigError, RolloutError
 from agent_loop.integrations.trl import AgentLoopRolloutWorker
-from agent_loop.integrations.trl.worker import MOST_LOST_IN_A_ROW
+from agent_loop.integrations.trl.worker import MAX_LOST_GROUPS_IN_A_ROW
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from tests.helpers import calls, says
+from tests.helpers import text_reply, tool_call_reply
 from tests.integrations.scripted import rollouts_with, text_of
 
 pytestmark = [
@@ -67,7 +67,7 @@ def rows_worth(*worths: float, **columns: Any) -> list[dict[str, Any]]:
 
 def test_a_sample_holds_the_tokens_and_the_logprobs_where_the_model_spoke() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        return calls("shelf_of", part=4) if request.turn == 0 else says("there")
+        return tool_call_reply("shelf_of", part=4) if request.turn == 0 else text_reply("there")
 
     rollouts, _ = rollouts_with(script)
     with rollouts:
@@ -89,7 +89,11 @@ def test_a_sample_holds_the_tokens_and_the_logprobs_where_the_model_spoke() -> N
 def test_advantages_compare_within_the_group_and_failed_trajectories_are_left_out() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
         num_before = len(server.requests)
-        return says("hello", error="the engine broke") if num_before % 4 == 2 else says("hello" * num_before)
+        return (
+            text_reply("hello", error="the engine broke")
+            if num_before % 4 == 2
+            else text_reply("hello" * num_before)
+        )
 
     rollouts, server = rollouts_with(script)
     with rollouts:
@@ -142,7 +146,7 @@ def test_weights_are_published_as_the_version_that_the_trainer_counts_next() -> 
 
 
 def test_stopping_cancels_what_is_in_flight_and_leaves_nothing() -> None:
-    rollouts, server = rollouts_with(lambda _: says("never", latency_s=math.inf))
+    rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
         worker.start()
@@ -161,7 +165,7 @@ def test_a_worker_that_was_never_started_can_be_stopped() -> None:
 
 
 def test_leaving_the_rollouts_ends_a_worker_that_still_runs() -> None:
-    rollouts, server = rollouts_with(lambda _: says("never", latency_s=math.inf))
+    rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
         worker.start()
@@ -171,7 +175,7 @@ def test_leaving_the_rollouts_ends_a_worker_that_still_runs() -> None:
 
 
 def test_silence_is_reported_as_such() -> None:
-    rollouts, server = rollouts_with(lambda _: says("never", latency_s=math.inf))
+    rollouts, server = rollouts_with(lambda _: text_reply("never", latency_s=math.inf))
     with rollouts:
         worker = rollouts.worker(rows_worth(1), args=async_args())
         worker.start()
@@ -201,7 +205,7 @@ def test_too_many_broken_groups_in_a_row_end_the_worker_with_their_error() -> No
         worker.start()
         wait_for(lambda: "this row has no right answer" in health_error(worker))
         assert worker.rollout_buffer.empty()
-    assert worker.metrics_queue.qsize() == MOST_LOST_IN_A_ROW
+    assert worker.metrics_queue.qsize() == MAX_LOST_GROUPS_IN_A_ROW
 
 
 def test_rows_that_nothing_scores_end_the_worker() -> None:

@@ -1,4 +1,4 @@
-"""Conversations with interactions, on a scripted model."""
+"""Helpers that run conversations between an interaction and a scripted model."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Message
-from tests.helpers import says
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply
+from tests.rollout.harness import WorkerHarness
 
 
-def said(*texts: str) -> list[Message]:
-    """The user and the assistant in turns, the user first."""
+def alternating(*texts: str) -> list[Message]:
+    """Return messages of the user and the assistant in turns, the user's first."""
     return [
-        {"role": "assistant" if place % 2 else "user", "content": text} for place, text in enumerate(texts)
+        {"role": "assistant" if index % 2 else "user", "content": text} for index, text in enumerate(texts)
     ]
 
 
 def converse(interaction: BaseInteraction, answers: Sequence[str], **interaction_kwargs: Any) -> Trajectory:
-    """Runs one row with a model that gives these answers."""
-    stage = Stage([says(answer) for answer in answers], interactions={interaction.name: interaction})
-    return stage.run_one(interaction_kwargs={"name": interaction.name, **interaction_kwargs})
+    """Run one row with a model that returns these answers."""
+    harness = WorkerHarness(
+        [text_reply(answer) for answer in answers], interactions={interaction.name: interaction}
+    )
+    return harness.run_one(interaction_kwargs={"name": interaction.name, **interaction_kwargs})
 
 
 def ask(interaction: BaseInteraction, *conversations: list[Message], **kwargs: Any) -> list[Any]:
-    """What one trajectory of the interaction answers; the last is its verdict."""
+    """Return the replies of an interaction in one trajectory, followed by the trajectory's score."""
 
     async def main() -> list[Any]:
         await interaction.start_interaction("1", **kwargs)

@@ -1,4 +1,4 @@
-"""An endpoint with OpenAI's chat completions that says what it is told."""
+"""Endpoint with OpenAI's chat completions that returns prepared responses."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from aiohttp import web
 
 
 @dataclass(frozen=True)
-class Says:
-    """One answer."""
+class PreparedResponse:
+    """Response to one request."""
 
     text: str | None = ""
     status: int = 200
     hangs: bool = False
     is_cut: bool = False
     body: str | None = None
-    """Instead of a completion."""
+    """Body to send instead of a completion."""
 
 
 @dataclass
 class Endpoint:
-    """Answers each request with the next of its answers."""
+    """Sends one prepared response after the other."""
 
-    answers: Sequence[Says]
+    responses: Sequence[PreparedResponse]
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     url: str = ""
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def respond(self, request: web.Request) -> web.Response:
         self.requests.append(await request.json())
         self.keys.append(request.headers.get("Authorization"))
-        says = self.answers[len(self.requests) - 1]
-        if says.hangs:
+        response = self.responses[len(self.requests) - 1]
+        if response.hangs:
             await asyncio.Event().wait()
-        if says.body is not None:
-            return web.Response(text=says.body, content_type="application/json")
-        if says.status != 200:
-            error = {"error": {"message": "out of order"}}
-            return web.json_response(error, status=says.status, headers={"retry-after-ms": "1"})
-        message = {"role": "assistant", "content": says.text}
+        if response.body is not None:
+            return web.Response(text=response.body, content_type="application/json")
+        if response.status != 200:
+            error = {"error": {"message": "broken"}}
+            return web.json_response(error, status=response.status, headers={"retry-after-ms": "1"})
+        message = {"role": "assistant", "content": response.text}
         return web.json_response(
             {
                 "id": "1",
@@ -51,7 +51,7 @@ class Endpoint:
                 "created": 0,
                 "model": "user",
                 "choices": [
-                    {"index": 0, "message": message, "finish_reason": "length" if says.is_cut else "stop"}
+                    {"index": 0, "message": message, "finish_reason": "length" if response.is_cut else "stop"}
                 ],
                 "usage": {"prompt_tokens": 11, "completion_tokens": 5, "total_tokens": 16},
             }
@@ -59,11 +59,11 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def endpoint(*answers: Says | str) -> AsyncGenerator[Endpoint]:
-    """Listens on a free port meanwhile."""
-    served = Endpoint([Says(answer) if isinstance(answer, str) else answer for answer in answers])
+async def endpoint(*responses: PreparedResponse | str) -> AsyncGenerator[Endpoint]:
+    """Serve the responses on a free port until exit."""
+    served = Endpoint([PreparedResponse(each) if isinstance(each, str) else each for each in responses])
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", served.answer)
+    app.router.add_post("/v1/chat/completions", served.respond)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""What the page on interactions shows is run."""
+"""Tests that run the examples of docs/interactions.md."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def defined(name: str) -> Any:
     return names[name]
 
 
-def test_the_customer_keeps_the_contract() -> None:
+def test_the_customer_of_the_page_passes_check_interaction() -> None:
     customer = defined("Customer")({"name": "customer"})
     answers = ["No.", "I am sorry."]
     asyncio.run(check_interaction(customer, answers=answers)).raise_if_failed()
 
 
-def test_the_settings_are_those_of_the_kit() -> None:
+def test_the_settings_on_the_page_are_valid_for_the_built_in_interactions() -> None:
     entries = [entry for text in blocks("yaml") for entry in yaml.safe_load(text).get("interaction", [])]
     sections = {"gymnasium": GymnasiumSettings, "simulated_user": SimulatedUserSettings}
     read = [sections[e["class_name"]](**e["config"]) for e in entries if e["class_name"] in sections]
     assert len(read) == len(sections)
 
 
-def test_the_shop_is_found_where_the_configuration_names_it(tmp_path: Path) -> None:
+def test_the_shop_of_the_page_loads_from_its_configuration(tmp_path: Path) -> None:
     [code] = [code for code in blocks("python") if "class Shop" in code]
     (tmp_path / "shop.py").write_text(code)
     [settings] = [text for text in blocks("yaml") if "environments" in text]

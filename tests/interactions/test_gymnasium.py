@@ -14,9 +14,9 @@ from agent_loop.errors import ConfigError
 from agent_loop.interactions.gymnasium import GymnasiumInteraction
 from agent_loop.testing import run_virtual
 from agent_loop.types import StopReason
-from tests.helpers import says, user
+from tests.helpers import text_reply, user
 from tests.interactions.conversations import converse
-from tests.rollout.harness import Stage
+from tests.rollout.harness import WorkerHarness
 
 FROZEN_LAKE = {
     "name": "lake",
@@ -30,7 +30,7 @@ TO_THE_GOAL = ["down", "down", "right", "right", "down", "right"]
 
 
 class Countdown(gymnasium.Env[int, int]):
-    """Counts down to 0; one instance after the other is kept for the tests to look at."""
+    """Counts down to 0. All instances are kept in `made`, oldest first."""
 
     made: list[Countdown]
 
@@ -77,7 +77,7 @@ def counting(**settings: Any) -> GymnasiumInteraction:
     return GymnasiumInteraction({"name": "countdown", "env_id": "tests/Countdown-v0", **settings})
 
 
-def test_a_frozen_lake_is_crossed_in_words() -> None:
+def test_a_model_crosses_the_frozen_lake_with_actions_in_words() -> None:
     lake = GymnasiumInteraction(FROZEN_LAKE)
     trajectory = converse(lake, [f"I move {way.upper()}!" for way in TO_THE_GOAL], seed=1)
     output = trajectory.output
@@ -89,7 +89,7 @@ def test_a_frozen_lake_is_crossed_in_words() -> None:
     assert trajectory.reward == 1.0
 
 
-def test_an_end_by_the_clock_is_truncated_and_not_terminated() -> None:
+def test_the_time_limit_of_an_environment_truncates_and_does_not_terminate() -> None:
     game = counting(env_kwargs={"start": 9, "max_episode_steps": 2})
     output = converse(game, ["1", "1"]).output
     last = output.feedback[-1].extra
@@ -97,22 +97,22 @@ def test_an_end_by_the_clock_is_truncated_and_not_terminated() -> None:
     assert output.stop_reason is StopReason.INTERACTION_FINISHED
 
 
-def test_an_end_by_the_rollouts_limits_is_neither() -> None:
-    stage = Stage([says("1")], interactions={"countdown": counting()}, max_assistant_turns=1)
-    output = stage.run_one(interaction_kwargs={"name": "countdown"}).output
+def test_a_limit_of_the_rollout_neither_terminates_nor_truncates_the_environment() -> None:
+    harness = WorkerHarness([text_reply("1")], interactions={"countdown": counting()}, max_assistant_turns=1)
+    output = harness.run_one(interaction_kwargs={"name": "countdown"}).output
     assert output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert [f.extra for f in output.feedback] == [{"terminated": False, "truncated": False}]
     assert Countdown.made[0].is_closed
 
 
-def test_each_trajectory_has_an_environment_in_one_thread_and_it_is_closed() -> None:
+def test_each_trajectory_has_its_own_environment_in_its_own_thread_and_closes_it() -> None:
     game = counting()
-    stage = Stage(lambda _: says("1"), interactions={"countdown": game})
+    harness = WorkerHarness(lambda _: text_reply("1"), interactions={"countdown": game})
     rows = [
         {"raw_prompt": [], "interaction_kwargs": {"name": "countdown", "options": {"more": n}}}
         for n in range(3)
     ]
-    trajectories = stage.run([{**row, "raw_prompt": [{"role": "user", "content": "Go."}]} for row in rows])
+    trajectories = harness.run([{**row, "raw_prompt": [{"role": "user", "content": "Go."}]} for row in rows])
     assert [len(t.output.turn_scores) for t in trajectories] == [3, 4, 5]
     assert len(Countdown.made) == 3
     assert all(env.is_closed for env in Countdown.made)
@@ -126,16 +126,16 @@ def test_the_rows_seed_and_arguments_reach_the_environment() -> None:
     assert output.messages[0]["content"].endswith("\n\n50")
 
 
-def test_without_a_seed_in_the_row_each_trajectory_s_own_seed_decides() -> None:
+def test_without_a_seed_in_the_row_each_environment_is_seeded_by_its_trajectory() -> None:
     def seeds(*of_trajectories: int | None, **interaction_kwargs: Any) -> list[Any]:
         Countdown.made = []
-        stage = Stage(lambda _: says("1"), interactions={"countdown": counting()})
+        harness = WorkerHarness(lambda _: text_reply("1"), interactions={"countdown": counting()})
         rows = [
             {"raw_prompt": user("Go."), "interaction_kwargs": {"name": "countdown", **interaction_kwargs}}
         ]
-        jobs = stage.jobs(rows * len(of_trajectories))
+        jobs = harness.jobs(rows * len(of_trajectories))
         jobs = [replace(job, seed=seed) for job, seed in zip(jobs, of_trajectories, strict=True)]
-        run_virtual(stage.worker.run(jobs))
+        run_virtual(harness.worker.run(jobs))
         return sorted(env.np_random_seed for env in Countdown.made)
 
     assert seeds(1, 2) == seeds(2, 1)
@@ -144,15 +144,12 @@ def test_without_a_seed_in_the_row_each_trajectory_s_own_seed_decides() -> None:
     assert seeds(None) != seeds(None)
 
 
-def test_what_is_no_action_is_answered_and_not_stepped() -> None:
-    game = counting(invalid_score=-0.25, invalid_reply="That is no valid action: {reason}. Write {json}.")
+def test_an_invalid_action_gets_a_reply_and_does_not_step_the_environment() -> None:
+    game = counting(invalid_score=-0.25, invalid_reply="Not a valid action: {reason}. Write {json}.")
     trajectory = converse(game, ["7", "one", "3"])
     output = trajectory.output
-    assert (
-        output.messages[2]["content"]
-        == "That is no valid action: 7 (int) is not in Discrete(4). Write {json}."
-    )
-    assert "'one' is no value of Discrete(4) in JSON" in output.messages[4]["content"]
+    assert output.messages[2]["content"] == "Not a valid action: 7 (int) is not in Discrete(4). Write {json}."
+    assert "'one' is not a JSON value of Discrete(4)" in output.messages[4]["content"]
     assert output.turn_scores == (-0.25, -0.25, 0.5)
     assert len(Countdown.made[0].threads) == 3
     assert trajectory.reward == 0.0
@@ -165,28 +162,28 @@ def test_too_many_invalid_actions_in_a_row_end_the_trajectory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "says_what"),
+    ("kwargs", "message"),
     [
         ({"fails": "step"}, "interaction 'countdown' raised ArithmeticError: overflow"),
         ({"reward": "a lot"}, "returned 'a lot' (str) as its reward"),
         ({"begin": 3}, "unexpected keyword argument 'begin'"),
     ],
 )
-def test_an_environment_that_breaks_fails_its_trajectory_and_is_closed(
-    kwargs: dict[str, Any], says_what: str
+def test_an_error_of_an_environment_fails_its_trajectory_and_closes_the_environment(
+    kwargs: dict[str, Any], message: str
 ) -> None:
     failure = converse(counting(), ["1"], **kwargs).output.failure
     assert failure is not None
-    assert says_what in failure.error
+    assert message in failure.error
     assert all(env.is_closed for env in Countdown.made)
 
 
-def test_a_close_that_fails_is_named() -> None:
+def test_an_error_in_close_becomes_an_incident() -> None:
     [incident] = converse(counting(), ["3"], fails="close").output.incidents
     assert incident.detail == "closing interaction 'countdown' raised OSError: gone"
 
 
-def test_a_step_that_blocks_holds_up_nobody_else() -> None:
+def test_a_blocked_step_does_not_block_other_environments() -> None:
     release = threading.Event()
 
     async def main() -> float:
@@ -211,10 +208,10 @@ def test_a_step_that_blocks_holds_up_nobody_else() -> None:
     ("settings", "message"),
     [
         ({"env_ids": "x"}, "unknown key 'env_ids'"),
-        ({"action_pattern": "("}, "action_pattern is '\\(', no regular expression"),
+        ({"action_pattern": "("}, "action_pattern is '\\(', which is not a valid regular expression"),
         ({"observation": "tests.no_such:text"}, "importing tests.no_such raised"),
     ],
 )
-def test_a_faulty_setting_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         counting(**settings)

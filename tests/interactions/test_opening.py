@@ -1,4 +1,4 @@
-"""Interactions and environments across a crash: what they opened the conversation with is not said twice."""
+"""Tests of interactions that open the conversation, in runs that resume after a crash."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agent_loop.recording.values import unpack
 from agent_loop.rollout.journal.frames import HEADER, framed, scan
 from agent_loop.runtime.instances import OnReplay
 from agent_loop.types import Message
-from tests.helpers import says, user
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply, user
+from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import run_journaled
 
 ROWS = [{"raw_prompt": user("Begin."), "interaction_kwargs": {"name": "guide"}}]
 
 
 class Guide(BaseInteraction):
-    """Opens the conversation with another word each time it is asked."""
+    """Opens each conversation with a numbered message."""
 
     opens_conversation = True
 
@@ -30,7 +30,7 @@ class Guide(BaseInteraction):
         self.on_replay = on_replay
         self.words = words
         self.num_started = 0
-        self.num_asked = 0
+        self.num_replies = 0
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> str:
         self.num_started += 1
@@ -39,31 +39,33 @@ class Guide(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        self.num_asked += 1
-        return len(messages) > 4, f"{self.words}!", 0.5, {"turn": self.num_asked}
+        self.num_replies += 1
+        return len(messages) > 4, f"{self.words}!", 0.5, {"turn": self.num_replies}
 
 
-def stage_of(guide: Guide) -> Stage:
-    return Stage(lambda request: says(f"answer {request.turn}"), interactions={"guide": guide})
+def make_harness(guide: Guide) -> WorkerHarness:
+    return WorkerHarness(lambda request: text_reply(f"answer {request.turn}"), interactions={"guide": guide})
 
 
 @pytest.mark.parametrize("on_replay", [OnReplay.RECORDED, OnReplay.RERUN, OnReplay.RESTART])
-def test_a_conversation_that_the_interaction_opened_goes_on(tmp_path: Path, on_replay: OnReplay) -> None:
+def test_a_resumed_conversation_keeps_its_opening_unless_it_restarts(
+    tmp_path: Path, on_replay: OnReplay
+) -> None:
     path = tmp_path / "journal"
-    [whole] = run_journaled(path, stage_of(Guide(on_replay=on_replay, words="old")), ROWS)
+    [whole] = run_journaled(path, make_harness(Guide(on_replay=on_replay, words="old")), ROWS)
     assert whole.output.messages[0]["content"] == "Begin.\n\nold 1"
     payloads = scan(path.read_bytes()).payloads
     num_kept = [unpack(payload)["is"] for payload in payloads].index(RecordKind.INTERACTION) + 1
     path.write_bytes(HEADER + b"".join(framed(payload) for payload in payloads[:num_kept]))
 
     guide = Guide(on_replay=on_replay, words="new")
-    [resumed] = run_journaled(path, stage_of(guide), ROWS, resume=True)
-    opening, first_reply = (resumed.output.messages[place]["content"] for place in (0, 2))
+    [resumed] = run_journaled(path, make_harness(guide), ROWS, resume=True)
+    opening, first_reply = (resumed.output.messages[index]["content"] for index in (0, 2))
     assert resumed.output.failure is None
     if on_replay is OnReplay.RESTART:
         assert (opening, first_reply) == ("Begin.\n\nnew 1", "new!")
     else:
         assert (opening, first_reply) == ("Begin.\n\nold 1", "old!")
         assert guide.num_started == 1
-        assert guide.num_asked == (3 if on_replay is OnReplay.RERUN else 2)
+        assert guide.num_replies == (3 if on_replay is OnReplay.RERUN else 2)
     assert len(resumed.output.turn_scores) == len(whole.output.turn_scores)

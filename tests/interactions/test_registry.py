@@ -32,12 +32,12 @@ def load_yaml(folder: Path, text: str) -> list[str]:
     ]
 
 
-def test_each_entry_becomes_an_interaction_that_knows_its_name(folder: Path) -> None:
+def test_each_entry_becomes_an_interaction_with_its_name_in_the_config(folder: Path) -> None:
     text = "interaction: [{name: tutor, class_name: 'FOLDER/users.py:Tutor', config: {level: 2}}]"
     assert load_yaml(folder, text) == ["tutor: Tutor {'level': 2, 'name': 'tutor'}"]
 
 
-def test_an_interaction_without_a_name_is_called_after_its_class(folder: Path) -> None:
+def test_an_interaction_without_a_name_is_named_after_its_class(folder: Path) -> None:
     text = "interaction: [{class_name: 'FOLDER/users.py:Tutor'}, {class_name: gsm8k}]"
     assert load_yaml(folder, text) == [
         "tutor: Tutor {'name': 'tutor'}",
@@ -45,22 +45,22 @@ def test_an_interaction_without_a_name_is_called_after_its_class(folder: Path) -
     ]
 
 
-def test_without_a_path_there_are_none() -> None:
+def test_without_a_path_there_are_no_interactions() -> None:
     assert load_interactions(None) == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("interactions: []", "no list under 'interaction'"),
         ("interaction: [{name: a}]", "key 'class_name' is missing"),
-        ("interaction: [{class_name: gsm8}]", "no interaction of the kit; did you mean 'gsm8k'"),
+        ("interaction: [{class_name: gsm8}]", "not a built-in interaction; did you mean 'gsm8k'"),
         (
             "interaction: [{class_name: gsm8k, config: {attempts: 3}}]",
             "constructing Gsm8kInteraction raised ConfigError: config of interaction 'gsm8k': unknown key 'attempts'",
         ),
         ("interaction: [{name: a, class_name: 'FOLDER/users.py:Tuto'}]", "did you mean 'Tutor'"),
-        ("interaction: [{name: a, class_name: 'pathlib.Path'}]", "no subclass of BaseInteraction"),
+        ("interaction: [{name: a, class_name: 'pathlib.Path'}]", "not a subclass of BaseInteraction"),
         (
             "interaction: [{name: a, class_name: 'FOLDER/users.py:Abstract'}]",
             "constructing Abstract raised TypeError",
@@ -71,12 +71,12 @@ def test_without_a_path_there_are_none() -> None:
         ),
     ],
 )
-def test_a_faulty_file_is_refused_with_the_fault(folder: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_an_invalid_file_raises_an_error_that_names_the_fault(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_yaml(folder, text)
 
 
-def test_what_the_kit_needs_is_imported_when_it_is_named() -> None:
+def test_the_registry_imports_no_optional_dependency() -> None:
     loaded = run_python(
         """
         import sys

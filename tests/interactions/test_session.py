@@ -24,7 +24,7 @@ async def hang() -> None:
 
 
 class Examiner(BaseInteraction):
-    """Raises, hangs or returns as it is told, stage by stage."""
+    """Logs its calls. Each stage raises, calls or returns its given value."""
 
     def __init__(self, **stages: Any) -> None:
         super().__init__({"name": "examiner"})
@@ -55,7 +55,7 @@ class Examiner(BaseInteraction):
         return [stage for stage, _ in self.log]
 
 
-def test_a_script_is_followed_turn_by_turn_and_then_it_is_over() -> None:
+def test_a_scripted_interaction_sends_its_replies_in_order_and_then_ends() -> None:
     interaction = ScriptedInteraction(["Again.", InteractionReply("Right.", score=1.0, is_over=True)])
 
     async def main() -> None:
@@ -112,21 +112,21 @@ def test_an_unused_interaction_is_neither_started_nor_scored() -> None:
 
 @pytest.mark.parametrize("stage", ["start", "respond"])
 @pytest.mark.parametrize(
-    ("outcome", "says"),
+    ("outcome", "message"),
     [
         (KeyError("level"), "interaction 'examiner' raised KeyError: 'level'"),
         (TimeoutError("socket"), "interaction 'examiner' raised TimeoutError: socket"),
-        (hang, "took longer than 60 s; mend it, or raise interaction_timeout_s"),
+        (hang, "took longer than 60 s; fix it, or raise interaction_timeout_s"),
     ],
 )
 def test_an_interaction_that_raises_or_hangs_is_a_bug_and_is_finalized(
-    stage: str, outcome: Any, says: str
+    stage: str, outcome: Any, message: str
 ) -> None:
     interaction = Examiner(**{stage: outcome})
 
     async def main() -> None:
         session = session_of(interaction)
-        with pytest.raises(InteractionBug, match=says):
+        with pytest.raises(InteractionBug, match=message):
             await session.respond(MESSAGES)
         assert await session.close() == []
 
@@ -146,7 +146,7 @@ def test_an_interaction_that_raises_or_hangs_is_a_bug_and_is_finalized(
         (False, "go on", 0.0, None),
     ],
 )
-def test_a_reply_of_another_shape_is_a_bug(returned: Any) -> None:
+def test_a_malformed_reply_is_a_bug(returned: Any) -> None:
     async def main() -> None:
         session = session_of(Examiner(respond=returned))
         with pytest.raises(InteractionBug, match=r"interaction 'examiner' returned .*; return "):
@@ -157,18 +157,18 @@ def test_a_reply_of_another_shape_is_a_bug(returned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "says"),
+    ("outcome", "message"),
     [
         (ValueError("no"), "calculate_score of interaction 'examiner' raised ValueError: no"),
         (hang, "calculate_score of interaction 'examiner' took longer than 10 s"),
         ("good", "calculate_score of interaction 'examiner' returned 'good'"),
     ],
 )
-def test_a_score_that_fails_is_a_bug(outcome: Any, says: str) -> None:
+def test_an_error_in_calculate_score_is_a_bug(outcome: Any, message: str) -> None:
     async def main() -> None:
         session = session_of(Examiner(score=outcome))
         await session.respond(MESSAGES)
-        with pytest.raises(InteractionBug, match=says):
+        with pytest.raises(InteractionBug, match=message):
             await session.calculate_score()
         await session.close()
 
@@ -182,7 +182,7 @@ def test_a_score_that_fails_is_a_bug(outcome: Any, says: str) -> None:
         (hang, "closing interaction 'examiner' took longer than 10 s"),
     ],
 )
-def test_a_failing_close_is_named(outcome: Any, detail: str) -> None:
+def test_an_error_in_finalize_becomes_an_incident(outcome: Any, detail: str) -> None:
     async def main() -> None:
         session = session_of(Examiner(finalize=outcome))
         await session.respond(MESSAGES)
@@ -207,7 +207,7 @@ def test_an_interaction_cannot_change_the_conversation() -> None:
     assert len(MESSAGES) == 1
 
 
-def test_a_closed_session_gives_no_replies() -> None:
+def test_a_closed_session_rejects_further_turns() -> None:
     async def main() -> None:
         session = session_of(Examiner())
         await session.close()

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
-from agent_loop.interactions.flipping import SILENCE, flipped, num_replies
 from agent_loop.interactions.simulated_user import SimulatedUser
+from agent_loop.interactions.swapped_roles import SILENCE, num_replies, with_roles_swapped
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import says
-from tests.interactions.conversations import said
-from tests.interactions.endpoint import Endpoint, Says, endpoint
-from tests.rollout.harness import Stage
-from tests.serving.harness import MODEL, SpellingServer, site
+from tests.helpers import text_reply
+from tests.interactions.conversations import alternating
+from tests.interactions.endpoint import Endpoint, PreparedResponse, endpoint
+from tests.rollout.harness import WorkerHarness
+from tests.serving.harness import MODEL, SpellingServer, serve_app
 
-PERSONA = "You are {name}. You want {wish}. Say ###STOP### when you have it."
 ROW = {"name": "user", "wish": "a refund"}
 
 
@@ -34,29 +33,29 @@ def user_at(url: str, **settings: Any) -> SimulatedUser:
     )
 
 
-async def talk(user: SimulatedUser, answers: Sequence[str], **limits: Any) -> Trajectory:
-    """Runs one row, in real time, with a model that gives these answers."""
-    stage = Stage([says(answer) for answer in answers], interactions={"user": user}, **limits)
+async def converse(user: SimulatedUser, answers: Sequence[str], **limits: Any) -> Trajectory:
+    """Run one row, in real time, with a model that returns these answers."""
+    harness = WorkerHarness([text_reply(answer) for answer in answers], interactions={"user": user}, **limits)
     row = {
         "raw_prompt": [{"role": "system", "content": "You help."}, {"role": "user", "content": "Hi."}],
         "interaction_kwargs": ROW,
     }
-    [trajectory] = await stage.worker.run(stage.jobs([row]))
+    [trajectory] = await harness.worker.run(harness.jobs([row]))
     assert user.num_open == 0
     return trajectory
 
 
 def run(
-    answers: Sequence[Says | str], said_by_model: Sequence[str], **settings: Any
+    user_replies: Sequence[PreparedResponse | str], model_answers: Sequence[str], **settings: Any
 ) -> tuple[Trajectory, Endpoint]:
     async def main() -> tuple[Trajectory, Endpoint]:
-        async with endpoint(*answers) as served:
-            return await talk(user_at(served.url, **settings), said_by_model), served
+        async with endpoint(*user_replies) as served:
+            return await converse(user_at(served.url, **settings), model_answers), served
 
     return asyncio.run(main())
 
 
-def test_the_user_sees_the_conversation_from_its_own_side() -> None:
+def test_the_user_model_sees_the_conversation_with_roles_swapped() -> None:
     trajectory, served = run(
         ["I want my money back.", "Thanks! ###STOP### bye"], ["How can I help?", "Done."], temperature=0.5
     )
@@ -84,44 +83,46 @@ def test_the_user_sees_the_conversation_from_its_own_side() -> None:
     ] * 2
 
 
-def test_the_user_may_speak_first() -> None:
+def test_the_user_can_open_the_conversation() -> None:
     trajectory, served = run(["I am Ada.", "Bye. ###STOP###"], ["Hello Ada."], opens=True)
     assert trajectory.output.messages[1] == {"role": "user", "content": "Hi.\n\nI am Ada."}
     assert served.requests[0]["messages"][1:] == [{"role": "user", "content": "Hello! How can I help you?"}]
 
 
-def test_after_its_last_turn_the_user_is_gone() -> None:
+def test_the_trajectory_ends_after_the_user_s_last_turn() -> None:
     trajectory, served = run(["One.", "Two."], ["a", "b", "c"], max_turns=2)
     assert len(served.requests) == 2
     assert trajectory.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert trajectory.output.turn_scores == (0.0, 0.0, 0.0)
 
 
-def test_an_endpoint_that_is_busy_is_asked_again() -> None:
+def test_a_request_to_a_busy_endpoint_is_retried() -> None:
     trajectory, served = run(
-        [Says(status=503), Says(status=429), "Fine. ###STOP###"], ["Hello."], max_retries=2
+        [PreparedResponse(status=503), PreparedResponse(status=429), "Fine. ###STOP###"],
+        ["Hello."],
+        max_retries=2,
     )
     assert trajectory.output.failure is None
     assert len(served.requests) == 3
 
 
 @pytest.mark.parametrize(
-    ("answer", "settings", "message"),
+    ("response", "settings", "message"),
     [
-        (Says(status=500), {}, "gave no answer (without retries): InternalServerError"),
-        (Says(status=404), {"max_retries": 3}, "NotFoundError: Error code: 404"),
-        (Says(hangs=True), {"timeout_s": 0.2}, "APITimeoutError"),
-        (Says(None), {}, "answered without a text"),
-        (Says(" \n"), {}, "answered without a text"),
-        (Says(body='"a page"'), {}, "answered without a text: 'a page'"),
-        (Says(body='{"choices": [{"message": null}]}'), {}, "answered without a text"),
-        (Says(body="<html>"), {}, "gave no answer (without retries): JSONDecodeError"),
+        (PreparedResponse(status=500), {}, "returned no completion (without retries): InternalServerError"),
+        (PreparedResponse(status=404), {"max_retries": 3}, "NotFoundError: Error code: 404"),
+        (PreparedResponse(hangs=True), {"timeout_s": 0.2}, "APITimeoutError"),
+        (PreparedResponse(None), {}, "returned a completion without text"),
+        (PreparedResponse(" \n"), {}, "returned a completion without text"),
+        (PreparedResponse(body='"a page"'), {}, "returned a completion without text: 'a page'"),
+        (PreparedResponse(body='{"choices": [{"message": null}]}'), {}, "returned a completion without text"),
+        (PreparedResponse(body="<html>"), {}, "returned no completion (without retries): JSONDecodeError"),
     ],
 )
-def test_an_endpoint_that_gives_no_answer_fails_the_trajectory_by_name(
-    answer: Says, settings: dict[str, Any], message: str
+def test_an_endpoint_without_a_valid_response_fails_the_trajectory_and_is_named(
+    response: PreparedResponse, settings: dict[str, Any], message: str
 ) -> None:
-    trajectory, _ = run([answer], ["Hello."], **settings)
+    trajectory, _ = run([response], ["Hello."], **settings)
     failure = trajectory.output.failure
     assert failure is not None
     assert failure.error.startswith("InteractionUnavailable: interaction 'user': model 'any' at http://")
@@ -129,60 +130,64 @@ def test_an_endpoint_that_gives_no_answer_fails_the_trajectory_by_name(
     assert len(trajectory.output.response_ids) > 0
 
 
-def test_an_endpoint_that_is_not_there_is_named() -> None:
+def test_an_unreachable_endpoint_raises_interaction_unavailable() -> None:
     async def main() -> None:
         user = user_at("http://127.0.0.1:9/v1")
         await user.start_interaction("1", wish="peace")
         with pytest.raises(InteractionUnavailable, match="APIConnectionError"):
-            await user.generate_response("1", said("Hi.", "Hello."))
+            await user.generate_response("1", alternating("Hi.", "Hello."))
         await user.finalize_interaction("1")
 
     asyncio.run(main())
 
 
-def test_cancelling_hangs_up_and_leaves_nothing_open() -> None:
+def test_cancellation_closes_the_request_to_the_endpoint() -> None:
     async def main() -> None:
-        async with endpoint(Says(hangs=True)) as served:
-            trajectory = await talk(user_at(served.url), ["Hello."], deadline_s=0.3)
+        async with endpoint(PreparedResponse(hangs=True)) as served:
+            trajectory = await converse(user_at(served.url), ["Hello."], deadline_s=0.3)
             assert trajectory.output.stop_reason is StopReason.DEADLINE
 
     asyncio.run(main())
 
 
-def test_a_reply_that_was_cut_says_so() -> None:
-    trajectory, _ = run([Says("I want", is_cut=True), "###STOP###"], ["Hello.", "Yes?"])
+def test_a_truncated_reply_is_recorded_as_cut() -> None:
+    trajectory, _ = run([PreparedResponse("I want", is_cut=True), "###STOP###"], ["Hello.", "Yes?"])
     assert trajectory.output.feedback[0].extra["is_cut"] is True
 
 
 def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="api_key_env is 'USER_KEY', but that variable is not set"):
+    with pytest.raises(
+        ConfigError, match="api_key_env is 'USER_KEY', but that environment variable is not set"
+    ):
         user_at("http://127.0.0.1:9/v1", api_key_env="USER_KEY")
     monkeypatch.setenv("USER_KEY", "secret")
     _, served = run(["###STOP###"], ["Hello."], api_key_env="USER_KEY")
     assert served.keys == ["Bearer secret"]
 
 
-def test_a_row_that_lacks_a_field_of_the_persona_is_named() -> None:
+def test_a_row_without_a_field_of_the_persona_is_a_data_error() -> None:
     async def main() -> None:
         user = user_at("http://127.0.0.1:9/v1")
-        with pytest.raises(DataError, match=r"with the fields \['name'\]: KeyError: 'wish'"):
+        with pytest.raises(
+            DataError, match=r"with the fields \['name'\] of interaction_kwargs: KeyError: 'wish'"
+        ):
             await user.start_interaction("1", name="x")
         await user.finalize_interaction("1")
 
     asyncio.run(main())
 
 
-def test_a_pool_of_this_package_plays_the_user() -> None:
-    pool = SpellingServer(says("I want tea. ###STOP###"))
+def test_a_pool_served_by_this_package_can_play_the_user() -> None:
+    pool = SpellingServer(text_reply("I want tea. ###STOP###"))
 
-    with site([pool]) as served:
+    with serve_app([pool]) as served:
         user = user_at(served.url, model=MODEL)
-        trajectory = asyncio.run(talk(user, ["What would you like?"]))
+        trajectory = asyncio.run(converse(user, ["What would you like?"]))
     assert trajectory.output.failure is None
     assert trajectory.output.messages[-1] == {"role": "user", "content": "I want tea."}
 
 
-def test_tools_and_silence_are_not_shown_to_the_user() -> None:
+def test_tool_results_and_empty_turns_are_not_shown_to_the_user() -> None:
     messages = [
         {"role": "system", "content": "Be kind."},
         {
@@ -193,15 +198,18 @@ def test_tools_and_silence_are_not_shown_to_the_user() -> None:
         {"role": "tool", "content": "a cat"},
         {"role": "assistant", "content": "A cat."},
     ]
-    assert flipped(messages, greeting="Yes?") == [
+    assert with_roles_swapped(messages, greeting="Yes?") == [
         {"role": "user", "content": "Yes?"},
         {"role": "assistant", "content": "What is it?"},
         {"role": "user", "content": "Let me look.\n\nA cat."},
     ]
-    assert flipped(said("Hi.", ""), greeting="Yes?")[-1] == {"role": "user", "content": SILENCE}
+    assert with_roles_swapped(alternating("Hi.", ""), greeting="Yes?")[-1] == {
+        "role": "user",
+        "content": SILENCE,
+    }
 
 
-def test_replies_are_counted_after_the_first_answer() -> None:
-    assert num_replies(said("prompt")) == 0
-    assert num_replies(said("prompt", "answer")) == 0
-    assert num_replies(said("prompt", "answer", "reply", "answer")) == 1
+def test_user_replies_are_counted_from_the_first_assistant_message() -> None:
+    assert num_replies(alternating("prompt")) == 0
+    assert num_replies(alternating("prompt", "answer")) == 0
+    assert num_replies(alternating("prompt", "answer", "reply", "answer")) == 1

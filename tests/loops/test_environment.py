@@ -11,8 +11,8 @@ from agent_loop.errors import ConfigError
 from agent_loop.loops.environments import EnvironmentFactory, load_environments, with_observation
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import calls, roles, says
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import roles, text_reply, tool_call_reply
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 class Shop:
@@ -81,14 +81,18 @@ def play(
     **limits: Any,
 ) -> Trajectory:
     environments = {"shop": EnvironmentFactory(make, where="shop")}
-    stage = Stage(answers, environments=environments, agent="environment_agent", tools=tools, **limits)
+    harness = WorkerHarness(
+        answers, environments=environments, agent="environment_agent", tools=tools, **limits
+    )
     Shop.made.clear()
-    return stage.run_one(**(row or {}))
+    return harness.run_one(**(row or {}))
 
 
 def test_an_environment_class_written_for_trl_works_unchanged() -> None:
     trajectory = play(
-        Shop, [calls("buy", price=3), calls("look"), says("Done.")], row={"budget": 5, "prompt": "x", "id": 7}
+        Shop,
+        [tool_call_reply("buy", price=3), tool_call_reply("look"), text_reply("Done.")],
+        row={"budget": 5, "prompt": "x", "id": 7},
     )
     output = trajectory.output
     assert output.messages[0]["content"] == "What is 1 + 2? You have 5 coins."
@@ -115,7 +119,7 @@ def test_the_models_tools_are_the_public_methods() -> None:
 
 
 def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
-    output = play(Shop, [calls("buy", price=99), says("Too bad.")]).output
+    output = play(Shop, [tool_call_reply("buy", price=99), text_reply("Too bad.")]).output
     assert output.messages[2]["content"] == "ValueError: tea is too dear."
     assert [incident.kind for incident in output.incidents] == [IncidentKind.TOOL_ERROR]
     assert output.reward_score == 0.0
@@ -123,13 +127,13 @@ def test_an_exception_of_a_method_is_reported_to_the_model() -> None:
 
 def test_trajectories_do_not_share_an_environment() -> None:
     environments = {"shop": EnvironmentFactory(Shop, where="shop")}
-    stage = Stage(
-        lambda request: calls("buy", price=1) if request.turn == 0 else says("Done."),
+    harness = WorkerHarness(
+        lambda request: tool_call_reply("buy", price=1) if request.turn == 0 else text_reply("Done."),
         environments=environments,
         agent="environment_agent",
     )
     row = {"raw_prompt": [{"role": "user", "content": "Buy."}]}
-    assert [t.reward for t in stage.run([row] * 3)] == [1.0, 1.0, 1.0]
+    assert [t.reward for t in harness.run([row] * 3)] == [1.0, 1.0, 1.0]
     assert len(Shop.made) == 1 + 3
 
 
@@ -148,16 +152,18 @@ def test_calls_of_one_turn_run_one_after_the_other() -> None:
             self.at_once -= 1
             return super().buy(price)
 
-    turn = says(
+    turn = text_reply(
         "".join(f'<tool_call>{{"name": "buy", "arguments": {{"price": {n}}}}}</tool_call>' for n in (1, 2))
     )
-    trajectory = play(Counter, [turn, says("Done.")], multi_turn=MultiTurnConfig(max_parallel_calls=2))
+    trajectory = play(Counter, [turn, text_reply("Done.")], multi_turn=MultiTurnConfig(max_parallel_calls=2))
     assert trajectory.reward == 2.0
 
 
 def test_the_reward_is_read_where_a_limit_ends_the_trajectory() -> None:
     limits = MultiTurnConfig(max_assistant_turns=2)
-    trajectory = play(Shop, [calls("buy", price=1), calls("buy", price=1)], multi_turn=limits)
+    trajectory = play(
+        Shop, [tool_call_reply("buy", price=1), tool_call_reply("buy", price=1)], multi_turn=limits
+    )
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert trajectory.reward == 1.0
 
@@ -167,13 +173,13 @@ def test_an_environment_without_a_reward_leaves_scoring_to_the_reward_function()
         def reset(self, **kwargs: Any) -> None:
             return None
 
-    trajectory = play(Judged, [says("Hello.")])
+    trajectory = play(Judged, [text_reply("Hello.")])
     assert trajectory.reward is None
     assert roles(trajectory.output.messages) == ["user", "assistant"]
 
 
 def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
-    output = play(Closing, [says("Hello.")], row={"fails": "close"}).output
+    output = play(Closing, [text_reply("Hello.")], row={"fails": "close"}).output
     assert Shop.made[0].log == ["closed"]
     [incident] = output.incidents
     assert (incident.kind, incident.detail) == (IncidentKind.CLOSE_FAILED, "closing shop: OSError: jammed")
@@ -190,7 +196,7 @@ def test_close_is_not_a_tool_and_is_called_at_the_end() -> None:
     ],
 )
 def test_an_environment_that_raises_fails_its_trajectory(broken: dict[str, Any], says_what: str) -> None:
-    output = play(type("Broken", (Closing,), broken), [says("Hello.")]).output
+    output = play(type("Broken", (Closing,), broken), [text_reply("Hello.")]).output
     assert output.failure is not None
     assert says_what in output.failure.error
     assert Shop.made[0].log == ["closed"]
@@ -210,7 +216,9 @@ def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
             return "late"
 
     limits = MultiTurnConfig(tool_timeout_s=0.2, close_timeout_s=0.2)
-    output = play(Stuck, [calls("buy", price=1), says("Never mind.")], multi_turn=limits).output
+    output = play(
+        Stuck, [tool_call_reply("buy", price=1), text_reply("Never mind.")], multi_turn=limits
+    ).output
     release.set()
     assert output.messages[2]["content"] == "buy took longer than 0.2 s and was stopped"
     assert output.failure is not None
@@ -219,19 +227,21 @@ def test_a_method_that_hangs_times_out_and_blocks_nothing() -> None:
 
 def test_rows_select_one_of_several_environments() -> None:
     environments = {name: EnvironmentFactory(Shop, where=name) for name in ("shop", "stall")}
-    stage = Stage(lambda _: says("Hello."), environments=environments, agent="environment_agent")
-    assert stage.run_one(environment="stall").reward == 0.0
+    harness = WorkerHarness(
+        lambda _: text_reply("Hello."), environments=environments, agent="environment_agent"
+    )
+    assert harness.run_one(environment="stall").reward == 0.0
     for named, message in (
         ("stal", "environment is 'stal': no such environment; did you mean 'stall'?"),
         (None, "environment is None: no such environment; there are: shop, stall"),
     ):
-        failure = stage.run_one(environment=named).output.failure
+        failure = harness.run_one(environment=named).output.failure
         assert failure is not None
         assert message in failure.error
 
 
 def test_a_tool_of_the_same_name_is_refused() -> None:
-    failure = play(Shop, [says("Hello.")], tools=[Adder(name="buy")]).output.failure
+    failure = play(Shop, [text_reply("Hello.")], tools=[Adder(name="buy")]).output.failure
     assert failure is not None
     assert "shop has a method 'buy', and there is a tool of that name" in failure.error
 
@@ -242,7 +252,7 @@ def test_an_image_in_the_content_parts_of_a_method_is_kept() -> None:
             """Look."""
             return [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "a cat"}]
 
-    failure = play(Camera, [calls("look"), says("A cat.")]).output.failure
+    failure = play(Camera, [tool_call_reply("look"), text_reply("A cat.")]).output.failure
     assert failure is not None
     assert "tool 'look' returned an image, but this model accepts only text; return text" in failure.error
 

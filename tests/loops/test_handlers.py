@@ -11,8 +11,8 @@ from agent_loop.loops import ToolAgentLoop
 from agent_loop.loops.agent_data import AgentData
 from agent_loop.loops.registry import register
 from agent_loop.types import AgentState, StopReason
-from tests.helpers import calls, encoded, hermes_template, roles, says, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import encoded, hermes_template, roles, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 class Doubter(BaseInteraction):
@@ -66,13 +66,13 @@ class Watched(ToolAgentLoop):
 
 
 def test_the_state_can_be_read_in_each_handler() -> None:
-    stage = Stage(
-        [calls("add", a=1, b=2), says("3"), says("3!")],
+    harness = WorkerHarness(
+        [tool_call_reply("add", a=1, b=2), text_reply("3"), text_reply("3!")],
         tools=[Adder({"reward": 0.5})],
         interactions={"doubter": Doubter({"name": "doubter"})},
         agent="watched",
     )
-    output = stage.run_one(interaction_kwargs={"name": "doubter"}).output
+    output = harness.run_one(interaction_kwargs={"name": "doubter"}).output
     assert output.stop_reason is StopReason.INTERACTION_FINISHED
     seen = output.extra_fields["seen"]
     assert [each["state"] for each in seen] == [
@@ -104,7 +104,7 @@ def test_changing_a_returned_list_does_not_change_the_trajectory() -> None:
                 given.clear()
             return await super()._handle_generating_state(agent_data, sampling_params)
 
-    output = Stage([says("3")], agent="vandal").run_one().output
+    output = WorkerHarness([text_reply("3")], agent="vandal").run_one().output
     assert output.response_ids.tolist() == encoded("3<|im_end|>")
     assert roles(output.messages) == ["user", "assistant"]
 
@@ -119,7 +119,7 @@ def test_the_prompt_can_be_changed_before_it_is_rendered() -> None:
             return await super()._handle_pending_state(agent_data, sampling_params)
 
     row = {"raw_prompt": user("What is 1 + 2?")}
-    output = Stage([says("3")], agent="briefed").run_one(**row).output
+    output = WorkerHarness([text_reply("3")], agent="briefed").run_one(**row).output
     assert "Be brief." in hermes_template().decode(output.prompt_ids)
     assert row["raw_prompt"] == user("What is 1 + 2?")
 
@@ -134,7 +134,11 @@ def test_a_single_handler_can_be_overridden() -> None:
 
     tool = Adder()
     output = (
-        Stage([calls("add", a=1, b=2), says("Three.")], tools=[tool], agent="refuses_tools").run_one().output
+        WorkerHarness(
+            [tool_call_reply("add", a=1, b=2), text_reply("Three.")], tools=[tool], agent="refuses_tools"
+        )
+        .run_one()
+        .output
     )
     assert output.answer == "Three."
     assert tool.executed == []
@@ -149,10 +153,10 @@ def test_a_handler_may_end_the_trajectory() -> None:
             await super()._handle_generating_state(agent_data, {**sampling_params, "temperature": 0.0})
             return AgentState.TERMINATED
 
-    stage = Stage([calls("add", a=1, b=2)], tools=[Adder()], agent="answers_once")
-    output = stage.run_one().output
+    harness = WorkerHarness([tool_call_reply("add", a=1, b=2)], tools=[Adder()], agent="answers_once")
+    output = harness.run_one().output
     assert output.num_assistant_turns == 1
-    assert stage.server.requests[0].sampling_params.temperature == 0.0
+    assert harness.server.requests[0].sampling_params.temperature == 0.0
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_a_handler_that_returns_no_next_state_fails_its_trajectory(returned: Any
             await super()._handle_pending_state(agent_data, sampling_params)
             return returned
 
-    output = Stage([says("3")], tools=[Adder()], agent="lost").run_one().output
+    output = WorkerHarness([text_reply("3")], tools=[Adder()], agent="lost").run_one().output
     assert output.failure is not None
     assert complaint in output.failure.error
 
@@ -186,20 +190,26 @@ def test_the_error_for_a_handler_that_skips_the_prompt_states_what_to_call() -> 
         ) -> AgentState:
             return AgentState.GENERATING
 
-    output = Stage([says("3")], agent="hasty").run_one().output
+    output = WorkerHarness([text_reply("3")], agent="hasty").run_one().output
     assert output.failure is not None
     assert "_handle_pending_state has run" in output.failure.error
 
 
 def test_rewards_are_in_the_extra_fields_of_a_trajectory_that_a_limit_ended() -> None:
-    stage = Stage([calls("add", a=1, b=2)] * 2, tools=[Adder({"reward": 0.5})], max_assistant_turns=2)
-    output = stage.run_one().output
+    harness = WorkerHarness(
+        [tool_call_reply("add", a=1, b=2)] * 2, tools=[Adder({"reward": 0.5})], max_assistant_turns=2
+    )
+    output = harness.run_one().output
     assert output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert output.extra_fields == {"turn_scores": [], "tool_rewards": [0.5]}
 
 
 def test_an_output_is_dumped_with_the_documented_fields() -> None:
-    output = Stage([calls("add", a=1, b=2), says("3")], tools=[Adder({"reward": 0.5})]).run_one().output
+    output = (
+        WorkerHarness([tool_call_reply("add", a=1, b=2), text_reply("3")], tools=[Adder({"reward": 0.5})])
+        .run_one()
+        .output
+    )
     dumped = output.model_dump()
     assert dumped["prompt_ids"] == output.prompt_ids.tolist()
     assert len(dumped["response_ids"]) == len(dumped["response_mask"]) == len(dumped["response_logprobs"])

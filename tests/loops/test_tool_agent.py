@@ -13,11 +13,11 @@ from agent_loop.loops.tool_agent import MAX_MALFORMED_REPLIES
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, StopReason
-from tests.helpers import call_text, calls, encoded, hermes_template, roles, says
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, tool_call_reply
+from tests.rollout.harness import Adder, WorkerHarness
 
-ADD = calls("add", a=1, b=2)
-ANSWER = says("It is 3.")
+ADD = tool_call_reply("add", a=1, b=2)
+ANSWER = text_reply("It is 3.")
 
 
 def kinds(trajectory: Trajectory) -> list[IncidentKind]:
@@ -28,10 +28,10 @@ def replies(trajectory: Trajectory) -> list[str]:
     return [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
 
 
-def assert_token_truth(trajectory: Trajectory, stage: Stage) -> None:
+def assert_token_truth(trajectory: Trajectory, harness: WorkerHarness) -> None:
     """Check that each request's context is a prefix of the record, which holds each completion at its position."""
     record = np.concatenate([segment.token_ids for segment in trajectory.output.segments])
-    for request in stage.server.requests:
+    for request in harness.server.requests:
         assert record[: len(request.prompt_ids)].tolist() == request.prompt_ids.tolist()
     output = trajectory.output
     assert len(output.response_ids) == len(output.response_mask) == len(output.weight_versions)
@@ -39,8 +39,8 @@ def assert_token_truth(trajectory: Trajectory, stage: Stage) -> None:
 
 def test_a_call_is_run_and_its_reply_reaches_the_model_before_the_answer() -> None:
     tool = Adder()
-    stage = Stage([ADD, ANSWER], tools=[tool])
-    trajectory = stage.run_one()
+    harness = WorkerHarness([ADD, ANSWER], tools=[tool])
+    trajectory = harness.run_one()
     output = trajectory.output
     assert output.stop_reason is StopReason.ANSWERED
     assert output.answer == "It is 3."
@@ -50,16 +50,16 @@ def test_a_call_is_run_and_its_reply_reaches_the_model_before_the_answer() -> No
     assert output.num_turns == 4
     assert output.incidents == ()
     assert (tool.num_created, tool.num_released) == (1, 1)
-    assert_token_truth(trajectory, stage)
+    assert_token_truth(trajectory, harness)
     said = hermes_template().decode(output.response_ids[output.response_mask == 1])
     assert said == hermes_template().decode([*ADD.token_ids, *ANSWER.token_ids])
 
 
 def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
     tool = Adder({"latency_s": 1.0})
-    three = says("".join(call_text("add", a=n, b=n) for n in (1, 2, 3)))
-    stage = Stage([three, ANSWER], tools=[tool], multi_turn=MultiTurnConfig(max_parallel_calls=2))
-    trajectory = stage.run_one()
+    three = text_reply("".join(call_text("add", a=n, b=n) for n in (1, 2, 3)))
+    harness = WorkerHarness([three, ANSWER], tools=[tool], multi_turn=MultiTurnConfig(max_parallel_calls=2))
+    trajectory = harness.run_one()
     assert replies(trajectory) == ["2", "4", "6"]
     assert tool.most_at_once == 2
     assert tool.num_created == 1
@@ -67,21 +67,23 @@ def test_calls_beyond_max_parallel_calls_queue_and_all_are_answered() -> None:
 
 
 def test_the_reply_to_a_malformed_call_states_the_error() -> None:
-    trajectory = Stage([says('<tool_call>{"name": "add"</tool_call>'), ANSWER], tools=[Adder()]).run_one()
+    trajectory = WorkerHarness(
+        [text_reply('<tool_call>{"name": "add"</tool_call>'), ANSWER], tools=[Adder()]
+    ).run_one()
     assert "not valid JSON" in replies(trajectory)[0]
     assert kinds(trajectory) == [IncidentKind.INVALID_TURN, IncidentKind.MALFORMED_CALL]
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
 def test_a_malformed_call_beside_a_good_one_does_not_stop_the_good_one() -> None:
-    both = says(f"<tool_call>oops</tool_call>{call_text('add', a=1, b=2)}")
-    trajectory = Stage([both, ANSWER], tools=[Adder()]).run_one()
+    both = text_reply(f"<tool_call>oops</tool_call>{call_text('add', a=1, b=2)}")
+    trajectory = WorkerHarness([both, ANSWER], tools=[Adder()]).run_one()
     assert replies(trajectory)[1] == "3"
 
 
 def test_a_thousand_malformed_calls_get_a_few_replies_and_a_count_of_the_rest() -> None:
-    many = says("<tool_call>oops</tool_call>" * 1000 + call_text("add", a=1, b=2))
-    trajectory = Stage([many, ANSWER], tools=[Adder()], response_length=50_000).run_one()
+    many = text_reply("<tool_call>oops</tool_call>" * 1000 + call_text("add", a=1, b=2))
+    trajectory = WorkerHarness([many, ANSWER], tools=[Adder()], response_length=50_000).run_one()
     *errors, result, rest = replies(trajectory)
     assert len(errors) == MAX_MALFORMED_REPLIES
     assert result == "3"
@@ -90,25 +92,25 @@ def test_a_thousand_malformed_calls_get_a_few_replies_and_a_count_of_the_rest() 
 
 
 def test_turns_with_only_malformed_calls_end_the_episode_after_max_invalid_turns() -> None:
-    stage = Stage(
-        lambda _: says("<tool_call>oops</tool_call>"),
+    harness = WorkerHarness(
+        lambda _: text_reply("<tool_call>oops</tool_call>"),
         tools=[Adder()],
         multi_turn=MultiTurnConfig(max_invalid_turns=2),
     )
-    trajectory = stage.run_one()
+    trajectory = harness.run_one()
     assert trajectory.output.stop_reason is StopReason.MAX_INVALID_TURNS
-    assert len(stage.server.requests) == 3
+    assert len(harness.server.requests) == 3
 
 
 def test_an_unknown_tool_is_answered_with_the_nearest_name() -> None:
-    trajectory = Stage([calls("ad", a=1), ANSWER], tools=[Adder()]).run_one()
+    trajectory = WorkerHarness([tool_call_reply("ad", a=1), ANSWER], tools=[Adder()]).run_one()
     assert "'add'" in replies(trajectory)[0]
     assert kinds(trajectory) == [IncidentKind.UNKNOWN_TOOL]
 
 
 def test_invalid_arguments_are_answered_and_do_not_reach_the_tool() -> None:
     tool = Adder()
-    trajectory = Stage([calls("add", a="one"), ANSWER], tools=[tool]).run_one()
+    trajectory = WorkerHarness([tool_call_reply("add", a="one"), ANSWER], tools=[tool]).run_one()
     assert tool.executed == []
     assert kinds(trajectory) == [IncidentKind.INVALID_ARGUMENTS]
     assert trajectory.output.stop_reason is StopReason.ANSWERED
@@ -116,14 +118,14 @@ def test_invalid_arguments_are_answered_and_do_not_reach_the_tool() -> None:
 
 def test_a_tool_error_is_reported_to_the_model() -> None:
     tool = Adder({"raises": ToolError("the abacus is broken")})
-    trajectory = Stage([ADD, ANSWER], tools=[tool]).run_one()
+    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool]).run_one()
     assert replies(trajectory) == ["the abacus is broken"]
     assert kinds(trajectory) == [IncidentKind.TOOL_ERROR]
 
 
 def test_any_other_exception_in_a_tool_fails_the_trajectory_as_a_bug_of_the_tool() -> None:
     tool = Adder({"raises": ZeroDivisionError("boom")})
-    trajectory = Stage([ADD, ANSWER], tools=[tool]).run_one()
+    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool]).run_one()
     failure = trajectory.output.failure
     assert trajectory.output.stop_reason is StopReason.FAILED
     assert failure is not None
@@ -137,7 +139,7 @@ def test_any_other_exception_in_a_tool_fails_the_trajectory_as_a_bug_of_the_tool
 def test_a_hung_tool_is_answered_and_released() -> None:
     tool = Adder({"latency_s": math.inf})
     multi_turn = MultiTurnConfig(tool_timeout_s=5)
-    trajectory = Stage([ADD, ANSWER], tools=[tool], multi_turn=multi_turn).run_one()
+    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool], multi_turn=multi_turn).run_one()
     assert kinds(trajectory) == [IncidentKind.TOOL_TIMEOUT]
     assert trajectory.output.stop_reason is StopReason.ANSWERED
     assert trajectory.output.metrics.tool_calls == 5.0
@@ -146,7 +148,7 @@ def test_a_hung_tool_is_answered_and_released() -> None:
 
 def test_a_failing_release_is_recorded_and_changes_nothing_else() -> None:
     tool = Adder({"release_raises": OSError("socket gone"), "verdict": 0.5})
-    trajectory = Stage([ADD, ANSWER], tools=[tool]).run_one()
+    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool]).run_one()
     assert kinds(trajectory) == [IncidentKind.CLOSE_FAILED]
     assert "socket gone" in trajectory.output.incidents[0].detail
     assert trajectory.output.stop_reason is StopReason.ANSWERED
@@ -160,7 +162,7 @@ def bridge_length(text: str) -> int:
 
 def test_a_reply_that_fits_exactly_is_kept_and_its_reward_too() -> None:
     limit = len(ADD.token_ids) + bridge_length("3")
-    trajectory = Stage([ADD], tools=[Adder({"reward": 0.25})], response_length=limit).run_one()
+    trajectory = WorkerHarness([ADD], tools=[Adder({"reward": 0.25})], response_length=limit).run_one()
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
     assert len(trajectory.output.response_ids) == limit
     assert trajectory.output.tool_rewards == (0.25,)
@@ -169,7 +171,7 @@ def test_a_reply_that_fits_exactly_is_kept_and_its_reward_too() -> None:
 
 def test_a_reply_that_does_not_fit_is_reported() -> None:
     limit = len(ADD.token_ids) + bridge_length("3") - 1
-    trajectory = Stage([ADD], tools=[Adder()], response_length=limit).run_one()
+    trajectory = WorkerHarness([ADD], tools=[Adder()], response_length=limit).run_one()
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
     assert trajectory.output.response_ids.tolist() == list(ADD.token_ids)
     assert kinds(trajectory) == [IncidentKind.DROPPED_OBSERVATION]
@@ -178,7 +180,7 @@ def test_a_reply_that_does_not_fit_is_reported() -> None:
 def test_a_long_reply_is_cut_to_its_limit_in_tokens_marker_included() -> None:
     tool = Adder({"says": "quick brown fox " * 200})
     multi_turn = MultiTurnConfig(max_tool_response_length=20)
-    trajectory = Stage([ADD, ANSWER], tools=[tool], multi_turn=multi_turn).run_one()
+    trajectory = WorkerHarness([ADD, ANSWER], tools=[tool], multi_turn=multi_turn).run_one()
     [reply] = replies(trajectory)
     assert len(encoded(reply)) <= 20
     assert "(truncated)" in reply
@@ -187,8 +189,8 @@ def test_a_long_reply_is_cut_to_its_limit_in_tokens_marker_included() -> None:
 
 def test_the_last_turn_stops_when_it_opens_a_call_since_the_call_could_not_run() -> None:
     tool = Adder()
-    stage = Stage([ADD, ADD], tools=[tool], multi_turn=MultiTurnConfig(max_user_turns=1))
-    trajectory = stage.run_one()
+    harness = WorkerHarness([ADD, ADD], tools=[tool], multi_turn=MultiTurnConfig(max_user_turns=1))
+    trajectory = harness.run_one()
     assert trajectory.output.stop_reason is StopReason.MAX_USER_TURNS
     assert len(tool.executed) == 1
     assert trajectory.output.response_ids[-1] == encoded("<tool_call>")[0]
@@ -196,51 +198,51 @@ def test_the_last_turn_stops_when_it_opens_a_call_since_the_call_could_not_run()
 
 
 def test_the_last_assistant_turn_may_answer() -> None:
-    stage = Stage([ADD, ANSWER], tools=[Adder()], multi_turn=MultiTurnConfig(max_assistant_turns=2))
-    assert stage.run_one().output.stop_reason is StopReason.ANSWERED
+    harness = WorkerHarness([ADD, ANSWER], tools=[Adder()], multi_turn=MultiTurnConfig(max_assistant_turns=2))
+    assert harness.run_one().output.stop_reason is StopReason.ANSWERED
 
 
 def test_a_call_on_the_last_assistant_turn_is_reported_and_not_run() -> None:
     tool = Adder()
-    stage = Stage([ADD], tools=[tool], multi_turn=MultiTurnConfig(max_assistant_turns=1))
-    trajectory = stage.run_one()
+    harness = WorkerHarness([ADD], tools=[tool], multi_turn=MultiTurnConfig(max_assistant_turns=1))
+    trajectory = harness.run_one()
     assert trajectory.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
     assert tool.executed == []
 
 
 def test_an_answer_cut_by_length_does_not_have_the_stop_reason_answered() -> None:
-    trajectory = Stage([ANSWER], response_length=3).run_one()
+    trajectory = WorkerHarness([ANSWER], response_length=3).run_one()
     assert trajectory.output.stop_reason is StopReason.RESPONSE_LENGTH
     assert kinds(trajectory) == [IncidentKind.CUT_TURN]
 
 
 def test_an_answer_that_ends_exactly_at_the_limit_is_answered() -> None:
-    trajectory = Stage([ANSWER], response_length=len(ANSWER.token_ids)).run_one()
+    trajectory = WorkerHarness([ANSWER], response_length=len(ANSWER.token_ids)).run_one()
     assert trajectory.output.stop_reason is StopReason.ANSWERED
 
 
 def test_a_complete_call_before_a_cut_turn_is_run_and_the_turn_is_closed() -> None:
-    cut = says(call_text("add", a=1, b=2) + " and then", ends=False)
-    stage = Stage([cut, ANSWER], tools=[Adder()])
-    trajectory = stage.run_one()
+    cut = text_reply(call_text("add", a=1, b=2) + " and then", ends=False)
+    harness = WorkerHarness([cut, ANSWER], tools=[Adder()])
+    trajectory = harness.run_one()
     assert trajectory.output.stop_reason is StopReason.ANSWERED
     text = hermes_template().decode(trajectory.output.response_ids)
     assert "and then<|im_end|>\n<|im_start|>user\n<tool_response>\n3" in text
-    assert_token_truth(trajectory, stage)
+    assert_token_truth(trajectory, harness)
 
 
 def test_a_prompt_over_its_limit_ends_the_episode_before_anything_is_sent() -> None:
-    stage = Stage([ANSWER], prompt_length=3)
-    trajectory = stage.run_one()
+    harness = WorkerHarness([ANSWER], prompt_length=3)
+    trajectory = harness.run_one()
     assert trajectory.output.stop_reason is StopReason.PROMPT_LENGTH
-    assert stage.server.requests == []
+    assert harness.server.requests == []
     assert kinds(trajectory) == [IncidentKind.TRUNCATED_PROMPT]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_long_prompt_is_truncated_as_the_config_says(side: str) -> None:
-    stage = Stage([ANSWER], prompt_length=3, truncate_prompt=side)
-    trajectory = stage.run_one()
+    harness = WorkerHarness([ANSWER], prompt_length=3, truncate_prompt=side)
+    trajectory = harness.run_one()
     full = hermes_template().open([{"role": "user", "content": "What is 1 + 2?"}])
     expected = full[-3:] if side == "left" else full[:3]
     assert trajectory.output.prompt_ids.tolist() == expected.tolist()
@@ -248,7 +250,7 @@ def test_a_long_prompt_is_truncated_as_the_config_says(side: str) -> None:
 
 
 def test_a_tool_can_end_the_episode() -> None:
-    trajectory = Stage([ADD], tools=[Adder({"ends": True, "verdict": 1.0})]).run_one()
+    trajectory = WorkerHarness([ADD], tools=[Adder({"ends": True, "verdict": 1.0})]).run_one()
     assert trajectory.output.stop_reason is StopReason.TOOL_FINISHED
     assert trajectory.reward == 1.0
     assert trajectory.output.response_ids.tolist() == list(ADD.token_ids)
@@ -256,7 +258,7 @@ def test_a_tool_can_end_the_episode() -> None:
 
 def test_a_deadline_ends_the_trajectory_and_keeps_what_was_sampled() -> None:
     slow = ScriptedReply(ANSWER.token_ids, latency_s=len(ANSWER.token_ids) * 1.0)
-    trajectory = Stage([ADD, slow], tools=[Adder({"latency_s": 1.0})], deadline_s=4.5).run_one()
+    trajectory = WorkerHarness([ADD, slow], tools=[Adder({"latency_s": 1.0})], deadline_s=4.5).run_one()
     assert trajectory.output.stop_reason is StopReason.DEADLINE
     said = trajectory.output.response_ids[trajectory.output.response_mask == 1]
     assert said.tolist() == [*ADD.token_ids, *ANSWER.token_ids[:3]]
@@ -264,7 +266,7 @@ def test_a_deadline_ends_the_trajectory_and_keeps_what_was_sampled() -> None:
 
 def test_a_deadline_reaches_a_hung_tool() -> None:
     tool = Adder({"latency_s": math.inf})
-    trajectory = Stage([ADD], tools=[tool], deadline_s=3).run_one()
+    trajectory = WorkerHarness([ADD], tools=[tool], deadline_s=3).run_one()
     assert trajectory.output.stop_reason is StopReason.DEADLINE
     assert tool.open == set()
     assert trajectory.output.metrics.total == 3.0
@@ -295,8 +297,10 @@ class Patient(BaseInteraction):
 
 def test_an_interaction_answers_where_no_tool_is_called() -> None:
     patient = Patient({"name": "patient", "truth": "3"})
-    stage = Stage([says("2?"), ADD, ANSWER], tools=[Adder()], interactions={"patient": patient})
-    trajectory = stage.run_one(interaction_kwargs={"name": "patient"})
+    harness = WorkerHarness(
+        [text_reply("2?"), ADD, ANSWER], tools=[Adder()], interactions={"patient": patient}
+    )
+    trajectory = harness.run_one(interaction_kwargs={"name": "patient"})
     output = trajectory.output
     assert output.stop_reason is StopReason.INTERACTION_FINISHED
     assert roles(output.messages) == ["user", "assistant", "user", "assistant", "tool", "assistant"]
@@ -304,11 +308,11 @@ def test_an_interaction_answers_where_no_tool_is_called() -> None:
     assert trajectory.reward == 0.75
     assert [s.origin for s in output.response_segments].count(Origin.INTERACTION) == 1
     assert patient.open == set()
-    assert_token_truth(trajectory, stage)
+    assert_token_truth(trajectory, harness)
 
 
 def test_an_unknown_interaction_fails_the_row_with_its_name() -> None:
-    trajectory = Stage([ANSWER], interactions={"patient": Patient({"truth": "3"})}).run_one(
+    trajectory = WorkerHarness([ANSWER], interactions={"patient": Patient({"truth": "3"})}).run_one(
         interaction_kwargs={"name": "patent"}
     )
     assert trajectory.output.failure is not None
@@ -316,19 +320,21 @@ def test_an_unknown_interaction_fails_the_row_with_its_name() -> None:
 
 
 def test_an_unknown_tool_in_a_row_is_an_error() -> None:
-    trajectory = Stage([ANSWER], tools=[Adder()]).run_one(tools_kwargs={"sum": {}})
+    trajectory = WorkerHarness([ANSWER], tools=[Adder()]).run_one(tools_kwargs={"sum": {}})
     assert trajectory.output.failure is not None
     assert "sum" in trajectory.output.failure.error
 
 
 def test_a_failing_server_fails_the_trajectory_with_its_name() -> None:
-    trajectory = Stage([ScriptedReply([1], error="CUDA out of memory")]).run_one()
+    trajectory = WorkerHarness([ScriptedReply([1], error="CUDA out of memory")]).run_one()
     assert trajectory.output.failure is not None
     assert "scripted-0" in trajectory.output.failure.error
 
 
 def test_calls_inside_reasoning_are_not_run() -> None:
     tool = Adder()
-    trajectory = Stage([says(f"<think>{call_text('add', a=1, b=2)}</think>3")], tools=[tool]).run_one()
+    trajectory = WorkerHarness(
+        [text_reply(f"<think>{call_text('add', a=1, b=2)}</think>3")], tools=[tool]
+    ).run_one()
     assert tool.executed == []
     assert trajectory.output.answer == "3"

@@ -32,13 +32,13 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import Row, StopReason
-from tests.helpers import hermes_template, says, user
+from tests.helpers import hermes_template, text_reply, user
 
 N = 4
 BatchReward = Callable[[list[AgentLoopOutput], list[Row]], Any]
 
 
-class Talker:
+class CountingScript:
     """Returns a new number for every request, after a different time."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Talker:
 
     def __call__(self, request: ScriptedRequest) -> ScriptedReply:
         self.num_requests += 1
-        return says(str(self.num_requests), latency_s=1.0 + self.num_requests * 7 % 5)
+        return text_reply(str(self.num_requests), latency_s=1.0 + self.num_requests * 7 % 5)
 
 
 class Judge:
@@ -94,7 +94,7 @@ def make_manager(
             **{"n": N, "max_failed_share": 1.0, **settings},
             agent=AgentConfig(num_workers=num_workers, default_agent_loop=agent),
         ),
-        servers=[ScriptedServer(Talker())],
+        servers=[ScriptedServer(CountingScript())],
         template=hermes_template(),
         reward=BatchRewardFunction(reward, timeout_s=timeout_s, name="judge"),
     )

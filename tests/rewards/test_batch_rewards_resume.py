@@ -21,7 +21,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Row, StopReason
-from tests.helpers import hermes_template, says, user
+from tests.helpers import hermes_template, text_reply, user
 from tests.rollout.journaled import facts, key_of, records_of
 
 N = 3
@@ -80,7 +80,7 @@ class Trial:
         place = self.num_requests
         self.num_requests += 1
         error = "broken" if place in self._broken else None
-        return says(str(self._first + place), latency_s=LATENCIES[place], error=error)
+        return text_reply(str(self._first + place), latency_s=LATENCIES[place], error=error)
 
     async def _judge(self, outputs: list[AgentLoopOutput], rows: list[Row]) -> Any:
         self.judged.append([output.answer for output in outputs])

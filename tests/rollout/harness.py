@@ -84,7 +84,7 @@ class Adder(BaseTool):
             raise self.config["release_raises"]
 
 
-class Stage:
+class WorkerHarness:
     """One worker on one scripted server."""
 
     def __init__(

@@ -22,7 +22,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.tools.base import BaseTool, ToolResponse
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import TokenOutput
-from tests.helpers import calls, says, small_tokenizer, user
+from tests.helpers import small_tokenizer, text_reply, tool_call_reply, user
 from tests.rollout.harness import Adder
 
 
@@ -471,8 +471,8 @@ def script(request: ScriptedRequest) -> ScriptedReply:
     """Return a call of the tool if the prompt asks for it, and then an answer."""
     text = small_tokenizer().decode(request.prompt_ids.tolist())
     if "add" in text and request.turn == 0:
-        return calls("add", a=1, b=2)
-    return says(f"{len(request.prompt_ids) % 7}", latency_s=0.25)
+        return tool_call_reply("add", a=1, b=2)
+    return text_reply(f"{len(request.prompt_ids) % 7}", latency_s=0.25)
 
 
 async def async_reward(output: AgentLoopOutput, row: Mapping[str, Any]) -> Any:

@@ -15,13 +15,13 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from tests.helpers import call_text, encoded
-from tests.rollout.harness import Stage
+from tests.rollout.harness import WorkerHarness
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def run_journaled(
-    path: Path, stage: Stage, rows: Rows, *, resume: bool = False, refuse: bool = False
+    path: Path, harness: WorkerHarness, rows: Rows, *, resume: bool = False, refuse: bool = False
 ) -> list[Trajectory]:
     """Run the rows that the journal does not hold, in virtual time, and check that nothing leaked."""
 
@@ -30,11 +30,11 @@ def run_journaled(
             outcome = journal.outcome()
             if outcome is not None:
                 return outcome
-            ended, jobs = journal.divide(stage.jobs(rows))
-            trajectories = [*ended, *await stage.worker.run(jobs)]
+            ended, jobs = journal.divide(harness.jobs(rows))
+            trajectories = [*ended, *await harness.worker.run(jobs)]
             trajectories.sort(key=lambda t: (t.group, t.rollout, t.branch or 0))
             await journal.complete(trajectories)
-        stage.assert_nothing_is_left()
+        harness.assert_nothing_is_left()
         return trajectories
 
     return run_virtual(scenario())
@@ -49,7 +49,7 @@ def records_of(data: bytes) -> list[dict[str, Any]]:
     return [unpack(payload) for payload in scan(data).payloads]
 
 
-class Talker:
+class RandomScript:
     """Returns a different completion for every request, with a call of a tool in the first turns.
 
     Args:

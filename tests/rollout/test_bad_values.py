@@ -27,8 +27,8 @@ from agent_loop.training.advantages import (
 )
 from agent_loop.trajectory import AgentLoopOutput, Feedback, Trajectory
 from agent_loop.types import Origin, StopReason
-from tests.helpers import says
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply
+from tests.rollout.harness import WorkerHarness
 
 BAD_REWARDS = [math.nan, math.inf, -math.inf, 1e308, -1e39, 2 * MAX_REWARD, 10**400]
 
@@ -45,13 +45,13 @@ class EditsOutput(AgentLoopBase):
 
 
 def run_rows(*edits: Any) -> list[Trajectory]:
-    stage = Stage(
-        [says("7")] * len(edits),
+    harness = WorkerHarness(
+        [text_reply("7")] * len(edits),
         agent="edits_output",
         reward=RewardFunction(lambda output, row: 0.5, timeout_s=5),
     )
     rows = [{"raw_prompt": [{"role": "user", "content": "?"}], "edit": edit} for edit in edits]
-    return stage.run(rows)
+    return harness.run(rows)
 
 
 @pytest.mark.parametrize("reward", [*BAD_REWARDS, "x", [1.0], np.array([1.0, 2.0])])

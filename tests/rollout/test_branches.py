@@ -12,8 +12,8 @@ from agent_loop.rollout.batch import assemble
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import Origin, StopReason, ToolCall
-from tests.helpers import calls, encoded, says, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import encoded, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 @register("best_of_two")
@@ -46,18 +46,18 @@ class ToolsInBranches(AgentLoopBase):
 
 
 def script(request: ScriptedRequest) -> ScriptedReply:
-    count = len(stage_requests)
-    stage_requests.append(request)
-    return says(f"answer {count}")
+    count = len(requests_seen)
+    requests_seen.append(request)
+    return text_reply(f"answer {count}")
 
 
-stage_requests: list[ScriptedRequest] = []
+requests_seen: list[ScriptedRequest] = []
 
 
 def run_best_of_two(reward: Any = lambda output, row: 1.0) -> list[Trajectory]:
-    stage_requests.clear()
-    stage = Stage(script, agent="best_of_two", reward=RewardFunction(reward, timeout_s=1))
-    return stage.run([{"raw_prompt": user("?")}])
+    requests_seen.clear()
+    harness = WorkerHarness(script, agent="best_of_two", reward=RewardFunction(reward, timeout_s=1))
+    return harness.run([{"raw_prompt": user("?")}])
 
 
 def test_a_loop_may_return_several_outputs_for_one_row() -> None:
@@ -81,8 +81,8 @@ def test_branches_share_the_segments_of_their_common_prefix() -> None:
         False,
     ]
     record = np.concatenate([s.token_ids for s in second.output.segments]).tolist()
-    assert record[: len(stage_requests[1].prompt_ids)] == stage_requests[1].prompt_ids.tolist()
-    assert stage_requests[1].request_id != stage_requests[0].request_id
+    assert record[: len(requests_seen[1].prompt_ids)] == requests_seen[1].prompt_ids.tolist()
+    assert requests_seen[1].request_id != requests_seen[0].request_id
 
 
 def test_tokens_shared_by_branches_are_trained_once() -> None:
@@ -108,7 +108,7 @@ def test_tokens_shared_with_an_unscored_branch_are_trained_in_the_next_branch() 
 
 
 def test_repeated_outputs_of_a_row_that_does_not_branch_keep_their_mask() -> None:
-    trajectories = Stage(lambda _: says("same")).run([{"raw_prompt": user("?")}] * 2)
+    trajectories = WorkerHarness(lambda _: text_reply("same")).run([{"raw_prompt": user("?")}] * 2)
     batch = assemble(trajectories, pad_token_id=0)
     assert batch["branch"].tolist() == [-1, -1]
     assert batch["response_mask"].all()
@@ -116,13 +116,13 @@ def test_repeated_outputs_of_a_row_that_does_not_branch_keep_their_mask() -> Non
 
 def test_each_branch_has_tool_instances_of_its_own_and_all_are_released() -> None:
     tool = Adder()
-    stage = Stage(
-        lambda _: calls("add", a=1, b=2),
+    harness = WorkerHarness(
+        lambda _: tool_call_reply("add", a=1, b=2),
         agent="tools_in_branches",
         tools=[tool],
         multi_turn=MultiTurnConfig(),
     )
-    first, second = stage.run([{"raw_prompt": user("?")}])
+    first, second = harness.run([{"raw_prompt": user("?")}])
     assert (tool.num_created, tool.num_released) == (2, 2)
     assert first.output.response_segments[0] is second.output.response_segments[0]
     assert [s.origin for s in second.output.response_segments] == [Origin.MODEL]

@@ -32,7 +32,7 @@ from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Row
 from tests.helpers import hermes_template, small_tokenizer
 from tests.rollout import hostile
-from tests.rollout.harness import Stage
+from tests.rollout.harness import WorkerHarness
 from tests.rollout.hostile import HostileInteraction, HostileServer, Kind, Released, harmless_row, json_lines
 
 NUM_HOSTILE, NUM_HARMLESS = 1000, 200
@@ -51,8 +51,8 @@ def released() -> Iterator[Released]:
     released.set()
 
 
-def make_stage() -> Stage:
-    return Stage(
+def make_harness() -> WorkerHarness:
+    return WorkerHarness(
         hostile.script,
         server=HostileServer(hostile.script),
         tools=hostile.hostile_tools(),
@@ -74,13 +74,13 @@ def run(rows: Sequence[Row], released: Released) -> tuple[list[Trajectory], int]
     jobs = [Job(row, n // GROUP, n % GROUP, {"temperature": 1.0}) for n, row in enumerate(rows)]
 
     async def scenario() -> tuple[list[Trajectory], int]:
-        stage = make_stage()
-        trajectories = await stage.worker.run(jobs)
+        harness = make_harness()
+        trajectories = await harness.worker.run(jobs)
         num_left = num_abandoned()
         released.set()
         await asyncio.sleep(LONG_S)
         assert num_abandoned() == 0
-        stage.assert_nothing_is_left()
+        harness.assert_nothing_is_left()
         return trajectories, num_left
 
     trajectories, num_left = run_virtual(scenario())

@@ -20,7 +20,7 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, Scripted
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason, TokenChunk, TokenOutput
-from tests.helpers import hermes_template, says, user
+from tests.helpers import hermes_template, text_reply, user
 
 VOCAB_SIZE = hermes_template().vocab_size
 NUM_GOOD = 6
@@ -181,7 +181,7 @@ def answer(request: ScriptedRequest) -> ScriptedReply:
     text = hermes_template().decode(request.prompt_ids)
     question, _, begun = text.rpartition("<|im_start|>assistant\n")
     number = question.rpartition("good ")[2].partition("<")[0]
-    whole = says(f"answer {number}").token_ids
+    whole = text_reply(f"answer {number}").token_ids
     rest = whole[len(hermes_template().encode(begun)) :]
     return ScriptedReply(rest, logprobs=[-0.125] * len(rest), latency_s=0.5 * len(rest))
 

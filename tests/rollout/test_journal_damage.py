@@ -24,8 +24,8 @@ from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import user
-from tests.rollout.harness import Adder, Stage
-from tests.rollout.journaled import Talker, facts, key_of, records_of, run_journaled
+from tests.rollout.harness import Adder, WorkerHarness
+from tests.rollout.journaled import RandomScript, facts, key_of, records_of, run_journaled
 
 ROWS = [{"raw_prompt": user("question one")}, {"raw_prompt": user("a second question")}]
 
@@ -43,16 +43,16 @@ class CountingAdder(Adder):
         return await super().execute(instance_id, parameters, **kwargs)
 
 
-def make_stage(seed: int, on_replay: OnReplay) -> tuple[Stage, CountingAdder]:
+def make_harness(seed: int, on_replay: OnReplay) -> tuple[WorkerHarness, CountingAdder]:
     tool = CountingAdder(on_replay)
-    return Stage(Talker(seed=seed, num_calls=2), tools=[tool]), tool
+    return WorkerHarness(RandomScript(seed=seed, num_calls=2), tools=[tool]), tool
 
 
 @cache
 def first_run(on_replay: OnReplay) -> tuple[bytes, list[Trajectory]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"
-        trajectories = run_journaled(path, make_stage(1, on_replay)[0], ROWS)
+        trajectories = run_journaled(path, make_harness(1, on_replay)[0], ROWS)
         return path.read_bytes(), trajectories
 
 
@@ -72,10 +72,10 @@ def resumed(
     data: bytes, *, on_replay: OnReplay, refuse: bool = False
 ) -> tuple[list[Trajectory], CountingAdder, dict[str, bytes]]:
     """The rollout that goes on from such a journal, and the files that it leaves."""
-    stage, tool = make_stage(2, on_replay)
+    harness, tool = make_harness(2, on_replay)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "j").write_bytes(data)
-        after = run_journaled(Path(folder) / "j", stage, ROWS, resume=True, refuse=refuse)
+        after = run_journaled(Path(folder) / "j", harness, ROWS, resume=True, refuse=refuse)
         return after, tool, {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -179,7 +179,7 @@ def test_a_damaged_first_record_refuses_a_resume_that_was_asked_for_and_changes_
     with pytest.raises(
         JournalError, match="damaged at byte 32, in the record that says which rollout it is of"
     ):
-        run_journaled(path, make_stage(2, OnReplay.ONCE)[0], ROWS, resume=True, refuse=True)
+        run_journaled(path, make_harness(2, OnReplay.ONCE)[0], ROWS, resume=True, refuse=True)
     assert path.read_bytes() == data
     assert not list(tmp_path.glob("j.damaged-*"))
 
@@ -225,7 +225,7 @@ def test_a_second_damage_is_kept_beside_the_first(tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[record_starts(data)[1] + FRAME_BYTES] ^= 1
         path.write_bytes(data)
-        run_journaled(path, make_stage(2, OnReplay.RECORDED)[0], ROWS, resume=True)
+        run_journaled(path, make_harness(2, OnReplay.RECORDED)[0], ROWS, resume=True)
     assert len(list(tmp_path.glob("j.damaged-*"))) == 2
 
 
@@ -241,7 +241,7 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     ):
         path.write_bytes(HEADER + framed(payload))
         with pytest.raises(JournalError, match="a record that this version of agent-loop cannot read"):
-            run_journaled(path, make_stage(2, OnReplay.ONCE)[0], ROWS, resume=True)
+            run_journaled(path, make_harness(2, OnReplay.ONCE)[0], ROWS, resume=True)
 
 
 def test_an_empty_journal_is_said_to_hold_nothing(tmp_path: Path) -> None:
@@ -275,6 +275,6 @@ def test_a_call_that_may_be_made_only_once_begins_when_its_record_is_on_the_disk
             assert on_disk[-1] > num_executed
             return await super().execute(instance_id, parameters, **kwargs)
 
-    stage = Stage(Talker(seed=1, num_calls=2), tools=[Watching()])
-    trajectories = run_journaled(path, stage, ROWS)
+    harness = WorkerHarness(RandomScript(seed=1, num_calls=2), tools=[Watching()])
+    trajectories = run_journaled(path, harness, ROWS)
     assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}

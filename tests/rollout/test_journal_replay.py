@@ -29,9 +29,9 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.trajectory.codec import from_plain
 from agent_loop.types import Origin, StopReason
-from tests.helpers import calls, says, user
-from tests.rollout.harness import Adder, Stage
-from tests.rollout.journaled import Talker, facts, records_of, run_journaled
+from tests.helpers import text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
+from tests.rollout.journaled import RandomScript, facts, records_of, run_journaled
 
 
 @register("thinks_twice")
@@ -62,26 +62,28 @@ ROWS = [
 ]
 
 
-def make_stage(seed: int, *, on_replay: OnReplay = OnReplay.RERUN, **options: Any) -> tuple[Stage, Adder]:
+def make_harness(
+    seed: int, *, on_replay: OnReplay = OnReplay.RERUN, **options: Any
+) -> tuple[WorkerHarness, Adder]:
     tool = Adder({"latency_s": 0.3, "reward": 0.25})
     tool.on_replay = on_replay
     critic = ScriptedInteraction([InteractionReply("No.", score=0.5), "Still no."], name="critic")
-    stage = Stage(
-        Talker(seed=seed, per_turn=2),
+    harness = WorkerHarness(
+        RandomScript(seed=seed, per_turn=2),
         tools=[tool],
         interactions={"critic": critic},
         multi_turn=MultiTurnConfig(max_parallel_calls=2),
         reward=RewardFunction(lambda output, row: {"reward": 1.0, "asked": row["raw_prompt"]}, timeout_s=1),
         **options,
     )
-    return stage, tool
+    return harness, tool
 
 
 @cache
 def first_run() -> tuple[bytes, list[Trajectory]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"
-        trajectories = run_journaled(path, make_stage(1)[0], ROWS)
+        trajectories = run_journaled(path, make_harness(1)[0], ROWS)
         return path.read_bytes(), trajectories
 
 
@@ -118,13 +120,13 @@ def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
     whole, before = first_run()
     records = records_of(data)
     ended = {record["row"] for record in records if record["is"] == RecordKind.END}
-    stage, tool = make_stage(2, on_replay=on_replay)
+    harness, tool = make_harness(2, on_replay=on_replay)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"
         path.write_bytes(data)
-        after = run_journaled(path, stage, ROWS, resume=True)
+        after = run_journaled(path, harness, ROWS, resume=True)
         kept = records_of(path.read_bytes())
-        again = run_journaled(path, make_stage(3)[0], ROWS, resume=True)
+        again = run_journaled(path, make_harness(3)[0], ROWS, resume=True)
     assert [t.trajectory_id for t in after] == [t.trajectory_id for t in before]
     assert [facts(t) for t in again] == [facts(t) for t in after]
     assert len(kept) > len(records) or data == whole
@@ -138,7 +140,7 @@ def assert_goes_on(data: bytes, *, on_replay: OnReplay) -> None:
         if row in ended:
             assert facts(new) == facts(old)
     if len(ended) == len(ROWS):
-        assert stage.server.requests == []
+        assert harness.server.requests == []
         assert tool.executed == []
 
 
@@ -155,16 +157,16 @@ def test_a_rollout_cut_between_any_two_records_asks_the_model_for_the_missing_tu
     tmp_path: Path,
 ) -> None:
     rows, path = ROWS[:1], tmp_path / "j"
-    run_journaled(path, make_stage(1)[0], rows)
+    run_journaled(path, make_harness(1)[0], rows)
     data = path.read_bytes()
     ends = [len(data) - sum(cuts) for cuts in _record_sizes_from_behind(data)]
     for end in ends:
         path.write_bytes(data[:end])
         num_completions = sum(record["is"] == RecordKind.COMPLETION for record in records_of(data[:end]))
         num_calls = sum(record["is"] == RecordKind.CALL_ENDED for record in records_of(data[:end]))
-        stage, tool = make_stage(2, on_replay=OnReplay.RECORDED)
-        [trajectory] = run_journaled(path, stage, rows, resume=True)
-        assert len(stage.server.requests) == 3 - num_completions
+        harness, tool = make_harness(2, on_replay=OnReplay.RECORDED)
+        [trajectory] = run_journaled(path, harness, rows, resume=True)
+        assert len(harness.server.requests) == 3 - num_completions
         assert len(tool.executed) == 4 - num_calls
         assert trajectory.output.num_assistant_turns == 3
         assert trajectory.output.tool_rewards == (0.25,) * 4
@@ -194,14 +196,14 @@ def cut_after(data: bytes, kind: RecordKind, *, count: int = 1) -> bytes:
 
 def interrupted(
     path: Path, *, on_replay: OnReplay, kind: RecordKind, count: int = 1
-) -> tuple[Trajectory, Adder, Stage]:
+) -> tuple[Trajectory, Adder, WorkerHarness]:
     """One row whose journal ends after some record, resumed."""
     rows = ROWS[:1]
-    run_journaled(path, make_stage(1, on_replay=on_replay)[0], rows)
+    run_journaled(path, make_harness(1, on_replay=on_replay)[0], rows)
     path.write_bytes(cut_after(path.read_bytes(), kind, count=count))
-    stage, tool = make_stage(2, on_replay=on_replay)
-    [trajectory] = run_journaled(path, stage, rows, resume=True)
-    return trajectory, tool, stage
+    harness, tool = make_harness(2, on_replay=on_replay)
+    [trajectory] = run_journaled(path, harness, rows, resume=True)
+    return trajectory, tool, harness
 
 
 def kinds(trajectory: Trajectory) -> Counter[IncidentKind]:
@@ -209,10 +211,10 @@ def kinds(trajectory: Trajectory) -> Counter[IncidentKind]:
 
 
 def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_said(tmp_path: Path) -> None:
-    trajectory, tool, stage = interrupted(
+    trajectory, tool, harness = interrupted(
         tmp_path / "j", on_replay=OnReplay.RESTART, kind=RecordKind.CALL_ENDED, count=3
     )
-    assert len(stage.server.requests) == 3
+    assert len(harness.server.requests) == 3
     assert len(tool.executed) == 4
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
@@ -244,10 +246,10 @@ def test_an_environment_that_was_used_has_its_row_begin_anew_since_its_reward_is
 ) -> None:
     path, row = tmp_path / "j", {**ROWS[0], "environment": "sums", "agent_name": "environment_agent"}
     sums = {"sums": EnvironmentFactory(Sums, where="sums")}
-    run_journaled(path, Stage(Talker(seed=1, per_turn=2), environments=sums), [row])
+    run_journaled(path, WorkerHarness(RandomScript(seed=1, per_turn=2), environments=sums), [row])
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.CALL_ENDED, count=4))
     [trajectory] = run_journaled(
-        path, Stage(Talker(seed=2, per_turn=2), environments=sums), [row], resume=True
+        path, WorkerHarness(RandomScript(seed=2, per_turn=2), environments=sums), [row], resume=True
     )
     assert trajectory.output.failure is None
     assert kinds(trajectory) == {IncidentKind.RESTARTED: 1}
@@ -288,10 +290,10 @@ def test_tools_with_state_are_brought_to_where_they_were(tmp_path: Path) -> None
             return float(self.counts[instance_id])
 
     path = tmp_path / "j"
-    run_journaled(path, Stage(Talker(seed=1, num_calls=4), tools=[Counting()]), ROWS[:1])
+    run_journaled(path, WorkerHarness(RandomScript(seed=1, num_calls=4), tools=[Counting()]), ROWS[:1])
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.OBSERVATION, count=2))
     [trajectory] = run_journaled(
-        path, Stage(Talker(seed=2, num_calls=4), tools=[Counting()]), ROWS[:1], resume=True
+        path, WorkerHarness(RandomScript(seed=2, num_calls=4), tools=[Counting()]), ROWS[:1], resume=True
     )
     told = [m["content"] for m in trajectory.output.messages if m["role"] == "tool"]
     assert told == ["call 1", "call 2", "call 3", "call 4"]
@@ -329,10 +331,10 @@ class Fickle(AgentLoopBase):
 
 def resume_fickle(path: Path, *, on_replay: OnReplay) -> tuple[Trajectory, Adder]:
     rows = [{"raw_prompt": user("?"), "agent_name": "fickle"}]
-    run_journaled(path, make_stage(1, on_replay=on_replay)[0], rows)
+    run_journaled(path, make_harness(1, on_replay=on_replay)[0], rows)
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.COMPLETION, count=2))
-    stage, tool = make_stage(2, on_replay=on_replay)
-    [trajectory] = run_journaled(path, stage, rows, resume=True)
+    harness, tool = make_harness(2, on_replay=on_replay)
+    [trajectory] = run_journaled(path, harness, rows, resume=True)
     return trajectory, tool
 
 
@@ -356,17 +358,23 @@ def test_a_row_fails_if_its_restart_would_run_a_tool_twice(tmp_path: Path) -> No
 
 def test_a_failed_row_of_an_unfinished_rollout_is_tried_again_from_its_last_turn(tmp_path: Path) -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        return calls("add", a=1, b=2) if request.turn == 0 else ScriptedReply([1], error="engine hiccup")
+        return (
+            tool_call_reply("add", a=1, b=2)
+            if request.turn == 0
+            else ScriptedReply([1], error="engine hiccup")
+        )
 
     path, tool = tmp_path / "j", Adder()
     tool.on_replay = OnReplay.RECORDED
-    [failed] = run_journaled(path, Stage(script, tools=[tool]), ROWS[:1])
+    [failed] = run_journaled(path, WorkerHarness(script, tools=[tool]), ROWS[:1])
     assert failed.output.stop_reason is StopReason.FAILED
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.END))
-    [mended] = run_journaled(path, Stage(lambda _: says("3"), tools=[tool]), ROWS[:1], resume=True)
+    [mended] = run_journaled(
+        path, WorkerHarness(lambda _: text_reply("3"), tools=[tool]), ROWS[:1], resume=True
+    )
     assert mended.output.answer == "3"
     assert len(tool.executed) == 1
-    [again] = run_journaled(path, Stage([]), ROWS[:1], resume=True)
+    [again] = run_journaled(path, WorkerHarness([]), ROWS[:1], resume=True)
     assert facts(again) == facts(mended)
 
 
@@ -380,9 +388,11 @@ def test_a_result_that_has_no_form_in_the_journal_is_recorded_as_text_and_its_ro
             return "fine", None, {"handle": object()}
 
     path = tmp_path / "j"
-    run_journaled(path, Stage(Talker(seed=1), tools=[Odd()]), ROWS[:1])
+    run_journaled(path, WorkerHarness(RandomScript(seed=1), tools=[Odd()]), ROWS[:1])
     path.write_bytes(cut_after(path.read_bytes(), RecordKind.OBSERVATION))
-    [trajectory] = run_journaled(path, Stage(Talker(seed=2), tools=[Odd()]), ROWS[:1], resume=True)
+    [trajectory] = run_journaled(
+        path, WorkerHarness(RandomScript(seed=2), tools=[Odd()]), ROWS[:1], resume=True
+    )
     assert trajectory.output.feedback[0].extra == {"handle": "<object object>"}
     assert IncidentKind.RESTARTED not in {incident.kind for incident in trajectory.output.incidents}
 
@@ -392,7 +402,7 @@ def test_branches_come_back_with_the_same_segments_for_what_they_have_in_common(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "j"
         path.write_bytes(whole)
-        after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
+        after = run_journaled(path, make_harness(2)[0], ROWS, resume=True)
     for trajectories in (before, after):
         one, two = (t.output.segments for t in trajectories if t.group == 2)
         assert [a is b for a, b in zip(one, two, strict=False)] == [True, True, True, False]
@@ -401,8 +411,10 @@ def test_branches_come_back_with_the_same_segments_for_what_they_have_in_common(
 @pytest.mark.parametrize("num_calls", [5, 50])
 def test_the_journal_grows_with_the_tokens_and_not_with_their_square(tmp_path: Path, num_calls: int) -> None:
     path = tmp_path / "j"
-    stage = Stage(Talker(seed=1, num_calls=num_calls), tools=[_recorded_adder()], response_length=100_000)
-    [trajectory] = run_journaled(path, stage, ROWS[:1])
+    harness = WorkerHarness(
+        RandomScript(seed=1, num_calls=num_calls), tools=[_recorded_adder()], response_length=100_000
+    )
+    [trajectory] = run_journaled(path, harness, ROWS[:1])
     num_tokens = sum(map(len, trajectory.output.segments))
     per_token = path.stat().st_size / num_tokens
     assert trajectory.output.num_assistant_turns == num_calls + 1

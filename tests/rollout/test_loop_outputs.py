@@ -19,8 +19,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Segment, Trajectory
 from agent_loop.types import Origin, StopReason
-from tests.helpers import call_text, encoded, hermes_template, roles, says, user
-from tests.rollout.harness import Stage
+from tests.helpers import call_text, encoded, hermes_template, roles, text_reply, user
+from tests.rollout.harness import WorkerHarness
 
 ANSWER = "It is 7.<|im_end|>"
 REPLY = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
@@ -93,8 +93,10 @@ def test_a_reward_function_can_read_the_answer_of_a_loop_on_token_ids() -> None:
     def reward(output: AgentLoopOutput, row: Any) -> float:
         return float("7" in output.answer)
 
-    stage = Stage([says("It is 7.")], agent="bare_turns", reward=RewardFunction(reward, timeout_s=5))
-    trajectory = stage.run_one()
+    harness = WorkerHarness(
+        [text_reply("It is 7.")], agent="bare_turns", reward=RewardFunction(reward, timeout_s=5)
+    )
+    trajectory = harness.run_one()
     assert trajectory.reward == 1.0
     assert list(trajectory.output.messages) == [
         *user("What is 1 + 2?"),
@@ -103,8 +105,8 @@ def test_a_reward_function_can_read_the_answer_of_a_loop_on_token_ids() -> None:
 
 
 def test_each_turn_and_each_reply_becomes_a_message_and_calls_are_parsed() -> None:
-    script = [says("Hm." + call_text("add", a=1, b=2)), says("It is 7.")]
-    output = Stage(script, agent="bare_turns").run_one(num_turns=2).output
+    script = [text_reply("Hm." + call_text("add", a=1, b=2)), text_reply("It is 7.")]
+    output = WorkerHarness(script, agent="bare_turns").run_one(num_turns=2).output
     assert roles(output.messages) == ["user", "assistant", "tool", "assistant"]
     assert output.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
     assert "Sure?" in output.messages[2]["content"]
@@ -113,7 +115,7 @@ def test_each_turn_and_each_reply_becomes_a_message_and_calls_are_parsed() -> No
 
 def test_messages_set_by_a_loop_are_kept() -> None:
     said = [{"role": "assistant", "content": "seven"}]
-    output = Stage([says("7")], agent="bare_turns").run_one(
+    output = WorkerHarness([text_reply("7")], agent="bare_turns").run_one(
         edit=lambda fields: AgentLoopOutput(**fields, messages=said)
     )
     assert list(output.output.messages) == said
@@ -123,13 +125,13 @@ def test_a_prompt_other_than_the_rows_is_decoded_to_text() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         return AgentLoopOutput(**{**fields, "prompt_ids": encoded("another prompt")})
 
-    output = Stage([says("7")], agent="bare_turns").run_one(edit=edit).output
+    output = WorkerHarness([text_reply("7")], agent="bare_turns").run_one(edit=edit).output
     assert output.messages[0] == {"role": "user", "content": "another prompt"}
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_tokens_carry_the_weight_version_that_sampled_them(num_turns: int) -> None:
-    batch, trajectories = run_manager([says("It is 7.")] * 3, [question(num_turns=num_turns)])
+    batch, trajectories = run_manager([text_reply("It is 7.")] * 3, [question(num_turns=num_turns)])
     [output] = [t.output for t in trajectories]
     assert {s.weight_version for s in output.segments if s.origin is Origin.MODEL} == {3}
     assert output.num_assistant_turns == num_turns
@@ -139,12 +141,12 @@ def test_tokens_carry_the_weight_version_that_sampled_them(num_turns: int) -> No
 def test_a_completion_that_spans_a_weight_swap_keeps_both_versions() -> None:
     async def scenario() -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(stage.worker.run(stage.jobs([question(edit=without_logprobs)])))
+            running = group.create_task(harness.worker.run(harness.jobs([question(edit=without_logprobs)])))
             await asyncio.sleep(0.5)
-            await stage.server.update_weights([], weight_version=1)
+            await harness.server.update_weights([], weight_version=1)
         return running.result()
 
-    stage = Stage([says("one two three", latency_s=1.0)], agent="bare_turns")
+    harness = WorkerHarness([text_reply("one two three", latency_s=1.0)], agent="bare_turns")
     [trajectory] = run_virtual(scenario())
     segments = trajectory.output.response_segments
     assert [s.weight_version for s in segments] == [0, 1]
@@ -153,10 +155,12 @@ def test_a_completion_that_spans_a_weight_swap_keeps_both_versions() -> None:
 
 
 def test_logprobs_that_a_loop_omits_are_taken_from_its_completions() -> None:
-    reply = says("It is 7.", logprobs=[-0.25] * len(encoded(ANSWER)))
+    reply = text_reply("It is 7.", logprobs=[-0.25] * len(encoded(ANSWER)))
     [output] = [
         t.output
-        for t in Stage([reply] * 2, agent="bare_turns").run([question(num_turns=2, edit=without_logprobs)])
+        for t in WorkerHarness([reply] * 2, agent="bare_turns").run(
+            [question(num_turns=2, edit=without_logprobs)]
+        )
     ]
     assert output.response_logprobs is not None
     assert output.response_logprobs[output.response_mask == 1].tolist() == [-0.25] * (
@@ -169,7 +173,7 @@ def test_logprobs_of_another_context_are_not_used_but_the_weight_version_is() ->
         fields = {**fields, "prompt_ids": fields["prompt_ids"][1:], "response_logprobs": None}
         return AgentLoopOutput(**fields)
 
-    [output] = [t.output for t in run_manager([says("7")], [question(edit=edit)])[1]]
+    [output] = [t.output for t in run_manager([text_reply("7")], [question(edit=edit)])[1]]
     assert output.response_logprobs is None
     assert [s.weight_version for s in output.response_segments] == [3]
     assert kinds(output) == []
@@ -183,7 +187,7 @@ def test_tokens_that_no_completion_contains_are_reported() -> None:
             prompt_ids=fields["prompt_ids"], response_ids=ids, response_mask=[1] * len(ids)
         )
 
-    [output] = [t.output for t in run_manager([says("7")], [question(edit=edit)])[1]]
+    [output] = [t.output for t in run_manager([text_reply("7")], [question(edit=edit)])[1]]
     assert kinds(output) == [IncidentKind.UNMATCHED_TOKENS]
     assert f"{len(encoded('Sure: '))} tokens" in output.incidents[0].detail
     assert {s.weight_version for s in output.response_segments} == {3}
@@ -195,7 +199,7 @@ def test_tokens_sampled_elsewhere_have_the_version_of_the_servers() -> None:
         async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
             return AgentLoopOutput(prompt_ids=[9], response_ids=[10, 11], response_mask=[1, 1])
 
-    output = Stage([says("7")], agent="elsewhere").run_one().output
+    output = WorkerHarness([text_reply("7")], agent="elsewhere").run_one().output
     assert [s.weight_version for s in output.response_segments] == [0]
     assert kinds(output) == []
 
@@ -204,13 +208,13 @@ def test_a_weight_version_set_by_a_loop_is_kept() -> None:
     def edit(fields: dict[str, Any]) -> AgentLoopOutput:
         return AgentLoopOutput(**fields, weight_version=2)
 
-    [output] = [t.output for t in run_manager([says("7")], [question(edit=edit)])[1]]
+    [output] = [t.output for t in run_manager([text_reply("7")], [question(edit=edit)])[1]]
     assert [s.weight_version for s in output.response_segments] == [2]
 
 
 @pytest.mark.parametrize("pad_to", ["longest", "limits", "none"])
 def test_a_response_over_its_limit_is_cut_and_reported_and_the_batch_is_complete(pad_to: str) -> None:
-    long = says("one two three four five six seven " * 40)
+    long = text_reply("one two three four five six seven " * 40)
     rows = [question(), question(num_turns=2), question(edit=lambda fields: AgentLoopOutput(**fields))]
     batch, trajectories = run_manager([long, long], rows, pad_to=pad_to, prompt_length=64, response_length=32)
     assert batch.batch_size[0] == 3
@@ -227,7 +231,9 @@ def test_a_response_over_its_limit_is_cut_and_reported_and_the_batch_is_complete
 @pytest.mark.parametrize("pad_to", ["longest", "limits", "none"])
 def test_a_prompt_over_its_limit_ends_its_row_with_prompt_length(pad_to: str) -> None:
     rows = [question(raw_prompt=user("word " * 200)), question()]
-    batch, trajectories = run_manager([says("7")], rows, pad_to=pad_to, prompt_length=64, response_length=32)
+    batch, trajectories = run_manager(
+        [text_reply("7")], rows, pad_to=pad_to, prompt_length=64, response_length=32
+    )
     assert batch.batch_size[0] == 2
     long, short = (trajectory.output for trajectory in trajectories)
     assert long.stop_reason is StopReason.PROMPT_LENGTH
@@ -239,8 +245,8 @@ def test_a_prompt_over_its_limit_ends_its_row_with_prompt_length(pad_to: str) ->
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_prompt_is_truncated_where_the_limits_say_so(side: str) -> None:
-    stage = Stage([says("7")], agent="bare_turns", prompt_length=20, truncate_prompt=side)
-    output = stage.run_one(raw_prompt=user("word " * 200)).output
+    harness = WorkerHarness([text_reply("7")], agent="bare_turns", prompt_length=20, truncate_prompt=side)
+    output = harness.run_one(raw_prompt=user("word " * 200)).output
     whole = hermes_template().open(user("word " * 200)).tolist()
     assert output.prompt_ids.tolist() == (whole[-20:] if side == "left" else whole[:20])
     assert kinds(output) == [IncidentKind.TRUNCATED_PROMPT]
@@ -252,7 +258,7 @@ def test_feedback_of_a_turn_that_was_cut_has_no_position() -> None:
         feedback = [Feedback(Origin.TOOL, place=place, reward=1.0) for place in (2, 100)]
         return AgentLoopOutput(**fields, feedback=feedback)
 
-    long = says("one two three four five six seven " * 40)
+    long = text_reply("one two three four five six seven " * 40)
     batch, trajectories = run_manager([long], [question(edit=edit)], response_length=32)
     assert [feedback.place for feedback in trajectories[0].output.feedback] == [2, None]
     assert batch["turn_rewards"].sum() == 1.0
@@ -278,9 +284,9 @@ def test_the_outputs_of_a_list_are_completed_one_by_one() -> None:
                 AgentLoopOutput(prompt_ids=[1], response_ids=[], response_mask=[], num_turns=bad),
             ]
 
-    replies = {"one": says("first"), "two": says("second")}
-    stage = Stage(lambda request: replies[request.request_id], agent="several_bare")
-    first, second, bad = (trajectory.output for trajectory in stage.run([question()]))
+    replies = {"one": text_reply("first"), "two": text_reply("second")}
+    harness = WorkerHarness(lambda request: replies[request.request_id], agent="several_bare")
+    first, second, bad = (trajectory.output for trajectory in harness.run([question()]))
     assert (first.answer, second.answer) == ("first", "second")
     assert first.response_logprobs is not None
     assert second.response_logprobs is not None
@@ -326,7 +332,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_an_invalid_output_fails_its_own_row_with_a_message(name: str) -> None:
     edit, message = BAD[name]
-    batch, trajectories = run_manager([says("7")], [question(edit=edit), question()])
+    batch, trajectories = run_manager([text_reply("7")], [question(edit=edit), question()])
     assert batch.batch_size[0] == 2
     bad, good = (trajectory.output for trajectory in trajectories)
     assert bad.failure is not None
@@ -335,7 +341,7 @@ def test_an_invalid_output_fails_its_own_row_with_a_message(name: str) -> None:
 
 
 def test_a_stop_reason_given_as_text_is_parsed() -> None:
-    output = Stage([says("7")], agent="bare_turns").run_one(
+    output = WorkerHarness([text_reply("7")], agent="bare_turns").run_one(
         edit=lambda fields: AgentLoopOutput(**fields, stop_reason="max_assistant_turns")  # pyright: ignore
     )
     assert output.output.stop_reason is StopReason.MAX_ASSISTANT_TURNS
@@ -353,6 +359,6 @@ def test_streamed_completions_of_a_loop_are_remembered_too() -> None:
                 ids += chunk.token_ids
             return AgentLoopOutput(prompt_ids=prompt_ids, response_ids=ids, response_mask=[1] * len(ids))
 
-    output = Stage([says("It is 7.")], agent="streaming").run_one().output
+    output = WorkerHarness([text_reply("It is 7.")], agent="streaming").run_one().output
     assert output.answer == "It is 7."
     assert output.response_logprobs is not None

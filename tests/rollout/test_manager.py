@@ -22,7 +22,7 @@ from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import hermes_template, says, user
+from tests.helpers import hermes_template, text_reply, user
 
 
 def make_manager(
@@ -44,7 +44,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def hello(_: Any) -> ScriptedReply:
-    return says("hello", latency_s=1.0)
+    return text_reply("hello", latency_s=1.0)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
@@ -124,7 +124,7 @@ def test_validation_samples_with_its_own_settings() -> None:
 
     def script(request: Any) -> ScriptedReply:
         seen.append(request.sampling_params.temperature)
-        return says("hi")
+        return text_reply("hi")
 
     manager = make_manager(script, n=1, temperature=1.0, val={"temperature": 0.0, "n": 3})
     trajectories = run_virtual(manager.run(rows(2), validate=True))
@@ -133,7 +133,7 @@ def test_validation_samples_with_its_own_settings() -> None:
 
 
 def test_one_trajectory_of_a_batch_can_be_cancelled() -> None:
-    manager = make_manager(lambda _: says("hello", latency_s=10.0), agent=AgentConfig(num_workers=2))
+    manager = make_manager(lambda _: text_reply("hello", latency_s=10.0), agent=AgentConfig(num_workers=2))
 
     async def scenario() -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:
@@ -150,7 +150,7 @@ def test_a_cancelled_rollout_leaks_nothing_and_the_next_one_works() -> None:
     stuck = True
 
     def script(_: Any) -> ScriptedReply:
-        return says("hello", latency_s=math.inf if stuck else 0.0)
+        return text_reply("hello", latency_s=math.inf if stuck else 0.0)
 
     manager = make_manager(script)
 
@@ -169,7 +169,7 @@ def test_a_cancelled_rollout_leaks_nothing_and_the_next_one_works() -> None:
 
 def by_row(request: Any) -> ScriptedReply:
     """Return a completion that takes longer for rows with higher numbers. The number is the end of the prompt."""
-    return says("hello", latency_s=float(len(request.prompt_ids)))
+    return text_reply("hello", latency_s=float(len(request.prompt_ids)))
 
 
 def test_trajectories_are_streamed_as_they_end() -> None:
@@ -248,7 +248,7 @@ def test_an_invalid_row_is_refused_before_anything_runs(row: dict[str, Any], com
 
     def script(request: Any) -> ScriptedReply:
         seen.append(request)
-        return says("hi")
+        return text_reply("hi")
 
     with pytest.raises(DataError, match=complaint):
         run_virtual(make_manager(script).run([*rows(1), row]))

@@ -32,7 +32,7 @@ from agent_loop.training.actor import Actor
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import Origin, ParsedCompletion, StopReason, ToolCall
 from tests.helpers import call_text, user
-from tests.rollout.harness import SCHEMA, Stage
+from tests.rollout.harness import SCHEMA, WorkerHarness
 from tests.tiny_vision import (
     asks,
     data_url,
@@ -69,17 +69,17 @@ def says(text: str) -> ScriptedReply:
     return ScriptedReply(template.encoder.encode(text + "<|im_end|>"))
 
 
-def stage(response: ToolResponse, **limits: Any) -> Stage:
+def make_harness(response: ToolResponse, **limits: Any) -> WorkerHarness:
     script = [says(call_text("look", a=1, b=2)), says("a cat")]
-    return Stage(script, tools=[Camera(response)], template=vision_template(), **limits)
+    return WorkerHarness(script, tools=[Camera(response)], template=vision_template(), **limits)
 
 
 def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
-    on_stage = stage(ToolResponse(text="two views", image=[picture(1), picture(2, width=16)]))
-    trajectory = on_stage.run_one(raw_prompt=asks("what is it?", picture(0)))
+    harness = make_harness(ToolResponse(text="two views", image=[picture(1), picture(2, width=16)]))
+    trajectory = harness.run_one(raw_prompt=asks("what is it?", picture(0)))
     output = trajectory.output
     assert output.stop_reason is StopReason.ANSWERED
-    first, second = on_stage.server.requests
+    first, second = harness.server.requests
     assert [a.num_tokens for a in first.attachments] == [12]
     assert [a.num_tokens for a in second.attachments] == [12, 12, 6]
     assert [a.digest for a in output.attachments] == [a.digest for a in second.attachments]
@@ -89,7 +89,7 @@ def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
 
 
 def test_placeholders_are_never_trained_on() -> None:
-    output = stage(ToolResponse(image=[picture(1)])).run_one(raw_prompt=asks("a", picture(0))).output
+    output = make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=asks("a", picture(0))).output
     whole = np.concatenate([output.prompt_ids, output.response_ids])
     mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
     image, view = output.attachments
@@ -99,9 +99,9 @@ def test_placeholders_are_never_trained_on() -> None:
 
 
 def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
-    on_stage = stage(ToolResponse(image=[picture(1)]))
-    output = on_stage.run_one(raw_prompt=asks("a", picture(0))).output
-    sent = on_stage.server.requests[-1].prompt_ids
+    harness = make_harness(ToolResponse(image=[picture(1)]))
+    output = harness.run_one(raw_prompt=asks("a", picture(0))).output
+    sent = harness.server.requests[-1].prompt_ids
     recorded = np.concatenate([s.token_ids for s in output.segments])
     assert sent.tolist() == recorded[: len(sent)].tolist()
     assert output.segments[2].origin is Origin.TOOL
@@ -109,7 +109,7 @@ def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
 
 def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
     script = [says(call_text("look", a=1, b=2))]
-    output = Stage(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
+    output = WorkerHarness(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
     assert output.failure is not None
     assert (
         "tool 'look' returned an image, but this model accepts only text; return text" in output.failure.error
@@ -117,8 +117,10 @@ def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
 
 
 def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
-    on_stage = stage(ToolResponse(text="seen", video=[{"frames": film(1), "fps": 4.0}], image=[picture(2)]))
-    output = on_stage.run_one(raw_prompt=watches("what happens?", film(0, num_frames=2))).output
+    harness = make_harness(
+        ToolResponse(text="seen", video=[{"frames": film(1), "fps": 4.0}], image=[picture(2)])
+    )
+    output = harness.run_one(raw_prompt=watches("what happens?", film(0, num_frames=2))).output
     assert output.stop_reason is StopReason.ANSWERED
     assert [(a.kind, a.num_tokens) for a in output.attachments] == [
         ("video", 12),
@@ -128,7 +130,7 @@ def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     whole = np.concatenate([output.prompt_ids, output.response_ids])
     mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
     assert not mask[np.isin(whole, [PAD_ID, VIDEO_PAD_ID])].any()
-    record = to_record(on_stage.run_one(raw_prompt=watches("a", film(0), fps=3)))
+    record = to_record(harness.run_one(raw_prompt=watches("a", film(0), fps=3)))
     [video, _] = record["messages"][0]["content"]
     assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
     assert json.loads(json.dumps(record)) == record
@@ -138,13 +140,13 @@ def test_a_video_is_refused_by_the_tools_name_where_the_model_takes_none() -> No
     template = ChatTemplate(idefics_template().tokenizer, media=idefics_template().media)
     reply = ScriptedReply(template.encoder.encode(call_text("look", a=1, b=2) + "<|im_end|>"))
     tools = [Camera(ToolResponse(video=[[picture()]]))]
-    output = Stage([reply], tools=tools, template=template).run_one().output
+    output = WorkerHarness([reply], tools=tools, template=template).run_one().output
     assert output.failure is not None
     assert "returned a video, but this model accepts only text and image; return text" in output.failure.error
 
 
 def test_a_video_file_fails_its_trajectory_with_a_remedy() -> None:
-    output = stage(ToolResponse(video=["clip.mp4"])).run_one().output
+    output = make_harness(ToolResponse(video=["clip.mp4"])).run_one().output
     assert output.failure is not None
     assert "'clip.mp4', and files are not decoded" in output.failure.error
 
@@ -156,23 +158,23 @@ def test_a_deadline_while_images_are_loaded_ends_the_episode() -> None:
             return super().read(media)
 
     template = ChatTemplate(vision_tokenizer(), media=Slow(vision_processor()))
-    on_stage = Stage([], template=template, deadline_s=0.05)
-    output = on_stage.run_one(raw_prompt=asks("a", picture())).output
+    harness = WorkerHarness([], template=template, deadline_s=0.05)
+    output = harness.run_one(raw_prompt=asks("a", picture())).output
     assert output.stop_reason is StopReason.DEADLINE
     assert output.failure is None
 
 
 def test_an_image_that_does_not_fit_is_reported() -> None:
     length = len(says(call_text("look", a=1, b=2)).token_ids) + 12
-    output = stage(ToolResponse(image=[picture(1)]), response_length=length).run_one().output
+    output = make_harness(ToolResponse(image=[picture(1)]), response_length=length).run_one().output
     assert output.stop_reason is StopReason.RESPONSE_LENGTH
     assert [incident.kind for incident in output.incidents] == [IncidentKind.DROPPED_OBSERVATION]
     assert output.attachments == ()
 
 
 def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
-    on_stage = stage(ToolResponse())
-    bad, good = on_stage.run([{"raw_prompt": asks("a", "nowhere.png")}, {"raw_prompt": asks("a", picture())}])
+    harness = make_harness(ToolResponse())
+    bad, good = harness.run([{"raw_prompt": asks("a", "nowhere.png")}, {"raw_prompt": asks("a", picture())}])
     assert bad.output.failure is not None
     assert "'nowhere.png'" in bad.output.failure.error
     assert good.output.stop_reason is StopReason.ANSWERED
@@ -180,7 +182,7 @@ def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
 
 def test_records_describe_images_without_their_pixels() -> None:
     messages = asks("a", picture(0), data_url(picture(1)))
-    record = to_record(stage(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
+    record = to_record(make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
     image, _ = record["segments"][0]["attachments"]
     assert (image["kind"], image["num_tokens"]) == ("image", 12)
     assert image["features"] == {"pixel_values": [48, 96], "image_grid_thw": [1, 3]}
@@ -194,8 +196,8 @@ def test_records_describe_images_without_their_pixels() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_prompt_is_cut_beside_an_image_not_through_it(side: str) -> None:
-    on_stage = stage(ToolResponse(), prompt_length=20, truncate_prompt=side)
-    output = on_stage.run_one(raw_prompt=asks("what is it?", picture(0))).output
+    harness = make_harness(ToolResponse(), prompt_length=20, truncate_prompt=side)
+    output = harness.run_one(raw_prompt=asks("what is it?", picture(0))).output
     assert output.failure is None
     assert len(output.prompt_ids) <= 20
     pads = np.count_nonzero(output.prompt_ids == PAD_ID)
@@ -211,7 +213,7 @@ def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> Non
         video=[film(3, num_frames=14, width=16)],
     )
     script = [says(call_text("look", a=1, b=2)), says("a cat")]
-    trajectories = Stage(script, tools=[Camera(views)], template=template).run(
+    trajectories = WorkerHarness(script, tools=[Camera(views)], template=template).run(
         [
             {"raw_prompt": [*asks("what is it?", picture(0)), *watches("and this?", film(1), film(2))]},
             {"raw_prompt": user("no image in this one")},
@@ -243,7 +245,7 @@ def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> Non
 
 
 def test_a_batch_without_images_has_no_columns_for_them() -> None:
-    trajectories = stage(ToolResponse(text="nothing to see")).run([{"raw_prompt": user("look")}])
+    trajectories = make_harness(ToolResponse(text="nothing to see")).run([{"raw_prompt": user("look")}])
     batch = assemble(trajectories, pad_token_id=0)
     assert "multi_modal_position_ids" not in batch
     assert "attachments" not in batch

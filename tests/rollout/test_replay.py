@@ -19,7 +19,7 @@ from agent_loop.rollout.replay import replay_trajectory
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
 from agent_loop.trajectory import Incident, IncidentKind, Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import call_text, calls, encoded, hermes_template, says, small_tokenizer
+from tests.helpers import call_text, encoded, hermes_template, small_tokenizer, text_reply, tool_call_reply
 
 TASK = '''
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_a_turn_with_calls_of_several_kinds_is_replayed(config: Config) -> None:
         + call_text("unknown")
         + "<tool_call>\n{broken\n</tool_call>"
     )
-    old = run(config, [says(both), calls("shout", word="b"), says("done")])
+    old = run(config, [text_reply(both), tool_call_reply("shout", word="b"), text_reply("done")])
     assert old.output.stop_reason is StopReason.ANSWERED
     kinds = {incident.kind for incident in old.output.incidents}
     assert {IncidentKind.UNKNOWN_TOOL, IncidentKind.MALFORMED_CALL, IncidentKind.TRUNCATED_REPLY} <= kinds
@@ -148,7 +148,7 @@ def test_a_turn_with_calls_of_several_kinds_is_replayed(config: Config) -> None:
 
 
 def test_an_interaction_that_opens_the_conversation_is_replayed(config: Config) -> None:
-    old = run(config, [says("first"), says("bye")], interaction_kwargs={"name": "guide"})
+    old = run(config, [text_reply("first"), text_reply("bye")], interaction_kwargs={"name": "guide"})
     assert old.output.stop_reason is StopReason.INTERACTION_FINISHED
     assert old.output.messages[0]["content"] == "hello\n\nWelcome."
     Path("guided.log").unlink()
@@ -159,14 +159,14 @@ def test_an_interaction_that_opens_the_conversation_is_replayed(config: Config) 
     assert not Path("guided.log").exists()
 
 
-@pytest.mark.parametrize("replies", [[says("a" * 30, ends=False)], [says("cut", ends=False)]])
+@pytest.mark.parametrize("replies", [[text_reply("a" * 30, ends=False)], [text_reply("cut", ends=False)]])
 def test_a_turn_that_was_cut_is_replayed(config: Config, replies: list[ScriptedReply]) -> None:
     old = run(config, replies)
     assert_identical(old, again(config, old))
 
 
 def test_a_turn_sampled_by_two_weight_versions_is_replayed(config: Config) -> None:
-    old = run(config, [says("answer in two parts")])
+    old = run(config, [text_reply("answer in two parts")])
     prompt, said = old.output.segments
     half = len(said) // 2
     parts = [
@@ -182,7 +182,7 @@ def test_a_turn_sampled_by_two_weight_versions_is_replayed(config: Config) -> No
 
 
 def test_a_replay_under_another_limit_differs_where_the_limit_applies(config: Config) -> None:
-    old = run(config, [calls("shout", word="a"), says("done")])
+    old = run(config, [tool_call_reply("shout", word="a"), text_reply("done")])
     config = load_config("config.yaml", overrides=["rollout.multi_turn.max_tool_response_length=20"])
     difference = first_difference(old.output, again(config, old).output)
     assert difference is not None
@@ -191,7 +191,7 @@ def test_a_replay_under_another_limit_differs_where_the_limit_applies(config: Co
 
 
 def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_replayed(config: Config) -> None:
-    old = run(config, [calls("count"), says("done")])
+    old = run(config, [tool_call_reply("count"), text_reply("done")])
     recorded = extract_responses(old).before(2)
     config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:farewell"])
     (new,) = asyncio.run(replay_trajectory(config, old, recorded=recorded, continue_live=True))
@@ -214,7 +214,7 @@ def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_rep
 def test_a_trajectory_with_incomplete_records_is_refused(
     config: Config, changes: dict[str, object], message: str
 ) -> None:
-    old = run(config, [says("done")])
+    old = run(config, [text_reply("done")])
     old = structs.replace(
         old, branch=changes.get("branch"), output=replace(old.output, messages=changes["messages"])
     )
@@ -223,10 +223,10 @@ def test_a_trajectory_with_incomplete_records_is_refused(
 
 
 def test_identical_trajectories_have_no_difference(config: Config) -> None:
-    old = run(config, [says("done")])
+    old = run(config, [text_reply("done")])
     noted = old.output.noted(Incident(IncidentKind.RESTARTED, "once"))
     assert first_difference(old.output, noted) is None
-    longer = run(config, [says("done and more")])
+    longer = run(config, [text_reply("done and more")])
     difference = first_difference(old.output, longer.output)
     assert difference is not None
     assert difference.index == len(old.output.prompt_ids) + len(encoded("done"))

@@ -22,7 +22,7 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 from tests.helpers import call_text, encoded, hermes_template, user
 from tests.loops.partials import TOKEN_S, Doer, World, speak
-from tests.rollout.harness import Stage
+from tests.rollout.harness import WorkerHarness
 from tests.rollout.journaled import key_of
 
 SPEECH = "I have a great deal to say about this. " * 3
@@ -104,17 +104,17 @@ def test_a_resumed_row_that_is_killed_resumes_from_its_output_and_its_journal(tm
     rows = [{"raw_prompt": user("What is to be done?")}]
     lengths = [len(encoded(f"{turn}<|im_end|>")) * TOKEN_S for turn in turns]
 
-    def stage() -> Stage:
+    def make_harness() -> WorkerHarness:
         tool = Doer("book", world, on_replay=OnReplay.ONCE, latency_s=0.1)
-        return Stage(speak(turns), tools=[tool], agent="partial_tool_agent")
+        return WorkerHarness(speak(turns), tools=[tool], agent="partial_tool_agent")
 
     async def cancelled() -> list[Trajectory]:
-        part = stage()
+        part = make_harness()
         asyncio.get_running_loop().call_later(lengths[0] + 1 + 10.5 * TOKEN_S, part.worker.cancel_all)
         return await part.worker.run([Job(rows[0], 0, 0, {})])
 
     async def resumed(earlier: list[Trajectory], *, killed_after_s: float | None) -> list[Trajectory]:
-        part, is_time = stage(), asyncio.Event()
+        part, is_time = make_harness(), asyncio.Event()
         async with open_journal(path, key=key_of(rows), rows=rows, resume=killed_after_s is None) as journal:
             _, jobs = split_resumed(journal.divide([Job(rows[0], 0, 0, {})])[1], earlier)
             if killed_after_s is None:

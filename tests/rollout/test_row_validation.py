@@ -20,7 +20,7 @@ from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import hermes_template, says
+from tests.helpers import hermes_template, text_reply
 
 COLUMNS = [
     "agent_name",
@@ -88,7 +88,7 @@ def run(row: dict[str, Any]) -> Trajectory | None:
         rows = prepare_rows([row, {"prompt": "What is 1 + 2?"}], prompt_key="prompt")
         manager = AgentLoopManager(
             RolloutConfig(max_failed_share=1),
-            servers=[ScriptedServer(lambda _: says("It is 3."))],
+            servers=[ScriptedServer(lambda _: text_reply("It is 3."))],
             template=hermes_template(),
         )
         odd, harmless = run_virtual(manager.run(rows))

@@ -24,8 +24,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import StopReason
-from tests.helpers import calls, encoded, says, small_tokenizer, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import encoded, small_tokenizer, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -37,7 +37,7 @@ def hangs(request: ScriptedRequest) -> ScriptedReply:
     prompt = str(small_tokenizer().decode(request.prompt_ids))
     if "engine" in prompt:
         return ScriptedReply(encoded("never"), latency_s=math.inf)
-    return says("done") if "reward" in prompt or request.turn else calls("add", a=1, b=2)
+    return text_reply("done") if "reward" in prompt or request.turn else tool_call_reply("add", a=1, b=2)
 
 
 def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_growing_intervals(
@@ -47,7 +47,7 @@ def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_grow
         await asyncio.sleep(math.inf)
         return 1.0
 
-    stage = Stage(
+    harness = WorkerHarness(
         hangs,
         tools=[Adder({"latency_s": math.inf})],
         reward=RewardFunction(reward, timeout_s=10_000),
@@ -61,8 +61,8 @@ def test_a_rollout_without_progress_logs_what_every_trajectory_waits_for_at_grow
     async def main() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1000):
-                await stage.worker.run(stage.jobs(rows))
-        stage.assert_nothing_is_left()
+                await harness.worker.run(harness.jobs(rows))
+        harness.assert_nothing_is_left()
 
     with caplog.at_level(logging.WARNING):
         run_virtual(main())
@@ -92,9 +92,11 @@ def test_a_rollout_with_progress_logs_nothing_and_a_second_stall_is_logged_again
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     latencies_s = iter([100.0, 130.0, 100.0, 130.0])
-    stage = Stage(lambda _: says("x", latency_s=next(latencies_s)), silence_s=120, max_concurrent=1)
+    harness = WorkerHarness(
+        lambda _: text_reply("x", latency_s=next(latencies_s)), silence_s=120, max_concurrent=1
+    )
     with caplog.at_level(logging.WARNING):
-        stage.run([{"raw_prompt": user("?")}] * 4)
+        harness.run([{"raw_prompt": user("?")}] * 4)
     assert [report.split(";")[0] for report in reports(caplog)] == ["no progress for 120 s"] * 2
 
 
@@ -106,22 +108,22 @@ class Sleeper(AgentLoopBase):
 
 
 def test_a_loop_that_waits_in_its_own_code_is_reported_so(caplog: pytest.LogCaptureFixture) -> None:
-    stage = Stage(lambda _: says("x"), agent="sleeper", silence_s=120)
+    harness = WorkerHarness(lambda _: text_reply("x"), agent="sleeper", silence_s=120)
     with caplog.at_level(logging.WARNING):
-        stage.run_one()
+        harness.run_one()
     assert "group=0/rollout=0: the loop's own code for 120 s" in reports(caplog)[0]
 
 
 def test_a_server_that_was_lost_is_reported_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     multi_turn = MultiTurnConfig(tool_timeout_s=10_000)
-    stage = Stage(hangs, tools=[Adder({"latency_s": 300.0})], multi_turn=multi_turn, silence_s=120)
+    harness = WorkerHarness(hangs, tools=[Adder({"latency_s": 300.0})], multi_turn=multi_turn, silence_s=120)
 
     async def main() -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(stage.worker.run(stage.jobs([{"raw_prompt": user("tool")}])))
+            group.create_task(harness.worker.run(harness.jobs([{"raw_prompt": user("tool")}])))
             await asyncio.sleep(10)
-            stage.server.die("out of memory")
-            stage.server_manager.pool.lose("scripted-0", reason="out of memory")
+            harness.server.die("out of memory")
+            harness.server_manager.pool.lose("scripted-0", reason="out of memory")
 
     with caplog.at_level(logging.WARNING):
         run_virtual(main())
@@ -137,13 +139,13 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_i
             loop.jump(3.0)  # as `time.sleep(3)` would
             return await super().execute(instance_id, parameters, **kwargs)
 
-    stage = Stage(
-        lambda r: calls("add", a=1, b=2) if r.turn == 0 else says("3", latency_s=1.0),
+    harness = WorkerHarness(
+        lambda r: tool_call_reply("add", a=1, b=2) if r.turn == 0 else text_reply("3", latency_s=1.0),
         tools=[Blocking()],
         silence_s=120,
     )
     with caplog.at_level(logging.WARNING):
-        trajectories = stage.run([{"raw_prompt": user("1 + 2?")}])
+        trajectories = harness.run([{"raw_prompt": user("1 + 2?")}])
     metrics = timing_metrics(trajectories)
     assert metrics["timing/event_loop_lag_max_s"] == pytest.approx(3.0, abs=0.06)
     assert 0 < metrics["timing/event_loop_lag_mean_s"] < 1
@@ -155,8 +157,8 @@ def test_the_lag_of_the_event_loop_is_in_the_timing_of_the_batch_and_its_cause_i
 
 
 def test_an_event_loop_that_is_on_time_has_no_lag() -> None:
-    stage = Stage(lambda _: says("x", latency_s=10.0), silence_s=120)
-    metrics = timing_metrics([stage.run_one()])
+    harness = WorkerHarness(lambda _: text_reply("x", latency_s=10.0), silence_s=120)
+    metrics = timing_metrics([harness.run_one()])
     assert [metrics[f"timing/event_loop_{name}"] for name in ("lag_max_s", "lag_mean_s", "late_share")] == [
         0
     ] * 3

@@ -20,8 +20,8 @@ from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, IncidentKind, Trajectory
 from agent_loop.types import StopReason
-from tests.helpers import calls, encoded, says, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import encoded, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 class Chaotic(Adder):
@@ -48,22 +48,22 @@ def test_a_thousand_failing_trajectories_all_end_with_a_reason_and_leak_nothing(
         latency_s = chance.choice([0.0, 0.1, 3.0])
         match chance.randrange(9):
             case 0:
-                return says("<tool_call>{broken</tool_call>", latency_s=latency_s)
+                return text_reply("<tool_call>{broken</tool_call>", latency_s=latency_s)
             case 1:
-                return says("the answer", latency_s=latency_s)
+                return text_reply("the answer", latency_s=latency_s)
             case 2:
                 return ScriptedReply([1], error="engine hiccup", latency_s=latency_s)
             case 3:
                 return ScriptedReply(encoded("never"), latency_s=math.inf)
             case 4:
-                return says("cut <tool_call>", ends=False, latency_s=latency_s)
+                return text_reply("cut <tool_call>", ends=False, latency_s=latency_s)
             case 5:
-                return calls("unknown", a=1)
+                return tool_call_reply("unknown", a=1)
             case _:
-                return calls("add", a=chance.randrange(12), b=chance.randrange(9))
+                return tool_call_reply("add", a=chance.randrange(12), b=chance.randrange(9))
 
     tool = Chaotic()
-    stage = Stage(
+    harness = WorkerHarness(
         script,
         tools=[tool],
         multi_turn=MultiTurnConfig(tool_timeout_s=40, max_user_turns=3),
@@ -77,13 +77,13 @@ def test_a_thousand_failing_trajectories_all_end_with_a_reason_and_leak_nothing(
         async def cancel_some() -> None:
             for _ in range(150):
                 await asyncio.sleep(chance.random())
-                stage.worker.cancel(chance.choice(stage.worker.running or ["none"]))
+                harness.worker.cancel(chance.choice(harness.worker.running or ["none"]))
 
         async with asyncio.TaskGroup() as group:
             cancelling = group.create_task(cancel_some())
-            trajectories = await stage.worker.run(stage.jobs(rows))
+            trajectories = await harness.worker.run(harness.jobs(rows))
             cancelling.cancel()
-        stage.assert_nothing_is_left()
+        harness.assert_nothing_is_left()
         return trajectories
 
     trajectories = run_virtual(scenario())
@@ -107,11 +107,11 @@ def test_a_thousand_failing_trajectories_all_end_with_a_reason_and_leak_nothing(
 
 def test_a_failing_trajectory_leaves_its_siblings_untouched() -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        first = not stage.server.requests[:-1]
-        return ScriptedReply([1], error="down") if first else says("fine", latency_s=1.0)
+        first = not harness.server.requests[:-1]
+        return ScriptedReply([1], error="down") if first else text_reply("fine", latency_s=1.0)
 
-    stage = Stage(script)
-    trajectories = stage.run([{"raw_prompt": user(str(n))} for n in range(5)])
+    harness = WorkerHarness(script)
+    trajectories = harness.run([{"raw_prompt": user(str(n))} for n in range(5)])
     assert Counter(t.output.stop_reason for t in trajectories) == {
         StopReason.FAILED: 1,
         StopReason.ANSWERED: 4,
@@ -120,30 +120,33 @@ def test_a_failing_trajectory_leaves_its_siblings_untouched() -> None:
 
 def test_cancelling_the_batch_reaches_every_server_and_tool() -> None:
     tool = Adder({"latency_s": math.inf})
-    stage = Stage(lambda request: calls("add", a=1, b=2) if request.turn == 0 else says("x"), tools=[tool])
+    harness = WorkerHarness(
+        lambda request: tool_call_reply("add", a=1, b=2) if request.turn == 0 else text_reply("x"),
+        tools=[tool],
+    )
     rows = [{"raw_prompt": user(str(n))} for n in range(50)]
 
     async def scenario() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
-                await stage.worker.run(stage.jobs(rows))
-        stage.assert_nothing_is_left()
+                await harness.worker.run(harness.jobs(rows))
+        harness.assert_nothing_is_left()
 
     run_virtual(scenario())
     assert tool.num_created == tool.num_released == 50
 
 
 def test_cancelling_one_trajectory_keeps_its_tokens_and_leaves_the_others() -> None:
-    stage = Stage(lambda _: says("abcdefgh", latency_s=10.0))
+    harness = WorkerHarness(lambda _: text_reply("abcdefgh", latency_s=10.0))
     rows = [{"raw_prompt": user(str(n))} for n in range(3)]
 
     async def scenario() -> list[Trajectory]:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(stage.worker.run(stage.jobs(rows)))
+            running = group.create_task(harness.worker.run(harness.jobs(rows)))
             await asyncio.sleep(5)
-            assert stage.worker.cancel("group=1/rollout=0")
-            assert not stage.worker.cancel("group=9/rollout=0")
-        stage.assert_nothing_is_left()
+            assert harness.worker.cancel("group=1/rollout=0")
+            assert not harness.worker.cancel("group=9/rollout=0")
+        harness.assert_nothing_is_left()
         return running.result()
 
     trajectories = run_virtual(scenario())
@@ -160,35 +163,35 @@ def test_the_first_requests_of_a_large_rollout_do_not_wait_until_all_trajectorie
     begun: list[int] = []
 
     def answer(_: ScriptedRequest) -> ScriptedReply:
-        begun.append(len(stage.worker.running))
-        return says("3", latency_s=5.0)
+        begun.append(len(harness.worker.running))
+        return text_reply("3", latency_s=5.0)
 
-    stage = Stage(answer)
-    stage.run([{"raw_prompt": user("What is 1 + 2?")}] * 1000)
+    harness = WorkerHarness(answer)
+    harness.run([{"raw_prompt": user("What is 1 + 2?")}] * 1000)
     assert begun[0] < 200
     assert begun[-1] == 1000
 
 
 def test_cancelling_all_reaches_trajectories_that_have_not_started() -> None:
     def answer(_: ScriptedRequest) -> ScriptedReply:
-        stage.worker.cancel_all()
-        return says("3", latency_s=5.0)
+        harness.worker.cancel_all()
+        return text_reply("3", latency_s=5.0)
 
-    stage = Stage(answer)
-    trajectories = stage.run([{"raw_prompt": user("What is 1 + 2?")}] * 1000)
+    harness = WorkerHarness(answer)
+    trajectories = harness.run([{"raw_prompt": user("What is 1 + 2?")}] * 1000)
     assert {t.output.stop_reason for t in trajectories} == {StopReason.CANCELLED}
-    assert len(stage.server.requests) < 200
+    assert len(harness.server.requests) < 200
 
 
 def test_too_many_failures_stop_the_run_with_the_most_common_error_in_full() -> None:
-    stage = Stage(lambda request: ScriptedReply([1], error="disk full", latency_s=1.0))
+    harness = WorkerHarness(lambda request: ScriptedReply([1], error="disk full", latency_s=1.0))
     rows = [{"raw_prompt": user(str(n))} for n in range(10)]
 
     async def scenario() -> None:
         budget = FailureBudget(num_trajectories=10, max_share=0.5)
         with pytest.raises(RolloutError, match=r"(?s)6 of 10 trajectories failed.*disk full"):
-            await stage.worker.run(stage.jobs(rows), budget=budget)
-        stage.assert_nothing_is_left()
+            await harness.worker.run(harness.jobs(rows), budget=budget)
+        harness.assert_nothing_is_left()
 
     run_virtual(scenario())
 
@@ -197,8 +200,8 @@ def test_the_reward_function_scores_trajectories_without_a_reward_of_their_own()
     def reward(output: AgentLoopOutput, row: dict[str, Any]) -> dict[str, Any]:
         return {"reward": float(row["truth"] in output.answer), "length": len(output.response_ids)}
 
-    stage = Stage(lambda _: says("It is 3."), reward=RewardFunction(reward, timeout_s=1))
-    right, wrong = stage.run([{"raw_prompt": user("1 + 2"), "truth": truth} for truth in ("3", "4")])
+    harness = WorkerHarness(lambda _: text_reply("It is 3."), reward=RewardFunction(reward, timeout_s=1))
+    right, wrong = harness.run([{"raw_prompt": user("1 + 2"), "truth": truth} for truth in ("3", "4")])
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     assert right.reward_extra["length"] == len(right.output.response_ids)
 
@@ -207,8 +210,8 @@ def test_a_reward_function_that_raises_fails_its_trajectory_only() -> None:
     def reward(output: AgentLoopOutput, row: dict[str, Any]) -> float:
         return 1.0 / row["divisor"]
 
-    stage = Stage(lambda _: says("hm"), reward=RewardFunction(reward, timeout_s=1))
-    bad, good = stage.run([{"raw_prompt": user("?"), "divisor": divisor} for divisor in (0, 2)])
+    harness = WorkerHarness(lambda _: text_reply("hm"), reward=RewardFunction(reward, timeout_s=1))
+    bad, good = harness.run([{"raw_prompt": user("?"), "divisor": divisor} for divisor in (0, 2)])
     assert bad.output.stop_reason is StopReason.FAILED
     assert bad.output.failure is not None
     assert "ZeroDivisionError" in bad.output.failure.error
@@ -221,8 +224,8 @@ def test_a_reward_function_that_hangs_ends_at_its_time_limit() -> None:
         await asyncio.sleep(math.inf)
         return 1.0
 
-    stage = Stage(lambda _: says("hm"), reward=RewardFunction(reward, timeout_s=2))
-    trajectory = stage.run_one()
+    harness = WorkerHarness(lambda _: text_reply("hm"), reward=RewardFunction(reward, timeout_s=2))
+    trajectory = harness.run_one()
     assert trajectory.output.failure is not None
     assert "2 s" in trajectory.output.failure.error
 
@@ -250,25 +253,27 @@ class Forgetful(AgentLoopBase):
 
 
 def test_a_loop_on_token_ids_leaves_no_session() -> None:
-    trajectory = Stage(lambda _: says("hi"), agent="token_level").run_one()
+    trajectory = WorkerHarness(lambda _: text_reply("hi"), agent="token_level").run_one()
     assert trajectory.output.num_turns == 2
     assert trajectory.output.response_ids.tolist() == encoded("hi<|im_end|>")
 
 
 def test_a_loop_without_an_episode_is_cancelled_after_its_deadline() -> None:
-    stage = Stage(lambda _: says("hi", latency_s=math.inf), agent="token_level", deadline_s=10)
-    assert stage.run_one().output.stop_reason is StopReason.DEADLINE
+    harness = WorkerHarness(
+        lambda _: text_reply("hi", latency_s=math.inf), agent="token_level", deadline_s=10
+    )
+    assert harness.run_one().output.stop_reason is StopReason.DEADLINE
 
 
 def test_the_error_for_a_loop_that_returns_nothing_states_what_to_return() -> None:
-    trajectory = Stage([says("hi")], agent="forgetful").run_one()
+    trajectory = WorkerHarness([text_reply("hi")], agent="forgetful").run_one()
     assert trajectory.output.failure is not None
     assert "return an AgentLoopOutput" in trajectory.output.failure.error
 
 
 def test_rows_select_their_loop_and_an_unknown_name_is_reported() -> None:
-    stage = Stage(lambda _: says("hi"))
-    known, unknown = stage.run(
+    harness = WorkerHarness(lambda _: text_reply("hi"))
+    known, unknown = harness.run(
         [{"raw_prompt": user("?"), "agent_name": name} for name in ("single_turn_agent", "singel_turn_agent")]
     )
     assert known.output.stop_reason is StopReason.ANSWERED
@@ -291,16 +296,16 @@ def test_an_abandoned_loop_gets_no_more_completions() -> None:
                         errors.append(error)
             return AgentLoopOutput(segments=())
 
-    stage = Stage(lambda _: says("x"), agent="goes_on", deadline_s=10.0)
+    harness = WorkerHarness(lambda _: text_reply("x"), agent="goes_on", deadline_s=10.0)
 
     async def scenario() -> None:
-        [trajectory] = await stage.worker.run(stage.jobs([{"raw_prompt": user("go")}]))
+        [trajectory] = await harness.worker.run(harness.jobs([{"raw_prompt": user("go")}]))
         assert trajectory.output.stop_reason is StopReason.DEADLINE
         assert [incident.kind for incident in trajectory.output.incidents] == [IncidentKind.ABANDONED]
         await asyncio.sleep(300)
         assert num_abandoned() == 0
-        stage.assert_nothing_is_left()
+        harness.assert_nothing_is_left()
 
     run_virtual(scenario())
     assert "the trajectory is over" in str(errors[0])
-    assert stage.server.requests == []
+    assert harness.server.requests == []

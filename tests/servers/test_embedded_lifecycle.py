@@ -152,7 +152,7 @@ def test_sleep_is_refused_while_requests_run(model: Any) -> None:
         async with serving(model) as server, asyncio.TaskGroup() as group:
             task = group.create_task(server.generate(random_prompt(9), LONG, "a"))
             await decoded(server, 1)
-            with pytest.raises(ServerError, match="1 requests run and 0 wait"):
+            with pytest.raises(ServerError, match="1 requests are running and 0 are queued"):
                 await server.sleep()
             assert len((await task).token_ids) == 200
 

@@ -103,7 +103,7 @@ SLOWER: dict[str, tuple[Any, str]] = {
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "two_sets_of_frequencies": (lambda: Phi3Config(**SIZES, **LONGROPE), "longrope"),
-    "too_short": (lambda: Qwen2Config(**{**SIZES, "max_position_embeddings": 100}), "ends at 100 positions"),
+    "too_short": (lambda: Qwen2Config(**{**SIZES, "max_position_embeddings": 100}), "has 100 positions"),
 }
 
 
@@ -229,9 +229,7 @@ def test_a_model_that_remembers_earlier_sequences_is_refused() -> None:
 
 
 def test_lengths_too_short_to_verify_with_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match="is 14 tokens, too short to verify the model with; give at least 15"
-    ):
+    with pytest.raises(ConfigError, match="is 14 tokens, too short to verify the model; give at least 15"):
         EmbeddedServer(tiny_model(), config=EmbeddedConfig(max_model_len=14))
 
     async def main() -> None:

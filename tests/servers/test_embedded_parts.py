@@ -133,7 +133,7 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
             for slot in running.values():
                 table.release(slot)
             running.clear()
-        placement = table.place(prompt, session=session)
+        placement = table.find_placement(prompt, session=session)
         assert isinstance(placement, Placement), "nothing is in prefill between these turns"
         index, reused = placement.slot.index, placement.num_reused
         assert reused < len(prompt)
@@ -143,7 +143,7 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
             source = written[placement.copy_from.index]
             held[placement.copy_start :] = source[placement.copy_start : reused]
         assert held == prompt[:reused].tolist()
-        slot = table.occupy(placement, prompt_ids=prompt, session=session)
+        slot = table.assign(placement, prompt_ids=prompt, session=session)
         sampled = [7] * num_sampled
         for token in sampled:
             slot.append(token)
@@ -157,16 +157,16 @@ def test_what_a_slot_is_said_to_hold_is_what_was_written_to_it(
 def test_a_prefix_is_waited_for_only_until_it_is_computed() -> None:
     table = SlotTable(num_slots=2, max_model_len=1000)
     long_prompt = np.arange(900, dtype=np.int32)
-    placement = table.place(long_prompt, session="leader")
+    placement = table.find_placement(long_prompt, session="leader")
     assert isinstance(placement, Placement)
-    leader = table.occupy(placement, prompt_ids=long_prompt, session="leader")
+    leader = table.assign(placement, prompt_ids=long_prompt, session="leader")
     follower = np.concatenate([long_prompt[:50], np.array([5], dtype=np.int32)])
-    waits_for = table.place(follower, session="follower")
+    waits_for = table.find_placement(follower, session="follower")
     assert isinstance(waits_for, PrefixInPrefill)
-    assert waits_for.is_coming
+    assert waits_for.is_pending
     leader.num_cached = 512
     assert leader.is_prefilling
-    assert not waits_for.is_coming
-    assert table.place(follower, session="follower") == Placement(
+    assert not waits_for.is_pending
+    assert table.find_placement(follower, session="follower") == Placement(
         slot=table.slots[1], num_reused=50, copy_from=leader
     )

@@ -22,7 +22,13 @@ from agent_loop.config import ModelConfig
 from agent_loop.errors import ConfigError, SamplingParamsError, ServerDied, ServerTimeout
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded_process import EmbeddedProcess
-from agent_loop.servers.embedded_process.line import MAX_MESSAGES, SIZE_BYTES, Answer, Call, Line
+from agent_loop.servers.embedded_process.connection import (
+    MAX_MESSAGES,
+    SIZE_BYTES,
+    EngineCall,
+    EngineConnection,
+    EngineReply,
+)
 from tests.servers.tiny_embedded import GREEDY, LONG, random_prompt, tiny_model
 
 LENGTH = 256
@@ -108,7 +114,7 @@ async def check_loss(server: EmbeddedProcess) -> None:
     health = await server.health()
     assert not health.is_alive
     assert "exit code -9" in health.detail
-    with pytest.raises(ServerDied, match="start another"):
+    with pytest.raises(ServerDied, match="start a new server"):
         await server.generate(random_prompt(9), GREEDY, "d")
     await server.abort("a")
     server.end_session("a")
@@ -179,35 +185,37 @@ def _is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def test_what_is_said_in_one_turn_of_the_event_loop_goes_together() -> None:
+def test_messages_of_one_event_loop_iteration_are_sent_together() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
-        line, other = await Line.open(ours), await Line.open(theirs)
+        connection, other = await EngineConnection.open(ours), await EngineConnection.open(theirs)
         for number in range(3):
-            line.say(Call(number, "health"))
-        heard = other.hear()
-        assert [(await anext(heard)) for _ in range(3)] == [Call(number, "health") for number in range(3)]
-        line.say(Answer(7, "the last word"))
-        line.close()
-        assert [message async for message in heard] == [Answer(7, "the last word")]
-        line.say(Call(8, "health"))
+            connection.send(EngineCall(number, "health"))
+        received = other.messages()
+        assert [(await anext(received)) for _ in range(3)] == [
+            EngineCall(number, "health") for number in range(3)
+        ]
+        connection.send(EngineReply(7, "the last message"))
+        connection.close()
+        assert [message async for message in received] == [EngineReply(7, "the last message")]
+        connection.send(EngineCall(8, "health"))
         await asyncio.sleep(0)
         other.close()
 
     asyncio.run(main())
 
 
-def test_many_messages_do_not_wait_for_the_end_of_the_turn() -> None:
+def test_many_messages_are_sent_before_the_event_loop_iteration_ends() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            line = await Line.open(ours)
-            calls = [Call(number, "health") for number in range(MAX_MESSAGES + 1)]
+            connection = await EngineConnection.open(ours)
+            calls = [EngineCall(number, "health") for number in range(MAX_MESSAGES + 1)]
             for call in calls:
-                line.say(call)
+                connection.send(call)
             sent = theirs.recv(2**20, socket.MSG_DONTWAIT)
             assert pickle.loads(sent[SIZE_BYTES:]) == calls[:-1]
-            line.close()
+            connection.close()
             assert pickle.loads(theirs.recv(2**20)[SIZE_BYTES:]) == calls[-1:]
 
     asyncio.run(main())

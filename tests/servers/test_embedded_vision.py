@@ -187,7 +187,9 @@ async def test_features_that_make_more_rows_than_there_are_placeholders_fail_the
     features = larger.attachments[0].features
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
     async with serving(vision_model()) as server:
-        with pytest.raises(ServerError, match=r"makes 24 rows of an image of .* but 12 placeholders"):
+        with pytest.raises(
+            ServerError, match=r"computes 24 features for an image of .* but it has 12 placeholders"
+        ):
             await ask(server, wrong, "a")
         assert len((await ask(server, encoded, "a")).token_ids) == 12
 
@@ -198,7 +200,7 @@ async def test_features_of_another_models_processor_fail_their_request_alone() -
     features = {**encoded.attachments[0].features, "pixel_values": np.zeros((3, 5), np.float32)}
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
     async with serving(vision_model()) as server:
-        with pytest.raises(ServerError, match="cannot read an image of pixel_values"):
+        with pytest.raises(ServerError, match="cannot process an image of pixel_values"):
             await ask(server, wrong, "a")
         assert len((await ask(server, encoded, "a")).token_ids) == 12
 
@@ -206,10 +208,10 @@ async def test_features_of_another_models_processor_fail_their_request_alone() -
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"start": 0, "num_tokens": 2}, "lies on 0 placeholders"),
-        ({"start": 500}, "lies on 0 placeholders"),
+        ({"start": 0, "num_tokens": 2}, "has 0 placeholders"),
+        ({"start": 500}, "has 0 placeholders"),
         ({"placeholder_id": 3}, "has placeholders 3, but the model's are"),
-        ({"start": 0, "num_tokens": 1}, "lies on 0 placeholders"),
+        ({"start": 0, "num_tokens": 1}, "has 0 placeholders"),
         ({"positions": None}, "has no positions"),
         ({"kind": "video"}, "a video of 12 tokens has placeholders"),
     ],
@@ -364,7 +366,7 @@ async def test_a_model_of_images_refuses_a_video_by_name() -> None:
     encoded = idefics_template().open_encoded(asks("a", picture()))
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], kind="video"),))
     async with serving(vision_model("idefics3")) as server:
-        with pytest.raises(ServerError, match="idefics3 is given images only; send frames as images"):
+        with pytest.raises(ServerError, match="idefics3 supports images only; send frames as images"):
             await ask(server, wrong, "a")
 
 
@@ -375,7 +377,9 @@ async def test_a_video_with_more_features_than_placeholders_is_refused() -> None
     features = longer.attachments[0].features
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
     async with serving(vision_model()) as server:
-        with pytest.raises(ServerError, match=r"makes 48 rows of a video of .* but 24 placeholders"):
+        with pytest.raises(
+            ServerError, match=r"computes 48 features for a video of .* but it has 24 placeholders"
+        ):
             await ask(server, wrong, "a")
 
 

@@ -16,12 +16,12 @@ from agent_loop.servers.factory import create_servers
 from agent_loop.servers.openai_compatible import OpenAIOptions, OpenAIServer
 from agent_loop.types import SamplingParams, as_token_ids
 from tests.servers.test_http import engine, events
-from tests.serving.harness import MODEL, embedded, site, tiny_lm
+from tests.serving.harness import MODEL, embedded, serve_app, tiny_lm
 
 
 @pytest.mark.slow
 def test_it_keeps_the_contract_towards_our_own_endpoint() -> None:
-    with site([embedded()]) as served:
+    with serve_app([embedded()]) as served:
         server = OpenAIServer(served.url, options=OpenAIOptions(logprobs="scaled"))
 
         async def main() -> None:

@@ -91,7 +91,7 @@ def embedded(name: str = "embedded-0", **settings: Any) -> EmbeddedServer:
 
 
 @dataclass(frozen=True)
-class Site:
+class ServedApp:
     """Running application, seen from another thread."""
 
     url: str
@@ -114,15 +114,15 @@ class Site:
 
 
 @contextmanager
-def site(
+def serve_app(
     servers: Sequence[AsyncServerBase] | ServerPool,
     *,
     template: ChatTemplate | None = None,
     request_timeout_s: float | None = None,
     **options: Any,
-) -> Iterator[Site]:
+) -> Iterator[ServedApp]:
     """Serve a pool on a free port until exit."""
-    begun: queue.SimpleQueue[tuple[Site, AppServer] | BaseException] = queue.SimpleQueue()
+    begun: queue.SimpleQueue[tuple[ServedApp, AppServer] | BaseException] = queue.SimpleQueue()
 
     async def main() -> None:
         pool = AsyncLLMServerManager(servers, request_timeout_s=request_timeout_s)
@@ -131,7 +131,7 @@ def site(
         with listening_socket("127.0.0.1", 0) as listener:
             url = base_url(listener, host="127.0.0.1")
             await pool.start()
-            begun.put((Site(url, pool, asyncio.get_running_loop()), app_server))
+            begun.put((ServedApp(url, pool, asyncio.get_running_loop()), app_server))
             await app_server.serve(sockets=[listener])
             await pool.close()
 

@@ -17,13 +17,13 @@ from agent_loop.errors import BadServerReply, ServerDied
 from agent_loop.servers.balancer import BalancerConfig
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.scripted import Script, ScriptedReply, ScriptedRequest, ScriptedServer
-from tests.helpers import says, user
-from tests.serving.harness import MODEL, TIMEOUT_S, Site, SpellingServer, embedded, site
+from tests.helpers import text_reply, user
+from tests.serving.harness import MODEL, TIMEOUT_S, ServedApp, SpellingServer, embedded, serve_app
 
-NEVER = says("never", latency_s=math.inf)
+NEVER = text_reply("never", latency_s=math.inf)
 
 
-def send(served: Site, path: str, body: dict) -> socket.socket:
+def send(served: ServedApp, path: str, body: dict) -> socket.socket:
     """Return a connection on which a request was sent and nothing was read."""
     where = urlsplit(served.url)
     connection = socket.create_connection((where.hostname, where.port), timeout=30)
@@ -33,7 +33,7 @@ def send(served: Site, path: str, body: dict) -> socket.socket:
     return connection
 
 
-def get(served: Site, path: str) -> tuple[int, str]:
+def get(served: ServedApp, path: str) -> tuple[int, str]:
     url = served.url.removesuffix("/v1") + path
     try:
         with urllib.request.urlopen(url, timeout=30) as answer:
@@ -43,7 +43,7 @@ def get(served: Site, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def post(served: Site, path: str, body: bytes) -> tuple[int, dict]:
+def post(served: ServedApp, path: str, body: bytes) -> tuple[int, dict]:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(served.url + path, data=body, headers=headers)
     try:
@@ -54,7 +54,7 @@ def post(served: Site, path: str, body: bytes) -> tuple[int, dict]:
             return error.code, json.loads(error.read())
 
 
-def client_of(served: Site) -> openai.OpenAI:
+def client_of(served: ServedApp) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url, api_key="-", max_retries=0)
 
 
@@ -63,7 +63,7 @@ def client_of(served: Site) -> openai.OpenAI:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_frees_its_leases(path: str, n: int, stream: bool) -> None:
     server = SpellingServer(NEVER)
-    with site([server]) as served:
+    with serve_app([server]) as served:
         asked = {"messages": user("hi")} if "chat" in path else {"prompt": "hi"}
         connection = send(served, path, {"model": MODEL, **asked, "n": n, "stream": stream})
         served.until(lambda: server.num_running == n)
@@ -78,7 +78,7 @@ def test_a_client_that_disconnects_frees_its_leases(path: str, n: int, stream: b
 
 def test_a_client_that_disconnects_in_a_stream_aborts_the_servers_request() -> None:
     server = embedded(max_model_len=8192, max_slots=2)
-    with site([server]) as served:
+    with serve_app([server]) as served:
         asked = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": True}
         connection = send(served, "/completions", {"model": MODEL, **asked})
         assert b"200 OK" in connection.recv(65536)
@@ -108,7 +108,7 @@ def babbles(request: ScriptedRequest) -> ScriptedReply:
 )
 def test_failures_have_their_http_status(script: Script, status: int, words: str, stream: bool) -> None:
     with (
-        site([ScriptedServer(script)]) as served,
+        serve_app([ScriptedServer(script)]) as served,
         client_of(served) as client,
         pytest.raises(openai.InternalServerError, match=words) as caught,
     ):
@@ -119,7 +119,7 @@ def test_failures_have_their_http_status(script: Script, status: int, words: str
 
 def test_a_completion_that_takes_too_long_is_a_gateway_timeout() -> None:
     server = SpellingServer(NEVER)
-    with site([server], request_timeout_s=0.2) as served, client_of(served) as client:
+    with serve_app([server], request_timeout_s=0.2) as served, client_of(served) as client:
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as caught:
                 client.chat.completions.create(model=MODEL, messages=user("hi"), stream=stream)
@@ -128,8 +128,8 @@ def test_a_completion_that_takes_too_long_is_a_gateway_timeout() -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
-    server = SpellingServer(says("one two three"), hangs=True)
-    with site([server], request_timeout_s=0.5) as served, client_of(served) as client:
+    server = SpellingServer(text_reply("one two three"), hangs=True)
+    with serve_app([server], request_timeout_s=0.5) as served, client_of(served) as client:
         stream = client.chat.completions.create(model=MODEL, messages=user("hi"), stream=True)
         said = ""
         with pytest.raises(openai.APIError, match="took longer"):
@@ -140,7 +140,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event() -> None:
 
 def test_health_names_the_server_that_is_down() -> None:
     servers = [ScriptedServer([], name="a"), ScriptedServer([], name="b")]
-    with site(servers) as served:
+    with serve_app(servers) as served:
         assert get(served, "/health")[0] == 200
         served.run(servers[1].close())
         status, body = get(served, "/health")
@@ -155,7 +155,7 @@ def test_health_names_the_server_that_is_down() -> None:
 
 
 def test_metrics_count_requests_and_tokens() -> None:
-    with site([SpellingServer(says("one two"))]) as served:
+    with serve_app([SpellingServer(text_reply("one two"))]) as served:
         with client_of(served) as client:
             usage = client.chat.completions.create(model=MODEL, messages=user("hi")).usage
             list(client.chat.completions.create(model=MODEL, messages=user("hi"), stream=True))
@@ -191,7 +191,7 @@ def test_metrics_count_requests_and_tokens() -> None:
     ],
     ids=["cut", "empty", "list", "nan", "bytes", "surrogate", "nested", "huge"],
 )
-def test_invalid_bodies_are_refused(shared: Site, body: bytes, status: int) -> None:
+def test_invalid_bodies_are_refused(shared: ServedApp, body: bytes, status: int) -> None:
     try:
         got, reply = post(shared, "/chat/completions", body)
     except (ConnectionError, urllib.error.URLError):
@@ -203,17 +203,17 @@ def test_invalid_bodies_are_refused(shared: Site, body: bytes, status: int) -> N
 
 @pytest.fixture(scope="module")
 def shared():
-    with site([SpellingServer(says("Yes."))]) as served:
+    with serve_app([SpellingServer(text_reply("Yes."))]) as served:
         yield served
 
 
 def test_a_named_session_stays_on_its_server_and_others_end_with_their_request() -> None:
-    servers = [SpellingServer(says("Yes.")) for _ in range(3)]
+    servers = [SpellingServer(text_reply("Yes.")) for _ in range(3)]
     for number, server in enumerate(servers):
         server.name = f"scripted-{number}"
     # A busy machine may make one of them look slow, which would be a reason to leave it.
     pool = ServerPool(servers, config=BalancerConfig(escape_margin=math.inf))
-    with site(pool) as served, client_of(served) as client:
+    with serve_app(pool) as served, client_of(served) as client:
         for _ in range(6):
             client.chat.completions.create(
                 model=MODEL, messages=user("hi"), extra_headers={"x-session-id": "mine"}
@@ -227,8 +227,8 @@ def test_a_named_session_stays_on_its_server_and_others_end_with_their_request()
 
 
 def test_two_concurrent_requests_of_one_session_are_both_completed() -> None:
-    server = SpellingServer(NEVER, says("Yes."))
-    with site([server]) as served, client_of(served) as client:
+    server = SpellingServer(NEVER, text_reply("Yes."))
+    with serve_app([server]) as served, client_of(served) as client:
         asked = {"model": MODEL, "messages": user("hi"), "session_id": "mine"}
         connection = send(served, "/chat/completions", asked)
         served.until(lambda: server.num_running == 1)

@@ -12,7 +12,7 @@ from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.serving.app import ServedModel, create_app
 from tests.gateway.test_hostile_requests import CHAT
-from tests.helpers import hermes_template, says
+from tests.helpers import hermes_template, text_reply
 from tests.hostile_json import RAW, mutated
 from tests.serving.harness import MODEL
 
@@ -35,7 +35,7 @@ IDS = {"model": MODEL, "prompt": [[1, 2], [3]], "max_tokens": 4}
 
 @pytest.fixture
 def client() -> TestClient:
-    pool = AsyncLLMServerManager([ScriptedServer(lambda _: says("Yes."))])
+    pool = AsyncLLMServerManager([ScriptedServer(lambda _: text_reply("Yes."))])
     app = create_app(ServedModel(pool=pool, template=hermes_template(), model=MODEL, max_model_len=4096))
     return TestClient(app, raise_server_exceptions=False)
 

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.serving.harness import MODEL, Site, embedded, site
+from tests.serving.harness import MODEL, ServedApp, embedded, serve_app
 
 pytestmark = pytest.mark.slow
 
@@ -48,13 +48,13 @@ PLAIN = {
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Site]:
-    with site([embedded(max_model_len=48)], max_model_len=48) as where:
+def served() -> Iterator[ServedApp]:
+    with serve_app([embedded(max_model_len=48)], max_model_len=48) as where:
         yield where
 
 
 @pytest.fixture(scope="module")
-def schema(served: Site) -> Any:
+def schema(served: ServedApp) -> Any:
     return schemathesis.openapi.from_url(served.url.removesuffix("/v1") + "/openapi.json")
 
 

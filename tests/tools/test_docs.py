@@ -16,8 +16,8 @@ from agent_loop.checks import check_tool
 from agent_loop.config import parse_section
 from agent_loop.tools.base import BaseTool
 from agent_loop.tools.registry import BUILTIN_TOOLS, ToolEntry, load_tools
-from tests.helpers import call_text, says
-from tests.rollout.harness import Stage
+from tests.helpers import call_text, text_reply
+from tests.rollout.harness import WorkerHarness
 from tests.tools.test_web import SPEC
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
@@ -98,6 +98,10 @@ def test_the_class_keeps_the_contract_and_the_row_chooses_it(folder: Path) -> No
     [row] = [json.loads(text) for text in blocks("json")]
     calculator = load({"class_name": "calculator"}, folder)["calculator"]
     turn = call_text("notebook", text="6 * 7") + call_text("calculator", expression="6 * 7")
-    output = Stage([says(turn), says("42")], tools=[notebook, calculator]).run_one(**row).output
+    output = (
+        WorkerHarness([text_reply(turn), text_reply("42")], tools=[notebook, calculator])
+        .run_one(**row)
+        .output
+    )
     assert [m["content"] for m in output.messages if m["role"] == "tool"] == ["2 notes", "42"]
     assert output.feedback[0].extra == {"num_notes": 2}

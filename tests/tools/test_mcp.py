@@ -29,8 +29,8 @@ from agent_loop.tools.results import ToolResult
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind, Trajectory
 from agent_loop.types import StopReason, ToolCall
-from tests.helpers import calls, says, small_tokenizer, user
-from tests.rollout.harness import Stage
+from tests.helpers import small_tokenizer, text_reply, tool_call_reply, user
+from tests.rollout.harness import WorkerHarness
 from tests.tools.mcp_server import PIXEL
 from tests.tools.sandboxes import descendants
 
@@ -233,7 +233,7 @@ def test_a_registry_of_verl_selects_tools_from_a_file_of_servers(http: HttpServe
 
 
 def script(request: ScriptedRequest) -> ScriptedReply:
-    return calls("notes_add", a=request.turn, b=1) if request.turn < 3 else says("done")
+    return tool_call_reply("notes_add", a=request.turn, b=1) if request.turn < 3 else text_reply("done")
 
 
 @pytest.mark.parametrize(
@@ -242,11 +242,11 @@ def script(request: ScriptedRequest) -> ScriptedReply:
 def test_sixty_four_rows_share_one_server(http: HttpServer, is_remote: bool, session: str) -> None:
     where = {"url": http.url} if is_remote else STDIO
     tools = mcp_tools({**where, "prefix": "notes_", "session": session, "tool_selected_list": ["add"]})
-    stage = Stage(script, tools=tools)
+    harness = WorkerHarness(script, tools=tools)
 
     async def main() -> list[Trajectory]:
-        trajectories = await stage.worker.run(stage.jobs([{"raw_prompt": user("go")}] * 64))
-        stage.assert_nothing_is_left()
+        trajectories = await harness.worker.run(harness.jobs([{"raw_prompt": user("go")}] * 64))
+        harness.assert_nothing_is_left()
         return trajectories
 
     for trajectory in asyncio.run(main()):
@@ -263,17 +263,17 @@ def test_killing_a_server_during_a_call_fails_only_its_own_calls(
     def fates(request: ScriptedRequest) -> ScriptedReply:
         is_doomed = "doomed" in small_tokenizer().decode(request.prompt_ids)
         if request.turn == 0:
-            return calls("add", a=1, b=1)
+            return tool_call_reply("add", a=1, b=1)
         if request.turn == 1:
-            return calls("die") if is_doomed else calls("note", text="alive")
-        return calls("add", a=2, b=2) if request.turn == 2 else says("done")
+            return tool_call_reply("die") if is_doomed else tool_call_reply("note", text="alive")
+        return tool_call_reply("add", a=2, b=2) if request.turn == 2 else text_reply("done")
 
-    stage = Stage(fates, tools=stdio_tools)
+    harness = WorkerHarness(fates, tools=stdio_tools)
 
     async def main() -> list[Trajectory]:
         rows = [{"raw_prompt": user(fate)} for fate in ("doomed", "spared")]
-        trajectories = await stage.worker.run(stage.jobs(rows))
-        stage.assert_nothing_is_left()
+        trajectories = await harness.worker.run(harness.jobs(rows))
+        harness.assert_nothing_is_left()
         return trajectories
 
     doomed, spared = asyncio.run(main())

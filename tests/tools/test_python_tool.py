@@ -15,8 +15,8 @@ from agent_loop.tools.sandbox.settings import SandboxSettings
 from agent_loop.tools.session import ToolSession, ToolSessionConfig
 from agent_loop.trajectory import IncidentKind
 from agent_loop.types import ToolCall
-from tests.helpers import calls, says, user
-from tests.rollout.harness import Stage
+from tests.helpers import text_reply, tool_call_reply, user
+from tests.rollout.harness import WorkerHarness
 from tests.tools.sandboxes import HASTY, ask, descendants, left_running, python_tool, readable_python, talk
 
 pytestmark = pytest.mark.slow
@@ -268,9 +268,12 @@ def test_concurrent_trajectories_have_separate_interpreters() -> None:
     tool = python_tool()
     before = descendants()
     code = "import os\nopen('mine', 'x').close()\nx = 40"
-    stage = Stage([calls("python", code=code), calls("python", code="x += 2\nx"), says("42")], tools=[tool])
+    harness = WorkerHarness(
+        [tool_call_reply("python", code=code), tool_call_reply("python", code="x += 2\nx"), text_reply("42")],
+        tools=[tool],
+    )
     rows = [{"raw_prompt": user("How much is 40 + 2?")} for _ in range(8)]
-    trajectories = asyncio.run(stage.worker.run(stage.jobs(rows)))
+    trajectories = asyncio.run(harness.worker.run(harness.jobs(rows)))
     for trajectory in trajectories:
         replies = [message["content"] for message in trajectory.output.messages if message["role"] == "tool"]
         assert replies == ["(no output)", "42"]

@@ -10,14 +10,14 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import IncidentKind
-from tests.helpers import calls, hermes_template, says, user
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import hermes_template, text_reply, tool_call_reply, user
+from tests.rollout.harness import Adder, WorkerHarness
 
 
 def test_a_row_sees_and_calls_only_its_selected_tools() -> None:
     chosen, other = Adder(name="chosen"), Adder(name="other")
-    script = [calls("other", a=1, b=2), calls("chosen", a=1, b=2), says("3")]
-    trajectory = Stage(script, tools=[other, chosen]).run_one(
+    script = [tool_call_reply("other", a=1, b=2), tool_call_reply("chosen", a=1, b=2), text_reply("3")]
+    trajectory = WorkerHarness(script, tools=[other, chosen]).run_one(
         tool_selection=["chosen"], tools_kwargs={"other": {"create_kwargs": {"x": 1}}, "chosen": None}
     )
     output = trajectory.output
@@ -32,8 +32,8 @@ def test_a_row_sees_and_calls_only_its_selected_tools() -> None:
 
 @pytest.mark.parametrize(("selection", "num_tools"), [(None, 2), ([], 0), (("b", "a"), 2)])
 def test_none_selects_all_tools_and_an_empty_list_selects_none(selection: Any, num_tools: int) -> None:
-    stage = Stage([says("hello")], tools=[Adder(name="a"), Adder(name="b")])
-    output = stage.run_one(tool_selection=selection).output
+    harness = WorkerHarness([text_reply("hello")], tools=[Adder(name="a"), Adder(name="b")])
+    output = harness.run_one(tool_selection=selection).output
     assert len(output.tool_schemas) == num_tools
 
 
@@ -52,7 +52,7 @@ def test_none_selects_all_tools_and_an_empty_list_selects_none(selection: Any, n
     ],
 )
 def test_an_unknown_tool_in_a_row_is_an_error_before_any_work(column: str, value: Any, message: str) -> None:
-    server = ScriptedServer([says("hello")])
+    server = ScriptedServer([text_reply("hello")])
     config = RolloutConfig.model_validate({"multi_turn": {"tools": ["calculator"]}})
 
     async def main() -> None:

@@ -24,8 +24,8 @@ from agent_loop.training.advantages import collect_rewards, estimate_advantages,
 from agent_loop.training.feedback import feedback_metrics
 from agent_loop.trajectory import AgentLoopOutput, Feedback, IncidentKind, Trajectory
 from agent_loop.types import Message, Origin, ToolCall
-from tests.helpers import call_text, calls, encoded, says, user
-from tests.rollout.harness import Stage
+from tests.helpers import call_text, encoded, text_reply, tool_call_reply, user
+from tests.rollout.harness import WorkerHarness
 
 
 class Payer(BaseTool):
@@ -61,15 +61,15 @@ def ends_of_turns(trajectory: Trajectory) -> list[int]:
 
 
 def test_two_tools_and_an_interaction_in_three_turns() -> None:
-    first = says(call_text("gold", reward=0.5) + "\n" + call_text("silver", reward=0.25))
-    second = calls("silver", reward=0.0)
-    stage = Stage(
-        [first, second, says("done")],
+    first = text_reply(call_text("gold", reward=0.5) + "\n" + call_text("silver", reward=0.25))
+    second = tool_call_reply("silver", reward=0.0)
+    harness = WorkerHarness(
+        [first, second, text_reply("done")],
         tools=[Payer("gold"), Payer("silver")],
         interactions={"critic": Critic({"name": "critic"})},
         reward=RewardFunction(reward_one, timeout_s=1),
     )
-    trajectory = stage.run_one(interaction_kwargs={"name": "critic"})
+    trajectory = harness.run_one(interaction_kwargs={"name": "critic"})
     output, ends = trajectory.output, ends_of_turns(trajectory)
     assert len(ends) == 3
     assert output.tool_rewards == (0.5, 0.25, 0.0)
@@ -91,8 +91,11 @@ def test_two_tools_and_an_interaction_in_three_turns() -> None:
 
 
 def test_calls_without_a_reward_leave_the_columns_empty_and_are_counted() -> None:
-    stage = Stage([calls("gold", reward=None), calls("gone"), says("done")], tools=[Payer("gold")])
-    trajectory = stage.run_one()
+    harness = WorkerHarness(
+        [tool_call_reply("gold", reward=None), tool_call_reply("gone"), text_reply("done")],
+        tools=[Payer("gold")],
+    )
+    trajectory = harness.run_one()
     batch = assemble([trajectory], pad_token_id=0)
     assert not batch["has_turn_reward"].any()
     assert not batch["turn_rewards"].any()
@@ -128,13 +131,13 @@ class ForksAfterPay(AgentLoopBase):
 
 
 def run_forks() -> list[Trajectory]:
-    stage = Stage(
-        lambda request: calls("gold", reward=request.turn),
+    harness = WorkerHarness(
+        lambda request: tool_call_reply("gold", reward=request.turn),
         tools=[Payer("gold")],
         agent="forks_after_pay",
         reward=RewardFunction(reward_one, timeout_s=1),
     )
-    return stage.run([{"raw_prompt": user("?")}])
+    return harness.run([{"raw_prompt": user("?")}])
 
 
 def test_a_branch_has_the_rewards_of_the_turns_it_shares_and_its_own() -> None:
@@ -173,7 +176,7 @@ def test_a_call_before_the_first_sampled_token_belongs_to_no_turn() -> None:
                 return episode.output()
 
     assert CallsFirst
-    trajectory = Stage([says("hello")], tools=[Payer("gold")], agent="calls_first").run_one()
+    trajectory = WorkerHarness([text_reply("hello")], tools=[Payer("gold")], agent="calls_first").run_one()
     assert [(f.place, f.reward) for f in trajectory.output.feedback] == [(None, 1.0)]
     assert not assemble([trajectory], pad_token_id=0)["has_turn_reward"].any()
 

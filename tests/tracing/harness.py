@@ -13,10 +13,10 @@ from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import Script, ScriptedServer
 from agent_loop.tracing.stored import event_lines, read_accounts
 from agent_loop.trajectory import Trajectory
-from tests.helpers import calls, hermes_template, says, user
+from tests.helpers import hermes_template, text_reply, tool_call_reply, user
 
 TOOLS = Path(__file__).with_name("traced_tools.py")
-ADDS = [calls("add", a=1, b=2), says("three")]
+ADDS = [tool_call_reply("add", a=1, b=2), text_reply("three")]
 
 
 def settings(trace: TraceConfig, **rollout: Any) -> RolloutConfig:

@@ -15,13 +15,13 @@ from agent_loop.config import TraceConfig
 from agent_loop.errors import ConfigError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedServer
-from agent_loop.tracing import delivery as delivery_module
+from agent_loop.tracing import background_writer as delivery_module
 from agent_loop.tracing import tracer as tracer_module
-from agent_loop.tracing.delivery import Delivery, OneByOne
-from agent_loop.tracing.forms import Form, forms_of
+from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
+from agent_loop.tracing.json_traces import JsonTrace, to_json_traces
 from agent_loop.tracing.stored import read_accounts
 from agent_loop.types import StopReason
-from tests.helpers import hermes_template, says, user
+from tests.helpers import hermes_template, text_reply, user
 from tests.tracing.harness import run, settings
 
 
@@ -48,22 +48,22 @@ class Notebook:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "agent_loop.tracing.delivery"]
+    return [r.getMessage() for r in caplog.records if r.name == "agent_loop.tracing.background_writer"]
 
 
 def test_everything_is_written_in_order_and_the_writer_closed() -> None:
     notebook = Notebook()
-    delivery = Delivery[int](OneByOne(notebook), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=100)
     for number in range(50):
-        delivery.put(number)
-    delivery.close(timeout_s=10)
+        background_writer.put(number)
+    background_writer.close(timeout_s=10)
     assert notebook.items == list(range(50))
-    assert (notebook.num_opened, notebook.is_closed, delivery.num_dropped) == (1, True, 0)
+    assert (notebook.num_opened, notebook.is_closed, background_writer.num_dropped) == (1, True, 0)
 
 
 def test_a_writer_that_was_given_nothing_is_never_opened() -> None:
     notebook = Notebook()
-    Delivery[int](OneByOne(notebook), name="notes", max_queued=1).close(timeout_s=10)
+    BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=1).close(timeout_s=10)
     assert (notebook.num_opened, notebook.is_closed) == (0, False)
 
 
@@ -73,16 +73,16 @@ def test_what_a_writer_fails_on_is_dropped_and_said_once_per_kind(caplog: pytest
             raise OSError(28, "No space left on device") if number < 7 else ValueError("what?")
 
     notebook = Notebook(fails)
-    delivery = Delivery[int](OneByOne(notebook), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](OneAtATimeWriter(notebook), name="notes", max_queued=100)
     for number in range(10):
-        delivery.put(number)
-    delivery.close(timeout_s=10)
+        background_writer.put(number)
+    background_writer.close(timeout_s=10)
     assert notebook.items == [1, 3, 5, 7, 9]
-    assert delivery.num_dropped == 5
+    assert background_writer.num_dropped == 5
     assert warnings(caplog) == [
-        "notes: not written, as others like it will not be: OSError: [Errno 28] No space left on device",
-        "notes: not written, as others like it will not be: ValueError: what?",
-        "notes: 5 in all were not written",
+        "notes: items are dropped (reported once for this reason): OSError: [Errno 28] No space left on device",
+        "notes: items are dropped (reported once for this reason): ValueError: what?",
+        "notes: 5 in total were not written",
     ]
 
 
@@ -94,28 +94,28 @@ def test_a_writer_that_cannot_be_opened_is_tried_again_with_the_next_item() -> N
                 raise ConnectionError("not yet")
 
     late = Late()
-    delivery = Delivery[int](OneByOne(late), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](OneAtATimeWriter(late), name="notes", max_queued=100)
     for number in range(5):
-        delivery.put(number)
-    delivery.close(timeout_s=10)
+        background_writer.put(number)
+    background_writer.close(timeout_s=10)
     assert late.items == [2, 3, 4]
-    assert delivery.num_dropped == 2
+    assert background_writer.num_dropped == 2
 
 
 def test_a_writer_that_hangs_drops_what_does_not_fit_and_holds_the_end_up_for_a_bounded_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     release = threading.Event()
-    delivery = Delivery[int](
-        OneByOne(Notebook(lambda number: assert_waits(release))), name="notes", max_queued=3
+    background_writer = BackgroundWriter[int](
+        OneAtATimeWriter(Notebook(lambda number: assert_waits(release))), name="notes", max_queued=3
     )
     started = time.monotonic()
     for number in range(10):
-        delivery.put(number)
-    delivery.close(timeout_s=0.2)
+        background_writer.put(number)
+    background_writer.close(timeout_s=0.2)
     assert time.monotonic() - started < 5
-    assert delivery.num_dropped == 10
-    assert warnings(caplog)[-1] == "notes: 10 in all were not written"
+    assert background_writer.num_dropped == 10
+    assert warnings(caplog)[-1] == "notes: 10 in total were not written"
     release.set()
 
 
@@ -128,7 +128,7 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Notebook], None]:
     """Puts a notebook in the place of a backend."""
 
     def put(notebook: Notebook) -> None:
-        monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: OneByOne(notebook))
+        monkeypatch.setattr(tracer_module, "make_writer", lambda backend, config: OneAtATimeWriter(notebook))
 
     return put
 
@@ -149,14 +149,14 @@ def test_a_rollout_does_not_notice_a_writer_that_hangs(writer: Callable[[Noteboo
 
     async def main() -> None:
         config = settings(TraceConfig(backend="file", max_queued=2, flush_timeout_s=0.2))
-        server = ScriptedServer([says("hi")])
+        server = ScriptedServer([text_reply("hi")])
         async with AgentLoopManager(config, servers=[server], template=hermes_template()) as manager:
             started = time.monotonic()
             trajectories = await manager.run([{"raw_prompt": user("hello")}], n=20)
             seconds.append(time.monotonic() - started)
             assert len(trajectories) == 20
-            [delivery] = manager.telemetry.tracing.deliveries
-        assert delivery.num_dropped == 20
+            [background_writer] = manager.telemetry.tracing.background_writers
+        assert background_writer.num_dropped == 20
 
     asyncio.run(main())
     release.set()
@@ -168,7 +168,7 @@ def test_a_full_disk_is_said_once_and_costs_the_traces_alone(caplog: pytest.LogC
     assert len(trajectories) == 3
     first, last = warnings(caplog)
     assert "No space left on device" in first
-    assert last == "traces to file: 3 in all were not written"
+    assert last == "traces to file: 3 in total were not written"
 
 
 def test_what_is_queued_when_the_rollout_is_cancelled_is_still_written(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_what_is_queued_when_the_rollout_is_cancelled_is_still_written(tmp_path:
     async def main() -> None:
         config = settings(TraceConfig(backend="file", path=str(path)))
         async with AgentLoopManager(
-            config, servers=[ScriptedServer([says("hi")])], template=hermes_template()
+            config, servers=[ScriptedServer([text_reply("hi")])], template=hermes_template()
         ) as manager:
             await manager.run([{"raw_prompt": user("hello")}], n=5)
             raise KeyboardInterrupt
@@ -200,11 +200,11 @@ def test_finished_trajectories_are_read_in_the_writers_thread_alone(
 ) -> None:
     readers: list[str] = []
 
-    def read(*args: Any, **kwargs: Any) -> Iterator[Form]:
+    def read(*args: Any, **kwargs: Any) -> Iterator[JsonTrace]:
         readers.append(threading.current_thread().name)
-        return forms_of(*args, **kwargs)
+        return to_json_traces(*args, **kwargs)
 
-    monkeypatch.setattr(tracer_module, "forms_of", read)
+    monkeypatch.setattr(tracer_module, "to_json_traces", read)
     notebook = Notebook()
     writer(notebook)
     run(TraceConfig(backend="file"))
@@ -233,13 +233,13 @@ class Album:
 def test_what_comes_while_a_writer_is_busy_is_written_in_batches_of_bounded_size() -> None:
     release = threading.Event()
     album = Album(lambda: assert_waits(release))
-    delivery = Delivery[int](album, name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](album, name="notes", max_queued=100)
     for number in range(4):
-        delivery.put(number)
+        background_writer.put(number)
     for number in range(4, 10):
-        delivery.put(number)
+        background_writer.put(number)
     release.set()
-    delivery.close(timeout_s=10)
+    background_writer.close(timeout_s=10)
     assert album.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
@@ -247,11 +247,11 @@ def test_a_batch_that_is_not_written_counts_each_of_its_items() -> None:
     def fails() -> None:
         raise OSError(28, "No space left on device")
 
-    delivery = Delivery[int](Album(fails), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](Album(fails), name="notes", max_queued=100)
     for number in range(6):
-        delivery.put(number)
-    delivery.close(timeout_s=10)
-    assert delivery.num_dropped == 6
+        background_writer.put(number)
+    background_writer.close(timeout_s=10)
+    assert background_writer.num_dropped == 6
 
 
 def test_the_end_counts_the_items_of_a_batch_that_hangs() -> None:
@@ -261,32 +261,32 @@ def test_the_end_counts_the_items_of_a_batch_that_hangs() -> None:
         begun.set()
         assert_waits(release)
 
-    delivery = Delivery[int](Album(hangs), name="notes", max_queued=100)
+    background_writer = BackgroundWriter[int](Album(hangs), name="notes", max_queued=100)
     for number in range(6):
-        delivery.put(number)
+        background_writer.put(number)
     assert begun.wait(timeout=60)
-    delivery.close(timeout_s=0.1)
-    assert delivery.num_dropped == 6
+    background_writer.close(timeout_s=0.1)
+    assert background_writer.num_dropped == 6
     release.set()
 
 
 def test_what_comes_alone_is_written_although_nothing_else_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery_module, "LINGER_S", 0.001)
+    monkeypatch.setattr(delivery_module, "BATCH_WINDOW_S", 0.001)
     written = threading.Event()
-    delivery = Delivery[int](Album(written.set), name="notes", max_queued=100)
-    delivery.put(1)
+    background_writer = BackgroundWriter[int](Album(written.set), name="notes", max_queued=100)
+    background_writer.put(1)
     assert written.wait(timeout=60)
-    delivery.close(timeout_s=10)
+    background_writer.close(timeout_s=10)
 
 
 def test_a_short_queue_does_not_fill_up_while_the_writer_waits_for_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(delivery_module, "LINGER_S", 600.0)
+    monkeypatch.setattr(delivery_module, "BATCH_WINDOW_S", 600.0)
     written = threading.Event()
-    delivery = Delivery[int](Album(written.set), name="notes", max_queued=2)
-    delivery.put(1)
-    delivery.put(2)
+    background_writer = BackgroundWriter[int](Album(written.set), name="notes", max_queued=2)
+    background_writer.put(1)
+    background_writer.put(2)
     assert written.wait(timeout=60)
-    delivery.close(timeout_s=10)
-    assert delivery.num_dropped == 0
+    background_writer.close(timeout_s=10)
+    assert background_writer.num_dropped == 0

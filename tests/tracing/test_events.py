@@ -14,7 +14,7 @@ from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tracing.stored import event_lines, read_accounts
 from agent_loop.trajectory import AgentLoopOutput
-from tests.helpers import calls, encoded, says, user
+from tests.helpers import encoded, text_reply, tool_call_reply, user
 from tests.tracing.harness import ADDS, events_in, run
 
 
@@ -105,7 +105,7 @@ def test_a_sample_of_rows_is_the_same_each_time_and_keeps_whole_groups(tmp_path:
         path = tmp_path / name
         trace = TraceConfig(backend="file", path=str(path), max_samples_per_step_per_worker=2)
         rows = [{"raw_prompt": user("hello"), "index": 100 + number} for number in range(10)]
-        run(trace, script=[says("hi")], rows=rows, runs=[{"label": f"step={step}", "n": 3}])
+        run(trace, script=[text_reply("hi")], rows=rows, runs=[{"label": f"step={step}", "n": 3}])
         return Counter(
             event["attributes"]["sample_index"] for event in events_in(path) if event["event"] == "began"
         )
@@ -133,7 +133,7 @@ class TwoBranches(AgentLoopBase):
 
 def test_branches_are_told_one_by_one_with_their_own_turns(path: Path) -> None:
     def script(request: ScriptedRequest) -> ScriptedReply:
-        return says("the quick brown fox" if request.sampling_params.max_tokens else "the")
+        return text_reply("the quick brown fox" if request.sampling_params.max_tokens else "the")
 
     run(
         TraceConfig(backend="file", path=str(path), token2text=True),
@@ -172,7 +172,11 @@ def test_what_is_told_grows_with_the_tokens_and_not_with_their_square(
         path = tmp_path / f"{num_turns}.jsonl"
 
         def script(request: ScriptedRequest) -> ScriptedReply:
-            return says("done") if request.turn == num_turns - 1 else calls("add", a=request.turn, b=2)
+            return (
+                text_reply("done")
+                if request.turn == num_turns - 1
+                else tool_call_reply("add", a=request.turn, b=2)
+            )
 
         trace = TraceConfig(backend="file", path=str(path), token2text=token2text)
         [trajectory] = run(trace, script=script)

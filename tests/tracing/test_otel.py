@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from agent_loop.cli import app
 from agent_loop.config import TraceConfig
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
-from tests.helpers import calls, encoded, says
+from tests.helpers import encoded, text_reply, tool_call_reply
 from tests.tracing.harness import run
 
 NAMES = ["invoke_agent tool_agent", "chat", "execute_tool add", "Adder.sum_of", "chat"]
@@ -148,7 +148,7 @@ def test_a_collector_that_is_not_there_costs_the_traces_alone(caplog: pytest.Log
         pass
     trajectories = run(traces_to(collector, flush_timeout_s=0.5), runs=[{"n": 4}])
     assert len(trajectories) == 4
-    assert "traces to otel: 4 in all were not written" in caplog.text
+    assert "traces to otel: 4 in total were not written" in caplog.text
 
 
 def test_what_is_in_a_file_is_sent_later(collector: Collector, tmp_path: Path) -> None:
@@ -166,7 +166,11 @@ def test_what_is_in_a_file_is_sent_later(collector: Collector, tmp_path: Path) -
 def test_what_is_sent_grows_with_the_tokens_and_not_with_their_square(collector: Collector) -> None:
     def bytes_per_token(num_turns: int) -> float:
         def script(request: ScriptedRequest) -> ScriptedReply:
-            return says("done") if request.turn == num_turns - 1 else calls("add", a=request.turn, b=2)
+            return (
+                text_reply("done")
+                if request.turn == num_turns - 1
+                else tool_call_reply("add", a=request.turn, b=2)
+            )
 
         [trajectory] = run(traces_to(collector, token2text=True), script=script)
         num_tokens = len(trajectory.output.prompt_ids) + len(trajectory.output.response_ids)

@@ -13,7 +13,7 @@ from agent_loop.config import TraceConfig
 from agent_loop.errors import ConfigError, ToolError
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
-from tests.helpers import calls, encoded, hermes_template, says, user
+from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply, user
 from tests.tracing.harness import ADDS, settings
 
 assert ToolError
@@ -62,7 +62,9 @@ def test_what_ended_is_counted() -> None:
 
 def test_failures_of_tools_and_trajectories_are_told_by_kind() -> None:
     async def main() -> None:
-        server = ScriptedServer([calls("add", a="one"), ScriptedReply(encoded("no"), error="on fire")])
+        server = ScriptedServer(
+            [tool_call_reply("add", a="one"), ScriptedReply(encoded("no"), error="on fire")]
+        )
         async with manager_of(server, max_failed_share=1.0) as manager:
             await manager.run(ROWS)
             samples = await scraped(manager)
@@ -96,8 +98,8 @@ def test_a_lost_server_its_failovers_and_the_weights_of_the_others_are_seen() ->
     async def main() -> None:
         def script(request: Any) -> ScriptedReply:
             if not any(server.num_sessions > 4 for server in servers):
-                return says("hi", latency_s=0.2)
-            return says("hi")
+                return text_reply("hi", latency_s=0.2)
+            return text_reply("hi")
 
         servers = [ScriptedServer(script, name=name) for name in ("one", "two")]
         async with manager_of(*servers) as manager, asyncio.TaskGroup() as group:

@@ -21,12 +21,12 @@ from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest
 from agent_loop.tracing.events import TraceAttributes
-from agent_loop.tracing.forms import Finished, Form, account_of, forms_of
+from agent_loop.tracing.json_traces import FinishedTrajectory, JsonTrace, account_from_json, to_json_traces
 from agent_loop.tracing.stored import event_lines, read_accounts
-from agent_loop.tracing.texts import BytesJoiner, decoder_of
+from agent_loop.tracing.token_decoder import BytesDecoder, make_token_decoder
 from agent_loop.tracing.writers.file import line_of
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
-from tests.helpers import hermes_template, says, small_tokenizer, user
+from tests.helpers import hermes_template, small_tokenizer, text_reply, user
 from tests.tracing.harness import events_in, run
 
 
@@ -45,7 +45,7 @@ class ManyBranches(AgentLoopBase):
 
 
 def many_branches_script(request: ScriptedRequest) -> ScriptedReply:
-    return says("the" * (1 + next(MANY) % 40))
+    return text_reply("the" * (1 + next(MANY) % 40))
 
 
 MANY = itertools.count()
@@ -56,19 +56,21 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "traces.jsonl"
 
 
-def form_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> Form:
+def form_of(trajectory: Trajectory, *, template: ChatTemplate | None = None) -> JsonTrace:
     """As the writer of one row's trajectory is given it."""
     assert trajectory.trace is not None
     attributes = TraceAttributes("step=3/group=0/rollout=0", 3, 0, 0, False, "tool_agent", "")
-    texts_of = None if template is None else decoder_of(template)
-    [form] = forms_of([Finished(trajectory, attributes, trajectory.trace)], texts_of=texts_of)
+    decode_runs = None if template is None else make_token_decoder(template)
+    [form] = to_json_traces(
+        [FinishedTrajectory(trajectory, attributes, trajectory.trace)], decode_runs=decode_runs
+    )
     return form
 
 
 @pytest.mark.parametrize("token2text", [False, True])
 def test_a_stored_trajectory_has_the_events_of_the_live_one(path: Path, token2text: bool) -> None:
     [trajectory] = run(TraceConfig(backend="file", path=str(path), token2text=token2text))
-    live = account_of(form_of(trajectory, template=hermes_template() if token2text else None))
+    live = account_from_json(form_of(trajectory, template=hermes_template() if token2text else None))
     [stored] = read_accounts(path)
     assert list(event_lines(stored)) == list(event_lines(live))
     assert len(list(event_lines(stored))) > 8
@@ -79,16 +81,16 @@ def test_texts_are_those_of_the_tokenizer() -> None:
     vocabulary = template.tokenizer.backend_tokenizer.get_vocab_size()
     random = np.random.default_rng(0)
     runs = [random.integers(0, vocabulary + 50, length).astype(np.int32) for length in (1, 0, 3, 500, 2)]
-    texts_of = decoder_of(template)
-    assert isinstance(texts_of, BytesJoiner)
+    decode_runs = make_token_decoder(template)
+    assert isinstance(decode_runs, BytesDecoder)
     expected = [
         template.tokenizer.backend_tokenizer.decode(r.tolist(), skip_special_tokens=False) for r in runs
     ]
-    assert texts_of(runs) == expected
-    assert texts_of([]) == []
-    assert texts_of([runs[1]]) == [""]
-    others = decoder_of(ChatTemplate(small_tokenizer(), tool_parser="hermes", encoder="tokenizers"))
-    assert not isinstance(others, BytesJoiner)
+    assert decode_runs(runs) == expected
+    assert decode_runs([]) == []
+    assert decode_runs([runs[1]]) == [""]
+    others = make_token_decoder(ChatTemplate(small_tokenizer(), tool_parser="hermes", encoder="tokenizers"))
+    assert not isinstance(others, BytesDecoder)
     assert others(runs) == expected
 
 
@@ -99,15 +101,15 @@ def test_a_line_that_a_killed_process_left_unfinished_is_left_out_and_said(
     path.write_bytes(path.read_bytes()[:-10])
     with caplog.at_level(logging.WARNING):
         assert len(list(read_accounts(path))) == 2
-    assert "line 3 is not whole" in caplog.text
+    assert "line 3 is incomplete" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"event": "began"}', "line 1 is no trajectory that rollout.trace.backend=file wrote"),
-        ("what?", "line 1 is no trajectory"),
-        ('{"version": 99}', "line 1 has version 99, and this reads 1; upgrade agent-loop"),
+        ('{"event": "began"}', "line 1 is not a trajectory that rollout.trace.backend=file wrote"),
+        ("what?", "line 1 is not a trajectory"),
+        ('{"version": 99}', "line 1 has version 99, but this agent-loop reads 1; upgrade agent-loop"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_place(path: Path, line: str, message: str) -> None:

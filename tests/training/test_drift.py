@@ -6,37 +6,40 @@ from agent_loop.chat.report import Cause
 from agent_loop.servers.scripted import ScriptedReply
 from agent_loop.training.drift import find_drift
 from agent_loop.training.metrics import drift_metrics
-from tests.helpers import calls, encoded, hermes_template, says
-from tests.rollout.harness import Adder, Stage
+from tests.helpers import encoded, hermes_template, text_reply, tool_call_reply
+from tests.rollout.harness import Adder, WorkerHarness
 
 LETTERS = [token_id for letter in "the fox" for token_id in encoded(letter)]
 MERGED = ScriptedReply([*LETTERS, *encoded("<|im_end|>")])
-DENSE = says('<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>')
+DENSE = text_reply('<tool_call>{"name":"add","arguments":{"a":1,"b":2}}</tool_call>')
 
 
 @pytest.mark.parametrize(
     ("script", "cause"),
     [
-        ([says("hello")], None),
-        ([calls("add", a=1, b=2), says("It is 3.")], None),
-        ([DENSE, says("It is 3.")], Cause.RESERIALISED_CALL),
+        ([text_reply("hello")], None),
+        ([tool_call_reply("add", a=1, b=2), text_reply("It is 3.")], None),
+        ([DENSE, text_reply("It is 3.")], Cause.RESERIALISED_CALL),
         (
-            [says('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'), says("3")],
+            [
+                text_reply('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'),
+                text_reply("3"),
+            ],
             None,
         ),
         ([MERGED], Cause.MERGED_TOKENS),
-        ([says("<think>hm</think>hello")], Cause.STRIPPED_REASONING),
-        ([says("an answer that is", ends=False)], None),
+        ([text_reply("<think>hm</think>hello")], Cause.STRIPPED_REASONING),
+        ([text_reply("an answer that is", ends=False)], None),
     ],
 )
 def test_a_trajectory_is_held_against_a_full_render(script: list[ScriptedReply], cause: Cause | None) -> None:
-    trajectory = Stage(script, tools=[Adder()], max_turn_tokens=500).run_one()
+    trajectory = WorkerHarness(script, tools=[Adder()], max_turn_tokens=500).run_one()
     assert find_drift(trajectory.output, template=hermes_template()) == cause
 
 
 def test_drift_is_reported_as_shares_by_cause() -> None:
-    replies = iter([says("hello"), MERGED, says("hello"), says("bye")])
-    trajectories = Stage(lambda _: next(replies)).run(
+    replies = iter([text_reply("hello"), MERGED, text_reply("hello"), text_reply("bye")])
+    trajectories = WorkerHarness(lambda _: next(replies)).run(
         [{"raw_prompt": [{"role": "user", "content": "?"}]}] * 4
     )
     assert drift_metrics(trajectories, template=hermes_template()) == {

@@ -1,4 +1,4 @@
-"""Reads an environment's action out of what the model said."""
+"""Parser of the action in a model's answer to an environment."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from agent_loop.errors import ConfigError
 from agent_loop.runtime.describe import describe_error, describe_value, one_line
 
 
-class NoAction(Exception):
-    """The text names no action of the space; the message says why, in words that the model may be answered with."""
+class InvalidAction(Exception):
+    """Raised when a text names no action of the space. The message can be shown to the model."""
 
 
 class ActionReader:
-    """Turns text into a member of a Gymnasium space.
+    """Converts text to a member of a Gymnasium space.
 
     Args:
-        words: Action values by the words for them, in any case; empty if the text is the value itself: as it is for a
-            `Text` space, else in JSON.
-        pattern: A regular expression, in any case, whose last match counts: its first group, or all of it. None takes
-            the whole text.
+        words: Action values by name; names are case-insensitive. If empty, the text is the action itself: taken
+            literally for a `Text` space, parsed as JSON for any other.
+        pattern: A case-insensitive regular expression that finds the action. Its last match counts: the first group
+            if there is one, or the whole match. None takes the whole text.
 
     Raises:
-        ConfigError: The pattern is no regular expression.
+        ConfigError: The pattern is not a valid regular expression.
     """
 
     def __init__(self, *, words: Mapping[str, Any], pattern: str | None) -> None:
@@ -35,48 +35,51 @@ class ActionReader:
         try:
             self._pattern = None if pattern is None else re.compile(pattern, re.IGNORECASE | re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"action_pattern is {pattern!r}, no regular expression: {error}") from error
+            raise ConfigError(
+                f"action_pattern is {pattern!r}, which is not a valid regular expression: {error}"
+            ) from error
 
     def read(self, text: str, space: Any) -> Any:
-        """The action that the text names.
+        """Return the action that `text` names.
 
         Raises:
-            NoAction: It names none.
+            InvalidAction: The text names no action of `space`.
         """
-        said = self._matched(text)
-        action = self._value_of(said, space)
-        if isinstance(action, bool) or not space.contains(action):  # (`true` is no number)
-            raise NoAction(f"{describe_value(action)} is not in {space}")
+        action = self._value_of(self._matched_text(text), space)
+        if isinstance(action, bool) or not space.contains(action):  # (a bool passes as an integer otherwise)
+            raise InvalidAction(f"{describe_value(action)} is not in {space}")
         return action
 
-    def _matched(self, text: str) -> str:
+    def _matched_text(self, text: str) -> str:
         if self._pattern is None:
             return text.strip()
         matches = list(self._pattern.finditer(text))
         if not matches:
-            raise NoAction(f"nothing in the answer has the form {self._pattern.pattern}")
+            raise InvalidAction(f"nothing in the answer matches {self._pattern.pattern}")
         groups = matches[-1].groups()
         return str(groups[0] if groups and groups[0] is not None else matches[-1][0]).strip()
 
-    def _value_of(self, said: str, space: Any) -> Any:
+    def _value_of(self, text: str, space: Any) -> Any:
         if self._words:
-            if said.casefold() not in self._words:
-                raise NoAction(
-                    f"{one_line(said, max_length=80)!r} is none of the actions {', '.join(self._words)}"
+            if text.casefold() not in self._words:
+                raise InvalidAction(
+                    f"{one_line(text, max_length=80)!r} is not one of the actions {', '.join(self._words)}"
                 )
-            value = self._words[said.casefold()]
+            value = self._words[text.casefold()]
         elif type(space).__name__ == "Text":
-            return said
+            return text
         else:
             try:
-                value = json.loads(said)
+                value = json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise NoAction(f"{one_line(said, max_length=80)!r} is no value of {space} in JSON") from error
+                raise InvalidAction(
+                    f"{one_line(text, max_length=80)!r} is not a JSON value of {space}"
+                ) from error
         return _member(value, space)
 
 
 def _member(value: Any, space: Any) -> Any:
-    """A value as it came from JSON or YAML, in the types of its space."""
+    """Convert a value from JSON or YAML to the types of its space."""
     kind = type(space).__name__
     if kind == "Dict" and isinstance(value, dict):
         values = cast(dict[str, Any], value)
@@ -93,13 +96,17 @@ def _member(value: Any, space: Any) -> Any:
 
 
 def _array(value: Any, space: Any) -> Any:
-    """Numbers as an array, none of them rounded."""
+    """Convert numbers to an array of the space's dtype.
+
+    Raises:
+        InvalidAction: The value is not numeric, or would be rounded.
+    """
     try:
         exact = np.asarray(value)
         array = np.asarray(value, dtype=space.dtype)
     except (TypeError, ValueError, OverflowError) as error:
-        raise NoAction(f"{describe_value(value)} is not in {space}: {describe_error(error)}") from error
+        raise InvalidAction(f"{describe_value(value)} is not in {space}: {describe_error(error)}") from error
     is_rounded = array.dtype.kind in "iu" and not np.array_equal(array, exact)
     if exact.dtype.kind not in "biuf" or is_rounded:
-        raise NoAction(f"{describe_value(value)} is not in {space}")
+        raise InvalidAction(f"{describe_value(value)} is not in {space}")
     return array

@@ -1,4 +1,4 @@
-"""What a simulated user or an environment is."""
+"""Base class of simulated users and environments."""
 
 from __future__ import annotations
 
@@ -11,47 +11,54 @@ from agent_loop.types import Message
 
 
 class BaseInteraction(ABC):
-    """Answers the model where no tool does. The object is shared by all trajectories of a worker; what belongs to
-    one trajectory is kept under its `instance_id`.
+    """Base class of interactions, which reply to model turns that call no tool.
+
+    One object serves all trajectories of a worker. Keep the state of a trajectory under its `instance_id`.
 
     Args:
-        config: The interaction's own settings, as given in the YAML registry; `name` is among them.
+        config: The interaction's own settings from the YAML registry, including `name`.
     """
 
     on_replay: OnReplay | str = OnReplay.RESTART
-    """What becomes of recorded replies when a trajectory is run again after a crash or a cancellation: say it of your
-    interaction, or such trajectories begin anew."""
+    """How to use recorded replies when a trajectory runs again after a crash or a cancellation. By default such a
+    trajectory restarts from the beginning."""
     opens_conversation: bool = False
-    """It speaks before the model does: it is started with the trajectory, and what `start_interaction` returns is added
-    to the prompt. Otherwise it is started when the model has said something that no tool answers."""
+    """Whether the interaction sends the first message. If so, it starts with the trajectory, and the text that
+    `start_interaction` returns is added to the prompt. Otherwise it starts at the first model turn that calls no
+    tool."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = dict(config)
         self.name = str(self.config.get("name", type(self).__name__))
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> str | None:
-        """Sets up one trajectory. `kwargs` are the row's `interaction_kwargs`, without `name`.
+        """Set up one trajectory.
+
+        Args:
+            instance_id: The key of the trajectory in all later calls.
+            **kwargs: The row's `interaction_kwargs`, without `name`.
 
         Returns:
-            Where the interaction opens the conversation, its first words; else anything, which is not looked at.
+            The first message, if the interaction opens the conversation. Otherwise the value is ignored.
         """
 
     @abstractmethod
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Answers the conversation so far.
+        """Reply to the conversation so far.
 
         Returns:
-            Whether the trajectory is over, the answer, the score of the turn that is answered, and anything worth
-            recording. Where it is over, the answer is recorded but not shown to the model.
+            A tuple of four: whether the trajectory is over, the reply, the score of the last model turn, and a dict
+            to record. The last reply of a trajectory is recorded but not shown to the model.
 
         Raises:
-            InteractionUnavailable: What it needs cannot be reached; any other exception counts as a bug in it.
+            InteractionUnavailable: A service that the interaction needs cannot be reached. Any other exception
+                counts as a bug in the interaction.
         """
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
-        """The verdict on the whole trajectory; None if there is none."""
+        """Return the score of the whole trajectory, or None if it has none."""
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Frees what `start_interaction` set up, which may be nothing or only a part."""
+        """Free what `start_interaction` set up. Also called if `start_interaction` failed or was cancelled."""

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment that can be put into words."""
+"""Interaction that plays a Gymnasium environment through text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic import Field
 
 from agent_loop.config import NotNegative, Section
 from agent_loop.errors import InteractionBug
-from agent_loop.interactions.actions import ActionReader, NoAction
+from agent_loop.interactions.actions import ActionReader, InvalidAction
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.flipping import text_of
 from agent_loop.interactions.settings import read_settings
+from agent_loop.interactions.swapped_roles import text_of
 from agent_loop.loading import import_extra, load_object
 from agent_loop.runtime.describe import describe_value
 from agent_loop.runtime.instances import OnReplay
@@ -24,41 +24,47 @@ from agent_loop.seeds import trajectory_seed
 from agent_loop.types import Message
 
 ObservationText = Callable[[Any, Any], str]
-"""(observation, environment) -> what the model reads."""
+"""Function `(observation, environment) -> text for the model`."""
 LARGEST_SEED = 2**31 - 1
 _COLOURED = re.compile(r"\x1b\[[\d;]+m(.*?)\x1b\[0?m", re.DOTALL)
 
 
 class GymnasiumSettings(Section):
-    """`config` of the interaction."""
+    """Settings under `config` of the interaction."""
 
     env_id: str
-    """As `gymnasium.make` takes it: `FrozenLake-v1`, or `my_package.my_module:MyEnv-v0`, which imports the module."""
+    """Environment id for `gymnasium.make`: `FrozenLake-v1`, or `my_package.my_module:MyEnv-v0`, which imports the
+    module."""
     env_kwargs: dict[str, Any] = Field(default={})
-    """Given to `gymnasium.make`."""
+    """Keyword arguments for `gymnasium.make`."""
     observation: str = "text"
-    """What the model reads: `text` is `str(observation)`, `render` is what `env.render()` returns (with `render_mode:
-    ansi` in `env_kwargs`), and `file.py:function` or `module:function` is yours: `(observation, env) -> str`."""
+    """How an observation becomes text: `text` is `str(observation)`, and `render` is the result of `env.render()`, for
+    which `env_kwargs` sets `render_mode: ansi`. `file.py:function` or `module:function` names your own function
+    `(observation, env) -> str`."""
     actions: dict[str, Any] = Field(default={})
-    """Words for actions, as in `{left: 0, down: 1}`; empty if the model writes the action itself."""
+    """Actions by name, as in `{left: 0, down: 1}`. If empty, the model writes the action's value."""
     action_pattern: str | None = None
-    """Where the action is in what the model says: a regular expression whose last match counts."""
-    invalid_reply: str = "That is no valid action: {reason}."
+    """Regular expression that finds the action in the model's answer. The last match counts."""
+    invalid_reply: str = "That is not a valid action: {reason}."
+    """Reply to a turn without a valid action."""
     invalid_score: float = 0.0
-    """Of a turn without a valid action; the environment does not notice it."""
+    """Score of a turn without a valid action. The environment does not step in such a turn."""
     max_invalid_in_a_row: NotNegative = 3
-    """One more such turn ends the trajectory, neither terminated nor truncated."""
+    """Consecutive turns without a valid action that are allowed. One more ends the trajectory, neither terminated nor
+    truncated."""
     on_replay: OnReplay = OnReplay.RESTART
-    """`rerun` where the rows' seeds make the environment's every step reproducible."""
+    """Choose `rerun` if the rows' seeds make every step of the environment reproducible."""
 
 
 class GymnasiumInteraction(BaseInteraction):
-    """Plays one environment per trajectory: its observations are the user's turns, its rewards the turns' scores, and
-    their sum the verdict.
+    """Plays one environment per trajectory.
 
-    The row's `interaction_kwargs` may hold `seed` and `options` for `reset`; anything else goes to `gymnasium.make`.
-    Without a `seed` there, `rollout.seed` decides, for each trajectory by itself.
-    Each reply records `terminated` and `truncated`. An environment lives in a thread of its own.
+    The environment's observations are the user turns, and its rewards are the scores of the model's turns. Their sum
+    is the score of the trajectory.
+
+    A row's `interaction_kwargs` may hold `seed` and `options` for `reset`; other keys go to `gymnasium.make`.
+    Without a `seed` in the row, each trajectory derives its own from `rollout.seed`.
+    Each reply records `terminated` and `truncated`. Every environment runs in its own thread.
     """
 
     opens_conversation = True
@@ -88,12 +94,12 @@ class GymnasiumInteraction(BaseInteraction):
         if seed is None and (derived := trajectory_seed(self.name)) is not None:
             seed = derived & LARGEST_SEED
 
-        def begin() -> str:
+        def reset() -> str:
             game.env = self._make(self._settings.env_id, **env_kwargs)
             observation, _ = game.env.reset(seed=seed, options=options)
             return self._text_of(observation, game.env)
 
-        return await game.thread.run(begin)
+        return await game.thread.run(reset)
 
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
@@ -101,7 +107,7 @@ class GymnasiumInteraction(BaseInteraction):
         game = self._games[instance_id]
         try:
             action = self._actions.read(text_of(messages[-1]), game.env.action_space)
-        except NoAction as reason:
+        except InvalidAction as reason:
             return self._refuse(game, str(reason))
         text, score, terminated, truncated = await game.thread.run(self._step, game, action)
         game.num_invalid_in_a_row = 0
@@ -142,11 +148,11 @@ class GymnasiumInteraction(BaseInteraction):
 
 @dataclass(slots=True)
 class _Game:
-    """One trajectory's environment."""
+    """Environment of one trajectory."""
 
     thread: OneThread
     env: Any = None
-    """None until it is made; used in the thread alone."""
+    """None until it is created. Used only in `thread`."""
     total: float = 0.0
     num_invalid_in_a_row: int = 0
 
@@ -164,11 +170,11 @@ def _observation_text(observation: str) -> ObservationText:
 
 
 def _rendered(env: Any) -> str:
-    """What the environment draws, with brackets where it draws in colour: that is where things are."""
+    """Return the text that the environment renders, with brackets in place of colour, which marks positions."""
     drawn = env.render()
     if not isinstance(drawn, str):
         raise InteractionBug(
-            f"render() of {env} returned {describe_value(drawn)}; set render_mode: ansi in env_kwargs, or give "
-            "observation: file.py:function"
+            f"render() of {env} returned {describe_value(drawn)} instead of a str; set render_mode: ansi in "
+            "env_kwargs, or set observation to file.py:function"
         )
     return _COLOURED.sub(r"[\1]", drawn).strip("\n")

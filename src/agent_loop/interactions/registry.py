@@ -1,4 +1,4 @@
-"""Loads the interactions that a configuration names."""
+"""Loader for the interactions of a configuration."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from agent_loop.interactions.base import BaseInteraction
 from agent_loop.registries import construct, load_class, read_entries
 
 PATH_KEY = "rollout.multi_turn.interaction_config_path"
-KIT = {
+BUILT_IN = {
     "gsm8k": "agent_loop.integrations.verl.gsm8k:Gsm8kInteraction",
     "gymnasium": "agent_loop.interactions.gymnasium:GymnasiumInteraction",
     "simulated_user": "agent_loop.interactions.simulated_user:SimulatedUser",
 }
-"""The interactions that come with the package, by their short names; each is imported when it is named."""
+"""Interactions of the package by short name. Each is imported at its first use."""
 
 VERL_NAMES = {"verl.interactions.gsm8k_interaction.Gsm8kInteraction": "gsm8k"}
-"""What stands in for verl's own interactions, so that its registry files can be read as they are."""
+"""Replacements of verl's own interactions, so that verl's registry files load unchanged."""
 
 
 class InteractionEntry(Section):
-    """One interaction of the YAML file."""
+    """Entry of the YAML file for one interaction."""
 
     name: str | None = None
-    """What a row's `interaction_kwargs.name` chooses it by; by default the class's name, in lower case and without
+    """Name that a row's `interaction_kwargs.name` refers to. The default is the class name in lower case, without
     `Interaction`."""
     class_name: str
-    """A subclass of `BaseInteraction`, as `package.module.Class` or `file.py:Class`, or one of the kit: `gsm8k`,
-    `gymnasium`, `simulated_user`."""
+    """Subclass of `BaseInteraction`, as `package.module.Class` or `file.py:Class`, or a built-in interaction: `gsm8k`,
+    `gymnasium` or `simulated_user`."""
     config: dict[str, Any] = Field(default={})
-    """What the class gets as `config`, with `name` added."""
+    """Argument `config` of the class; `name` is added to it."""
 
 
 def load_interactions(config_path: str | Path | None) -> dict[str, BaseInteraction]:
-    """The interactions by name; none without a path.
+    """Return the configured interactions by name.
 
     Args:
-        config_path: YAML that holds `interaction: [{class_name, name, config}]`.
+        config_path: YAML file with `interaction: [{class_name, name, config}]`. None configures no interaction.
 
     Raises:
         ConfigError: An interaction cannot be loaded, or two have the same name.
@@ -62,9 +62,9 @@ def load_interactions(config_path: str | Path | None) -> dict[str, BaseInteracti
 
 def _load_class(reference: str, *, key: str) -> type[BaseInteraction]:
     reference = VERL_NAMES.get(reference, reference)
-    if reference.isidentifier() and reference not in KIT:
+    if reference.isidentifier() and reference not in BUILT_IN:
         raise ConfigError(
-            f"{key} is {reference!r}, no interaction of the kit{did_you_mean(reference, KIT)}; "
-            "or give file.py:Class or module:Class"
+            f"{key} is {reference!r}, which is not a built-in interaction{did_you_mean(reference, BUILT_IN)}; "
+            "use a built-in one, file.py:Class or module:Class"
         )
-    return load_class(KIT.get(reference, reference), base=BaseInteraction, key=key)
+    return load_class(BUILT_IN.get(reference, reference), base=BaseInteraction, key=key)

@@ -1,4 +1,4 @@
-"""A simulated user that says what it is told: for examples, and for tests of loops."""
+"""Interaction with fixed replies, for examples and for tests of loops."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from agent_loop.types import Message
 
 
 class ScriptedInteraction(BaseInteraction):
-    """Answers each trajectory with the same replies, in order; one turn past the last, the trajectory is over.
+    """Sends the same replies to every trajectory, in order. The trajectory ends one turn after the last reply.
 
     Args:
-        replies: A plain str is a reply with score 0.
-        name: What rows call it by.
+        replies: The replies; a str is a reply with score 0.
+        name: The name that rows refer to.
     """
 
     on_replay: OnReplay | str = OnReplay.RERUN
@@ -26,25 +26,25 @@ class ScriptedInteraction(BaseInteraction):
         self.replies = tuple(
             InteractionReply(reply) if isinstance(reply, str) else reply for reply in replies
         )
-        self._num_said: dict[str, int] = {}
+        self._num_sent: dict[str, int] = {}
 
     @property
     def num_open(self) -> int:
-        """Trajectories that are started and not finalized."""
-        return len(self._num_said)
+        """Number of trajectories that are started and not finalized."""
+        return len(self._num_sent)
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self._num_said[instance_id] = 0
+        self._num_sent[instance_id] = 0
 
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        num_said = self._num_said[instance_id]
-        if num_said == len(self.replies):
+        num_sent = self._num_sent[instance_id]
+        if num_sent == len(self.replies):
             return True, "", 0.0, {}
-        self._num_said[instance_id] = num_said + 1
-        reply = self.replies[num_said]
+        self._num_sent[instance_id] = num_sent + 1
+        reply = self.replies[num_sent]
         return reply.is_over, reply.content, reply.score, dict(reply.extra)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self._num_said.pop(instance_id, None)
+        self._num_sent.pop(instance_id, None)

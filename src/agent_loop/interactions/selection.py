@@ -1,4 +1,4 @@
-"""The interaction that a row chooses among those that are configured."""
+"""Selection of a row's interaction among the configured ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from agent_loop.errors import DataError, did_you_mean
 def read_interaction_name(
     interaction_kwargs: Mapping[str, Any] | None, *, known: Collection[str], where: str
 ) -> str | None:
-    """Return the interaction that a row's `interaction_kwargs` name, or None if the row takes part in none.
+    """Return the name of the interaction in a row's `interaction_kwargs`, or None if the row has no interaction.
 
-    Data sets hold arguments without a name in rows that only call tools. Without a configured interaction those
-    arguments mean nothing. A table in which other rows have an interaction holds None in every field.
+    Arguments without a name are ignored if no interaction is configured: some data sets have them in rows that only
+    call tools. Fields that are None are ignored: a table has them in rows without an interaction.
 
     Raises:
-        DataError: The name is missing although interactions are configured, or no interaction has it.
+        DataError: The name is missing although interactions are configured, or it is unknown.
     """
     given = {key: value for key, value in (interaction_kwargs or {}).items() if value is not None}
     if not given or ("name" not in given and not known):
@@ -25,15 +25,15 @@ def read_interaction_name(
     if "name" not in given:
         names = ", ".join(map(repr, known))
         raise DataError(
-            f"{where} has no name, and the configured interactions are {names}; name one of them, or leave "
-            f"{where.rpartition(' ')[2]} out of rows without an interaction"
+            f"{where} has no name, and the configured interactions are {names}; name one of them, or omit "
+            f"{where.rpartition(' ')[2]} in rows without an interaction"
         )
     name = str(given["name"])
     if name in known:
         return name
     if known:
-        raise DataError(f"{where}.name is {name!r}: no such interaction{did_you_mean(name, known)}")
+        raise DataError(f"{where}.name is {name!r}, which is not configured{did_you_mean(name, known)}")
     raise DataError(
         f"{where}.name is {name!r}, but no interaction is configured; set "
-        "rollout.multi_turn.interaction_config_path, or leave the name out"
+        "rollout.multi_turn.interaction_config_path, or remove the name"
     )

@@ -1,4 +1,4 @@
-"""The interaction of one trajectory: started at first use, bounded in time, finalized exactly once."""
+"""Interaction of one trajectory: started at first use, limited in time, finalized exactly once."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class InteractionSessionConfig:
-    """The time limits of one trajectory's interaction."""
+    """Time limits of one trajectory's interaction."""
 
     timeout_s: float
-    """One reply, the start before the first included."""
+    """Limit for one reply. The first includes `start_interaction`."""
     close_timeout_s: float
-    """`calculate_score`, and `finalize_interaction`."""
+    """Limit for `calculate_score`, and for `finalize_interaction`."""
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionReply:
-    """What the interaction answered one turn with."""
+    """Reply of an interaction to one model turn."""
 
     content: str
     score: float = 0.0
-    """Of the assistant turn that is answered."""
+    """Score of the model turn before the reply."""
     is_over: bool = False
-    """The trajectory ends here; `content` is recorded but not shown to the model."""
+    """Whether the trajectory ends with this reply. If so, `content` is recorded but not shown to the model."""
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What the interaction found worth recording."""
+    """Values that the interaction wants to record."""
 
 
 class InteractionSession:
-    """The interaction of one trajectory. Single use.
+    """Interaction of one trajectory. Single use.
 
     Args:
-        interaction: Started before its first reply; finalized by `close`, once, even if the start failed.
+        interaction: Started before its first reply, and finalized once by `close`, even if the start failed.
         config: The time limits.
-        interaction_kwargs: The row's; all but `name` are given to `start_interaction` and `generate_response`.
+        interaction_kwargs: Arguments from the row. All but `name` are passed to `start_interaction` and
+            `generate_response`.
     """
 
     def __init__(
@@ -70,58 +71,58 @@ class InteractionSession:
             open_as=self._start,
             close_as=interaction.finalize_interaction,
         )
-        self._first_words: Any = None
+        self._greeting: Any = None
         self._incidents: list[Incident] = []
         self._is_closed = False
 
     def fresh(self) -> InteractionSession:
-        """Another session with the same interaction, started anew."""
+        """Return a new session, not started, with the same interaction and arguments."""
         return InteractionSession(self._interaction, config=self._config, interaction_kwargs=self._kwargs)
 
     @property
     def num_open(self) -> int:
-        """1 between the start and the close, else 0."""
+        """1 between the start and the close, otherwise 0."""
         return self._instance.num_open
 
     @property
     def opens_conversation(self) -> bool:
-        """Whether `greet` has to be asked before the model speaks."""
+        """Whether `greet` must be called before the first model turn."""
         return self._interaction.opens_conversation
 
     @property
     def on_replay(self) -> OnReplay:
-        """What the interaction declares."""
+        """How recorded replies are used when the trajectory runs again."""
         return OnReplay(self._interaction.on_replay)
 
     async def open(self) -> None:
-        """Starts the interaction without a reply, if it is not started.
+        """Start the interaction without a reply, unless it is already started.
 
         Raises:
-            Exception: Whatever `start_interaction` raises.
+            Exception: Any exception of `start_interaction`.
         """
         await run_bounded(self._instance.open, timeout_s=self._config.timeout_s, name=self._where)
 
     async def greet(self) -> InteractionReply:
-        """What the interaction opens the conversation with, empty if it has nothing to say.
+        """Return the interaction's first message, which is empty if the interaction returned None.
 
         Raises:
-            InteractionBug: It raised, took too long, or returned no text.
-            InteractionUnavailable: What it needs cannot be reached.
+            InteractionBug: The interaction raised, took too long, or returned something else than a str.
+            InteractionUnavailable: A service that the interaction needs cannot be reached.
         """
         await self._bounded(self._instance.open)
-        words = "" if self._first_words is None else self._first_words
-        if not isinstance(words, str):
+        greeting = "" if self._greeting is None else self._greeting
+        if not isinstance(greeting, str):
             raise InteractionBug(
-                f"start_interaction of {self._where} returned {describe_value(words)}; return a str, or None"
+                f"start_interaction of {self._where} returned {describe_value(greeting)}; return a str or None"
             )
-        return InteractionReply(str.__str__(words))
+        return InteractionReply(str.__str__(greeting))
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
-        """The answer to the conversation so far.
+        """Return the interaction's reply to the conversation so far.
 
         Raises:
-            InteractionBug: It raised, took too long, or returned something that is no reply.
-            InteractionUnavailable: What it needs cannot be reached.
+            InteractionBug: The interaction raised, took too long, or returned an invalid reply.
+            InteractionUnavailable: A service that the interaction needs cannot be reached.
             EpisodeError: The session is closed.
         """
         if self._is_closed:
@@ -129,33 +130,36 @@ class InteractionSession:
         return await self._bounded(partial(self._reply, messages))
 
     async def calculate_score(self) -> float | None:
-        """The verdict on the whole trajectory; None if there is none, or the interaction was not used.
+        """Return the score of the whole trajectory, or None if it has none or the interaction never started.
 
         Raises:
-            InteractionBug: It raised, took too long, or is no number.
+            InteractionBug: `calculate_score` raised, took too long, or returned an invalid score.
         """
         if self._instance.instance_id is None:
             return None
-        verdict = partial(self._verdict, self._instance.instance_id)
+        checked_score = partial(self._checked_score, self._instance.instance_id)
         try:
             return await run_bounded(
-                verdict, timeout_s=self._config.close_timeout_s, name=f"calculate_score of {self._where}"
+                checked_score,
+                timeout_s=self._config.close_timeout_s,
+                name=f"calculate_score of {self._where}",
             )
         except DeadlineExpired as error:
             raise InteractionBug(
-                f"calculate_score of {self._where} {error}; mend it, or raise close_timeout_s"
+                f"calculate_score of {self._where} {error}; fix it, or raise close_timeout_s"
             ) from error
         except InteractionBug:
             raise
         except Exception as error:
             raise InteractionBug(
-                f"calculate_score of {self._where} raised {describe_error(error)}; mend it"
+                f"calculate_score of {self._where} raised {describe_error(error)}; fix it"
             ) from error
 
     async def close(self) -> list[Incident]:
-        """Finalizes the interaction if it was started, to the end even if cancelled meanwhile.
+        """Finalize the interaction if it was started, and return the incidents of the session.
 
-        Returns what went wrong; never raises for its fault. A second call finalizes nothing and returns the same.
+        Finalization completes even if the caller is cancelled. An error of the interaction becomes an incident and is
+        never raised. A second call only returns the incidents.
         """
         self._is_closed = True
         await close_instances(
@@ -170,14 +174,14 @@ class InteractionSession:
         try:
             return await run_bounded(function, timeout_s=self._config.timeout_s, name=self._where)
         except DeadlineExpired as error:
-            raise InteractionBug(f"{self._where} {error}; mend it, or raise interaction_timeout_s") from error
+            raise InteractionBug(f"{self._where} {error}; fix it, or raise interaction_timeout_s") from error
         except (InteractionUnavailable, InteractionBug):
             raise
         except Exception as error:
-            raise InteractionBug(f"{self._where} raised {describe_error(error)}; mend it") from error
+            raise InteractionBug(f"{self._where} raised {describe_error(error)}; fix it") from error
 
     async def _start(self, instance_id: str) -> None:
-        self._first_words = await self._interaction.start_interaction(instance_id, **self._kwargs)
+        self._greeting = await self._interaction.start_interaction(instance_id, **self._kwargs)
 
     async def _reply(self, messages: Sequence[Message]) -> InteractionReply:
         instance_id = await self._instance.open()
@@ -186,16 +190,16 @@ class InteractionSession:
         )
         return read_reply(returned, where=self._where)
 
-    async def _verdict(self, instance_id: str) -> float | None:
+    async def _checked_score(self, instance_id: str) -> float | None:
         score = await self._interaction.calculate_score(instance_id)
         return None if score is None else read_score(score, where=f"calculate_score of {self._where}")
 
 
 def read_reply(returned: Any, *, where: str) -> InteractionReply:
-    """What `generate_response` returned, checked.
+    """Return the reply that `generate_response` returned, after validation.
 
     Raises:
-        InteractionBug: It is no reply.
+        InteractionBug: `returned` is not a valid reply.
     """
     parts: tuple[Any, ...] = cast(tuple[Any, ...], returned) if isinstance(returned, tuple) else ()
     if len(parts) != 4:
@@ -204,18 +208,22 @@ def read_reply(returned: Any, *, where: str) -> InteractionReply:
         )
     is_over, content, score, extra = parts
     if not isinstance(is_over, bool):
-        raise InteractionBug(f"{where} returned {describe_value(is_over)} in the first place; return a bool")
+        raise InteractionBug(f"{where} returned {describe_value(is_over)} as is_over; return a bool")
     if not isinstance(content, str):
-        raise InteractionBug(f"{where} returned {describe_value(content)} as its content; return a str")
+        raise InteractionBug(f"{where} returned {describe_value(content)} as content; return a str")
     if not isinstance(extra, dict):
-        raise InteractionBug(f"{where} returned {describe_value(extra)} in the fourth place; return a dict")
+        raise InteractionBug(f"{where} returned {describe_value(extra)} as extra; return a dict")
     score = read_score(score, where=where)
     extra = plain_mapping(cast(dict[Any, Any], extra), where=f"extra of {where}")
     return InteractionReply(str.__str__(content), score=score, is_over=is_over, extra=extra)
 
 
 def read_score(score: Any, *, where: str) -> float:
-    """Raises: InteractionBug: It is not a number that can be a reward."""
+    """Return `score` as a float.
+
+    Raises:
+        InteractionBug: `score` is not a number that can be a reward.
+    """
     number = as_reward(score)
     if number is None:
         raise InteractionBug(

@@ -1,4 +1,4 @@
-"""Reads what an interaction is configured with."""
+"""Parser of an interaction's `config`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SettingsT = TypeVar("SettingsT", bound=Section)
 
 
 def read_settings(section: type[SettingsT], config: Mapping[str, Any]) -> SettingsT:
-    """The interaction's `config` as its section.
+    """Return an interaction's `config`, without `name`, as an instance of `section`.
 
     Raises:
         ConfigError: A key is unknown or missing, or a value is out of range.

@@ -1,4 +1,4 @@
-"""A user played by a language model."""
+"""Simulated user: a language model that plays the user."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic import Field
 from agent_loop.config import NotNegative, Positive, PositiveSeconds, Section, Temperature, Tokens
 from agent_loop.errors import ConfigError, DataError, InteractionUnavailable
 from agent_loop.interactions.base import BaseInteraction
-from agent_loop.interactions.flipping import flipped, num_replies
 from agent_loop.interactions.settings import read_settings
+from agent_loop.interactions.swapped_roles import num_replies, with_roles_swapped
 from agent_loop.loading import import_extra
 from agent_loop.runtime.describe import describe_error, describe_value
 from agent_loop.runtime.instances import OnReplay
@@ -23,47 +23,48 @@ if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
 
 NO_KEY = "none"
-"""For endpoints that ask for no key; clients insist on one."""
+"""Placeholder for endpoints without authentication, because the client requires a key."""
 
 
 class SimulatedUserSettings(Section):
-    """`config` of the interaction."""
+    """Settings under `config` of the interaction."""
 
     model: str
-    """The name under which the endpoint serves the model."""
+    """Name of the model at the endpoint."""
     persona: str
-    """The user's system prompt: who they are, what they want, when they are done. `{field}` is a field of the row's
-    `interaction_kwargs`; braces that are meant as such are doubled."""
+    """System prompt of the user: who they are, what they want, and when they are done. `{field}` inserts a field of the
+    row's `interaction_kwargs`; write `{{` and `}}` for literal braces."""
     base_url: str | None = None
-    """Of any endpoint with OpenAI's chat completions, `agent-loop serve` among them, as in `http://host:8000/v1`; None
-    is what the variable OPENAI_BASE_URL says, or OpenAI's own."""
+    """URL of an endpoint with OpenAI's chat completions, such as `agent-loop serve`: `http://host:8000/v1`. None uses
+    the environment variable OPENAI_BASE_URL, or OpenAI's API if it is not set."""
     api_key_env: str | None = None
-    """The environment variable that holds the key; None where none is asked for."""
+    """Environment variable that holds the API key. None if the endpoint needs no key."""
     opens: bool = False
-    """The user speaks first: what they say is added to the prompt."""
+    """Whether the user sends the first message, which is added to the prompt."""
     greeting: str = "Hello! How can I help you?"
-    """What the user is told that the assistant said, where the user spoke first."""
+    """Assistant message that the user's model sees first, if the user sent the first message of the conversation."""
     stop_phrases: list[str] = Field(default=["###STOP###"])
-    """The trajectory is over when the user says one of these; what comes before it is recorded."""
+    """Phrases of the user that end the trajectory. The text before the phrase is recorded."""
     max_turns: Positive | None = None
-    """So many replies of the user at most; None leaves it to the limits of the rollout."""
+    """Maximum number of user replies. With None, only the limits of the rollout apply."""
     temperature: Temperature | None = None
-    """None leaves it to the endpoint."""
+    """Sampling temperature. None uses the endpoint's default."""
     max_tokens: Tokens = 512
-    """Of one reply."""
+    """Maximum number of tokens in one reply."""
     timeout_s: PositiveSeconds = 60.0
-    """One attempt at a reply."""
+    """Time limit for one attempt at a reply."""
     max_retries: NotNegative = 3
-    """After a broken connection, a timeout, or an answer that says busy or broken; each waits longer than the last."""
+    """Number of retries after a connection error, a timeout, or a status such as 429 or 500. The delay between attempts
+    grows."""
     extra_body: dict[str, Any] = Field(default={})
-    """Further fields of each request."""
+    """Additional fields of each request."""
 
 
 class SimulatedUser(BaseInteraction):
-    """Asks a model what the user would say.
+    """Interaction that samples the user's replies from a model.
 
-    It sees the conversation from the user's side: its own words as the assistant's, the assistant's as the user's, and
-    no tools. Each reply scores 0; a subclass that knows better overrides `generate_response` or `calculate_score`.
+    The user's model sees the conversation with the roles of user and assistant exchanged, and without tools. Each reply
+    scores 0. Override `generate_response` or `calculate_score` in a subclass to compute a score.
     Each reply records `user_prompt_tokens` and `user_completion_tokens`.
     """
 
@@ -77,27 +78,31 @@ class SimulatedUser(BaseInteraction):
         self._key = _key(self._settings.api_key_env)
         self._personas: dict[str, str] = {}
         self._client: AsyncOpenAI | None = None
-        """Of all trajectories that are open."""
+        """Client shared by all open trajectories. None if no trajectory is open."""
 
     @property
     def num_open(self) -> int:
-        """Trajectories that are started and not finalized."""
+        """Number of trajectories that are started and not finalized."""
         return len(self._personas)
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> str | None:
-        """Raises: DataError: The row lacks a field of the persona."""
+        """Fill in the persona, and return the user's first message if the user opens the conversation.
+
+        Raises:
+            DataError: The row lacks a field of the persona.
+        """
         self._personas[instance_id] = _filled(self._settings.persona, kwargs)
         if not self.opens_conversation:
             return None
-        _, words, _, _ = await self._say(instance_id, [])
-        return words
+        _, greeting, _, _ = await self._sample_reply(instance_id, [])
+        return greeting
 
     async def generate_response(
         self, instance_id: str, messages: list[Message], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
         if num_replies(messages) == self._settings.max_turns:
             return True, "", 0.0, {}
-        return await self._say(instance_id, messages)
+        return await self._sample_reply(instance_id, messages)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
         self._personas.pop(instance_id, None)
@@ -105,27 +110,33 @@ class SimulatedUser(BaseInteraction):
             client, self._client = self._client, None
             await client.close()
 
-    async def _say(
+    async def _sample_reply(
         self, instance_id: str, messages: Sequence[Message]
     ) -> tuple[bool, str, float, dict[str, Any]]:
         settings = self._settings
         persona: Message = {"role": "system", "content": self._personas[instance_id]}
-        completion = await self._complete([persona, *flipped(messages, greeting=settings.greeting)])
-        said = _text_in(completion)
-        if not said:
-            raise InteractionUnavailable(f"{self._who} answered without a text: {describe_value(completion)}")
-        ends = [place for phrase in settings.stop_phrases if (place := said.find(phrase)) >= 0]
+        completion = await self._complete(
+            [persona, *with_roles_swapped(messages, greeting=settings.greeting)]
+        )
+        text = _text_in(completion)
+        if not text:
+            raise InteractionUnavailable(
+                f"{self._description} returned a completion without text: {describe_value(completion)}"
+            )
+        ends = [index for phrase in settings.stop_phrases if (index := text.find(phrase)) >= 0]
         usage = completion.usage
         extra: dict[str, Any] = {
             "user_prompt_tokens": usage.prompt_tokens if usage else None,
             "user_completion_tokens": usage.completion_tokens if usage else None,
             "is_cut": completion.choices[0].finish_reason == "length",
         }
-        return bool(ends), said[: min(ends, default=len(said))].strip(), 0.0, extra
+        return bool(ends), text[: min(ends, default=len(text))].strip(), 0.0, extra
 
     async def _complete(self, messages: list[Any]) -> ChatCompletion:
         settings = self._settings
-        asked: dict[str, Any] = {} if settings.temperature is None else {"temperature": settings.temperature}
+        sampling: dict[str, Any] = (
+            {} if settings.temperature is None else {"temperature": settings.temperature}
+        )
         create: Any = self._open_client().chat.completions.create
         try:
             return await create(
@@ -133,12 +144,13 @@ class SimulatedUser(BaseInteraction):
                 messages=messages,
                 max_tokens=settings.max_tokens,
                 extra_body=settings.extra_body or None,
-                **asked,
+                **sampling,
             )
-        except (self._openai.APIError, ValueError) as error:  # (the latter of an answer that is no JSON)
-            tried = f"after {settings.max_retries} retries" if settings.max_retries else "without retries"
+        except (self._openai.APIError, ValueError) as error:  # (ValueError: the response is not valid JSON)
+            retries = f"after {settings.max_retries} retries" if settings.max_retries else "without retries"
             raise InteractionUnavailable(
-                f"{self._who} gave no answer ({tried}): {describe_error(error)}; see that it serves this model"
+                f"{self._description} returned no completion ({retries}): {describe_error(error)}; "
+                "check that the endpoint serves this model"
             ) from error
 
     def _open_client(self) -> AsyncOpenAI:
@@ -152,13 +164,16 @@ class SimulatedUser(BaseInteraction):
         return cast("AsyncOpenAI", self._client)
 
     @property
-    def _who(self) -> str:
+    def _description(self) -> str:
         where = self._settings.base_url or "the default endpoint"
         return f"interaction {self.name!r}: model {self._settings.model!r} at {where}"
 
 
 def _text_in(completion: Any) -> str | None:
-    """What the model said; None if the endpoint answered with something else, which the client passes on as it is."""
+    """Return the text of a completion, or None if it has none.
+
+    The client does not validate responses, so that `completion` may be anything.
+    """
     try:
         text: Any = completion.choices[0].message.content
     except (AttributeError, IndexError, TypeError):
@@ -171,7 +186,7 @@ def _key(variable: str | None) -> str:
         return NO_KEY
     key = os.environ.get(variable, "")
     if not key:
-        raise ConfigError(f"api_key_env is {variable!r}, but that variable is not set")
+        raise ConfigError(f"api_key_env is {variable!r}, but that environment variable is not set; set it")
     return key
 
 
@@ -180,6 +195,6 @@ def _filled(persona: str, fields: Mapping[str, Any]) -> str:
         return persona.format(**fields)
     except (LookupError, ValueError, AttributeError, TypeError) as error:
         raise DataError(
-            f"the persona cannot be filled from interaction_kwargs with the fields {sorted(fields)}: "
+            f"persona cannot be formatted with the fields {sorted(fields)} of interaction_kwargs: "
             f"{describe_error(error)}"
         ) from error

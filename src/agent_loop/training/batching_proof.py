@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from agent_loop.config import OptimConfig
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.disturbance import moved_by_rounding
+from agent_loop.servers.embedded.rounding import rounding_sensitivity
 from agent_loop.servers.embedded.length_limits import length_limits
 from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.training.forward import model_inputs, outputs_at
@@ -205,7 +205,7 @@ def _tolerance(model: PreTrainedModel, trial: _Trial) -> float:
         return TOLERANCE_OF_SHORT_TYPES
     alone = _padded(trial.rows[:1], device=model.device)
     largest = float(trial.expected_MX.abs().max())
-    moved_by = moved_by_rounding(model, lambda: _outputs(model, alone)) / largest
+    moved_by = rounding_sensitivity(model, lambda: _outputs(model, alone)) / largest
     return min(max(TOLERANCE, MARGIN * moved_by), LARGEST_TOLERANCE)
 
 

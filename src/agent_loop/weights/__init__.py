@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agent_loop.weights.adapted import AdaptedWeights, Factors
-    from agent_loop.weights.choice import choose_transport
     from agent_loop.weights.disk import write_checkpoint
     from agent_loop.weights.expected import check_weights, expected_weights, tied_weights
     from agent_loop.weights.handle import TensorSpec, WeightHandle
     from agent_loop.weights.receiver import WeightReceiver
     from agent_loop.weights.sender import WeightSender
     from agent_loop.weights.shared import SharedWeights, adapted_weights, offered
+    from agent_loop.weights.transport import choose_transport
 
 __all__ = [
     "AdaptedWeights",
@@ -55,7 +55,7 @@ _MODULE_OF = {
     "WeightSender": "sender",
     "adapted_weights": "shared",
     "check_weights": "expected",
-    "choose_transport": "choice",
+    "choose_transport": "transport",
     "expected_weights": "expected",
     "offered": "shared",
     "tied_weights": "expected",

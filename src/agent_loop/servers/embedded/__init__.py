@@ -1,4 +1,4 @@
-"""An LLM server inside this process: any causal model that `transformers` loads, batched continuously, no service."""
+"""LLM server in a thread of this process: continuous batching for any causal model that `transformers` loads."""
 
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import EngineStats

@@ -1,7 +1,7 @@
-"""Attention over the slots, as an attention implementation of `transformers`.
+"""Attention over the slots of a KV cache, registered as an attention implementation of `transformers`.
 
-A model switched to `ATTENTION_NAME` calls `_attend` in every layer with the tokens of one step, packed into a single
-row. What to do with them is in the `AttentionContext` that the caller of the model passes as `attention_context`.
+A model with the attention `ATTENTION_NAME` calls `_attend` in every layer with the tokens of one step, packed into a
+single row. The caller of the model passes an `AttentionContext` as `attention_context`, which computes the attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNSUPPORTED_OPTIONS = {
 
 
 class AttentionContext(Protocol):
-    """What one forward does in its attention layers."""
+    """Computes the attention layers of one forward."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -35,24 +35,28 @@ class AttentionContext(Protocol):
     def attend(
         self, layer: int, *, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
     ) -> Tensor:
-        """Maps query, key and value, each [1, heads, tokens, head_dim], to [1, tokens, heads, head_dim]."""
+        """Compute attention for query, key and value, each [1, heads, tokens, head_dim].
+
+        Returns:
+            Shape [1, tokens, heads, head_dim].
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows with one new token each, computed by one call."""
+    """Rows with one new token each, computed by one attention call."""
 
     row_start: int
     row_end: int
     slots: slice | Tensor
-    """A range of slots is read in place; an index [rows] is gathered first."""
+    """A slice of slots is read in place; an index tensor, [rows], is gathered first."""
     length: int
-    """Of the longest row, its new token included."""
+    """Length of the longest row, including its new token."""
     mask: Tensor | None
-    """Added to the scores, [slots, 1, 1, length]; None if every row is as long as the longest."""
+    """Mask that is added to the scores, [slots, 1, 1, length]. None if all rows have the same length."""
     positions_in_range: Tensor | None = None
-    """Where the rows lie in a range of slots that holds others too, [rows]."""
+    """Positions of the rows within the slice, [rows]. None if the slice has no other slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +67,35 @@ class PrefillChunk:
     row_end: int
     slot: int
     length: int
-    """Of the sequence, the chunk included."""
+    """Length of the sequence, including the chunk."""
     mask: Tensor | None
-    """Added to the scores, [chunk, length]; None if the chunk starts the sequence."""
+    """Mask that is added to the scores, [chunk, length]. None if the chunk starts the sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillGroup:
-    """Short chunks, each padded to the longest, computed by one call."""
+    """Short chunks, padded to the longest and computed by one attention call."""
 
     rows: Tensor
-    """Of the step's tokens, [chunks * count]; padding repeats some row."""
+    """Rows of the step, [chunks * count]. Padding repeats a row of its chunk."""
     kept: Tensor
-    """Those of `rows` that are no padding, in the order of the step."""
+    """Indices into `rows` that are not padding, in the order of the step."""
     slots: Tensor
-    """Shape [chunks]."""
+    """Slot of each chunk, [chunks]."""
     length: int
-    """Of the longest sequence, its chunk included."""
+    """Length of the longest sequence, including its chunk."""
     mask: Tensor
-    """Added to the scores, [chunks, 1, count, length]."""
+    """Mask that is added to the scores, [chunks, 1, count, length]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAttention:
-    """The attention of one step: writes the new tokens to the cache, then reads the cache."""
+    """Attention of one step: writes the new tokens to the cache, then reads the cache."""
 
     cache: KVCache
     max_model_len: int
     cache_rows: dict[int, Tensor]
-    """By number of KV heads, where the new tokens go: see `KVCache.write`."""
+    """Argument `rows` of `KVCache.write` for the new tokens, by number of KV heads."""
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[PrefillChunk | PrefillGroup, ...]
 
@@ -114,7 +118,7 @@ class SlotAttention:
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """Plain causal attention that notes what each layer would store."""
+    """Plain causal attention that records the shapes that each layer would store."""
 
     max_model_len: int
     layers: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
@@ -131,7 +135,11 @@ class ShapeProbe:
 def _decode(
     group: DecodeGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
-    """Returns [rows, heads, value_dim]. The heads that share a KV head are computed as its query tokens."""
+    """Compute decoding rows. Query heads that share a KV head are computed as tokens of one query head.
+
+    Returns:
+        Shape [rows, heads, value_dim].
+    """
     num_rows, num_kv_heads = group.row_end - group.row_start, keys.shape[1]
     query_rows = query[0, :, group.row_start : group.row_end].transpose(0, 1)
     query_rows = query_rows.reshape(num_rows, num_kv_heads, -1, query.shape[-1])
@@ -152,7 +160,12 @@ def _decode(
 def _prefill(
     chunk: PrefillChunk, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
-    """Returns [chunk, heads, value_dim]. KV heads are the batch; the query heads that share one see it unrepeated."""
+    """Compute a chunk with the KV heads as the batch. A KV head is expanded, not copied, for the query heads that share
+    it.
+
+    Returns:
+        Shape [chunk, heads, value_dim].
+    """
     num_kv_heads, count = keys.shape[1], chunk.row_end - chunk.row_start
     query_rows = query[0, :, chunk.row_start : chunk.row_end]
     query_rows = query_rows.reshape(num_kv_heads, -1, count, query.shape[-1])
@@ -171,7 +184,11 @@ def _prefill(
 def _prefill_group(
     group: PrefillGroup, *, query: Tensor, keys: Tensor, values: Tensor, scaling: float | None
 ) -> Tensor:
-    """Returns [kept, heads, value_dim]. As in `_decode`, heads that share a KV head are its query tokens."""
+    """Compute a group of short chunks. Query heads that share a KV head are computed as in `_decode`.
+
+    Returns:
+        Shape [kept, heads, value_dim].
+    """
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     num_chunks, _, count, _ = group.mask.shape
     query_rows = query[0].index_select(1, group.rows).view(num_heads, num_chunks, count, -1).transpose(0, 1)
@@ -201,8 +218,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     if attention_context is None:
         raise ConfigError(
-            f"{type(module).__name__} was called without an attention context: either the model does not hand "
-            "keyword arguments to its attention, or somebody else called a model that an embedded server owns; "
+            f"{type(module).__name__} was called without an attention context: either the model does not pass "
+            "keyword arguments to its attention, or other code called a model that an embedded server owns; "
             "give the server its own copy"
         )
     _check_options(module, attention_context, sliding_window=sliding_window, options=options)

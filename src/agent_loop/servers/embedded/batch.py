@@ -1,4 +1,4 @@
-"""Packs one step: which tokens of which slots go through the model, and how attention groups them."""
+"""Batch of one step: the tokens that the model computes, and how attention groups them."""
 
 from __future__ import annotations
 
@@ -19,49 +19,51 @@ from agent_loop.servers.embedded.slots import Slot
 from agent_loop.servers.embedded.vision import ImageRows, PromptImages
 
 SHORTEST_BUCKET = 256
-"""Decoding rows of up to this length are computed together; above it, rows of like length."""
+"""Decoding rows up to this length are computed together. Longer rows are grouped by similar length."""
 NO_IMAGES: Mapping[int, PromptImages] = {}
 SHORTEST_CHUNK = 7
 SHORT_CHUNK = 64
-"""New tokens of prompts of up to so many, in sequences of up to `SHORTEST_BUCKET` tokens, are computed together."""
+"""Largest number of new tokens in a chunk that is computed together with others. The sequence may have up to
+`SHORTEST_BUCKET` tokens."""
 GATHER_COST, LONG_GATHER_COST = 1.5, 5.0
-"""Reading slots by index copies them first, by which attention takes so many times as long (measured on a CPU)."""
+"""Factors by which attention is slower if slots are read by index, because they are copied first (measured on a
+CPU)."""
 LONG_GATHER_BYTES = 32 * 2**20
-"""From here on the copy is of memory that is new to the process each time, as glibc has it."""
+"""Size from which `LONG_GATHER_COST` applies, because glibc then allocates fresh memory for each copy."""
 
 Chunk: TypeAlias = tuple[Slot, int]
-"""How many tokens of a slot are computed."""
+"""A slot, and the number of its tokens that the step computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The tokens of one step in one row, decoding rows first."""
+    """Tokens of one step, packed in one row, decoding rows first."""
 
     token_ids: Tensor
     """Shape [1, tokens]."""
     position_ids: Tensor
-    """Shape [1, tokens]; [3, 1, tokens] where a slot's positions are in three dimensions."""
+    """Shape [1, tokens], or [3, 1, tokens] if a slot has three-dimensional positions."""
     attention: SlotAttention
     sampled_slots: tuple[Slot, ...]
-    """Those whose next token follows from this step, in the order of their logits."""
+    """Slots whose next token is sampled after this step, in the order of their logits."""
     logit_rows: Tensor | None
-    """The tokens whose logits are needed, [sampled_slots]; None for all."""
+    """Rows whose logits are needed, [sampled_slots]; None for all."""
     advances: tuple[tuple[Slot, int], ...]
-    """How many tokens the step adds to each slot's cache."""
+    """Number of tokens that the step adds to the cache of each slot."""
     image_rows: tuple[ImageRows, ...] = ()
 
 
 class _GroupPlan(NamedTuple):
     slots: list[Slot]
-    """In ascending order of index."""
+    """Slots in ascending order of index."""
     length: int
-    """Of the longest."""
+    """Length of the longest row."""
     span: int
-    """From the first index to the last."""
+    """Number of slots from the first index to the last."""
     is_range: bool
-    """All slots of the span are read, those between too; else the slots alone, by index."""
+    """Whether all slots of the span are read in place, instead of only `slots` by index."""
     cost: float
-    """In tokens of a range."""
+    """Estimated cost, in tokens read in place."""
 
 
 def pack_step(
@@ -71,24 +73,26 @@ def pack_step(
     chunk_tokens: int,
     images: Mapping[int, PromptImages] = NO_IMAGES,
 ) -> StepBatch:
-    """Takes every slot with one token to compute, and of the others, in the order given, as much as fits.
+    """Pack all decoding slots, then chunks of the prefilling slots in the given order until `chunk_tokens` is reached.
 
     Args:
-        busy: The slots of running requests.
-        cache: Of all slots.
-        chunk_tokens: So many tokens of prompts at most.
-        images: By the slot's index, of prompts that have some.
+        busy: Slots of the running requests.
+        cache: KV cache of all slots.
+        chunk_tokens: Largest number of prompt tokens in the step.
+        images: Images of the prompts that have some, by index of the slot.
     """
     decoding = [slot for slot in busy if slot.num_tokens - slot.num_cached == 1]
     plans = _plan_groups(decoding, cache=cache)
     rows = [slot for plan in plans for slot in plan.slots]
-    short, long = _by_length(_cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens))
+    short, long = _split_by_length(
+        _cut_chunks((slot for slot in busy if slot.is_prefilling), budget=chunk_tokens)
+    )
     chunks = [chunk for group in (*short, long) for chunk in group]
     advances = [(slot, 1) for slot in rows] + chunks
     counts = np.array([count for _, count in advances])
     ends = np.cumsum(counts)
     slot_ids = np.repeat([slot.index for slot, _ in advances], counts)
-    # A token's position is its place in the packed row, shifted by what its slot already holds.
+    # The position of a token is its row in the step, shifted by the number of tokens that its slot has cached.
     shifts = np.array([slot.num_cached for slot, _ in advances]) - (ends - counts)
     positions: NDArray[np.int64] = np.arange(int(ends[-1])) + np.repeat(shifts, counts)
     token_ids = np.concatenate([s.tokens[s.num_cached : s.num_cached + count] for s, count in advances])
@@ -115,7 +119,7 @@ def pack_step(
     )
     return StepBatch(
         token_ids=_to(device, array=token_ids.astype(np.int64)).unsqueeze(0),
-        position_ids=_to(device, array=_placed(positions, advances, images)).unsqueeze(-2),
+        position_ids=_to(device, array=_model_positions(positions, advances, images)).unsqueeze(-2),
         attention=attention,
         sampled_slots=tuple(slot for (slot, _), sampled in zip(advances, is_sampled, strict=True) if sampled),
         logit_rows=None if len(logit_rows) == len(token_ids) else _to(device, array=logit_rows),
@@ -124,20 +128,20 @@ def pack_step(
     )
 
 
-def _placed(
+def _model_positions(
     positions: NDArray[np.int64], advances: Sequence[tuple[Slot, int]], images: Mapping[int, PromptImages]
 ) -> NDArray[np.int64]:
-    """Positions as the model counts them: [tokens], or [3, tokens] where images have some of their own."""
+    """Return the model's position ids: [tokens], or [3, tokens] if images have three-dimensional positions."""
     if not any(prompt.positions is not None for prompt in images.values()):
         return positions
-    placed = np.tile(positions, (3, 1))
+    model_positions = np.tile(positions, (3, 1))
     row = 0
     for slot, count in advances:
         if slot.index in images:
             between = images[slot.index].positions_between(slot.num_cached, slot.num_cached + count)
-            placed[:, row : row + count] = between
+            model_positions[:, row : row + count] = between
         row += count
-    return placed
+    return model_positions
 
 
 def _image_rows(
@@ -165,7 +169,7 @@ def _cut_chunks(prefilling: Iterable[Slot], *, budget: int) -> list[Chunk]:
 
 
 def _plan_groups(decoding: Iterable[Slot], *, cache: KVCache) -> list[_GroupPlan]:
-    """All rows in one call, or one call for each class of like lengths: whichever reads less."""
+    """Group all rows in one call, or in one call for each class of similar lengths, whichever reads less."""
     slots = sorted(decoding, key=attrgetter("index"))
     if not slots:
         return []
@@ -174,12 +178,17 @@ def _plan_groups(decoding: Iterable[Slot], *, cache: KVCache) -> list[_GroupPlan
     if together.length <= SHORTEST_BUCKET:
         return [together]
     by_length = groupby(sorted(slots, key=_length_class), key=_length_class)
-    apart = [_plan(list(group), token_bytes=token_bytes) for _, group in by_length]
-    return [together] if together.cost <= sum(plan.cost for plan in apart) else apart
+    separate = [_plan(list(group), token_bytes=token_bytes) for _, group in by_length]
+    return [together] if together.cost <= sum(plan.cost for plan in separate) else separate
 
 
 def _plan(slots: list[Slot], *, token_bytes: int) -> _GroupPlan:
-    """Args: token_bytes: Of the keys of one layer."""
+    """Plan one call for the slots.
+
+    Args:
+        slots: Slots in ascending order of index.
+        token_bytes: Size of one token's keys in one layer.
+    """
     span = slots[-1].index - slots[0].index + 1
     length = max([slot.num_tokens for slot in slots])
     num_tokens = length * len(slots)
@@ -216,8 +225,8 @@ def _decode_groups(plans: Iterable[_GroupPlan], *, cache: KVCache) -> Iterable[D
         row += count
 
 
-def _by_length(chunks: Sequence[Chunk]) -> tuple[list[list[Chunk]], list[Chunk]]:
-    """Groups of short chunks of about the same length, and the rest."""
+def _split_by_length(chunks: Sequence[Chunk]) -> tuple[list[list[Chunk]], list[Chunk]]:
+    """Return groups of short chunks of similar length, and the other chunks."""
 
     def is_short(chunk: Chunk) -> bool:
         slot, count = chunk
@@ -242,11 +251,11 @@ def _prefill_groups(
         )
         length, steps = int((starts + counts).max()), np.arange(int(counts.max()))
         is_kept = steps < counts[:, None]
-        places = np.minimum(steps, counts[:, None] - 1)  # padding repeats the chunk's last token
+        indices = np.minimum(steps, counts[:, None] - 1)  # padding repeats the chunk's last token
         first_rows = row + np.cumsum(counts) - counts
-        is_future = np.arange(length) > (starts[:, None] + places)[:, :, None]
+        is_future = np.arange(length) > (starts[:, None] + indices)[:, :, None]
         yield PrefillGroup(
-            rows=_to(device, array=(first_rows[:, None] + places).ravel()),
+            rows=_to(device, array=(first_rows[:, None] + indices).ravel()),
             kept=_to(device, array=np.flatnonzero(is_kept)),
             slots=_to(device, array=np.array([slot.index for slot, _ in chunks])),
             length=length,

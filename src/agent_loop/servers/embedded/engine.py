@@ -1,6 +1,6 @@
-"""The engine proper: admits requests to slots, runs steps, applies control calls between them.
+"""Scheduler of the embedded engine: admits requests, runs steps, and applies control calls between steps.
 
-Consumes requests, waits for nothing, produces outcomes. One thread owns it; it knows of none.
+The engine consumes requests and produces outcomes, and never waits. It is not thread-safe: `EngineThread` owns it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agent_loop.errors import ServerError
 from agent_loop.seeds import derived_seed
-from agent_loop.servers.embedded.computation import Computation
+from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import GenerationRequest
 from agent_loop.servers.embedded.runner import ModelRunner
@@ -23,44 +23,44 @@ from agent_loop.servers.embedded.vision import FeaturesError
 from agent_loop.servers.embedded.weights import load_weights
 from agent_loop.types import ServerStopReason, TokenOutput
 
-Outcome: TypeAlias = TokenOutput | ServerError
+RequestOutcome: TypeAlias = TokenOutput | ServerError
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start."""
+    """Counters since the start of an engine."""
 
     steps: int = 0
-    """Forwards of the model."""
+    """Number of forwards of the model."""
     prefilled_tokens: int = 0
-    """Prompt tokens that were computed."""
+    """Number of prompt tokens that were computed."""
     reused_tokens: int = 0
-    """Prompt tokens that were found in the cache, in place or copied from another slot."""
+    """Number of prompt tokens that were found in the cache, including tokens copied from another slot."""
     decoded_tokens: int = 0
-    """Tokens that were sampled."""
+    """Number of sampled tokens."""
 
 
-class Engine:
-    """Continuous batching of requests over a computation. Requests beyond its room are queued."""
+class EmbeddedEngine:
+    """Continuous batching of requests on a backend. Requests are queued while the backend has no free slot."""
 
     def __init__(
-        self, runner: ModelRunner, computation: Computation, *, config: EmbeddedConfig, server: str
+        self, runner: ModelRunner, backend: ComputationBackend, *, config: EmbeddedConfig, server: str
     ) -> None:
         self.weight_version = 0
         self.stats = EngineStats()
-        self.computation = computation
+        self.backend = backend
         self._runner = runner
         self._config = config
         self._server = server
         self._is_asleep = False
         self._num_unseeded = 0
-        """Requests that came without a seed."""
-        self._waiting: deque[GenerationRequest] = deque()
+        """Number of requests without a seed."""
+        self._queued: deque[GenerationRequest] = deque()
         self._running: dict[GenerationRequest, None] = {}
-        """In the order of their admission."""
-        self._finished: list[tuple[GenerationRequest, Outcome]] = []
+        """Admitted requests, in the order of their admission."""
+        self._finished: list[tuple[GenerationRequest, RequestOutcome]] = []
         self._sessions: set[str] = set()
-        """Of all requests that wait or run."""
+        """Sessions of all queued and running requests."""
 
     @property
     def num_running(self) -> int:
@@ -72,39 +72,39 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queued)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._queued)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the KV cache; 0 while asleep."""
-        return self.computation.num_bytes
+        """Memory of the KV cache in bytes; 0 while asleep."""
+        return self.backend.num_bytes
 
     def submit(self, request: GenerationRequest) -> None:
-        """Puts a request in line.
+        """Queue a request.
 
         Raises:
-            ServerError: The engine is asleep, or the session already has a request.
+            ServerError: The engine is asleep, or the session has another request that is queued or running.
         """
         if self._is_asleep:
             raise self._error("the server is asleep; call wake_up first", request)
         if request.request_id in self._sessions:
             raise self._error(
-                "a completion of this session is still running; await or abort it first", request
+                "a completion of this session is still running; wait for it or abort it first", request
             )
         if request.seed is None:
             request.seed = derived_seed(self._config.seed, self._num_unseeded)
             self._num_unseeded += 1
         self._sessions.add(request.request_id)
-        self._waiting.append(request)
+        self._queued.append(request)
 
     def abort(self, request: GenerationRequest) -> None:
-        """Ends a request with what it has; does nothing if it has ended already."""
-        if request in self._waiting:
-            self._waiting.remove(request)
+        """Abort a request, which returns its tokens so far. Does nothing if the request has ended."""
+        if request in self._queued:
+            self._queued.remove(request)
             self._finish(request, "aborted")
         elif request in self._running:
             self._finish(request, "aborted")
@@ -115,76 +115,89 @@ class Engine:
                 self.abort(request)
 
     def end_session(self, request_id: str) -> None:
-        self.computation.end_session(request_id)
+        self.backend.end_session(request_id)
 
     def step(self) -> None:
-        """Compute the next tokens of everything that is ready for it."""
+        """Admit queued requests, and compute and sample the next tokens of the running requests."""
         self._admit()
         if not self._running:
             return
-        output = self.computation.step()
+        output = self.backend.step()
         self.stats.steps += output.num_forwards
         self.stats.prefilled_tokens += output.num_prompt_tokens
         self._sample(output.requests, logits=output.logits)
 
-    def take_finished(self) -> list[tuple[GenerationRequest, Outcome]]:
-        """Hands over the requests that ended since the last call."""
+    def take_finished(self) -> list[tuple[GenerationRequest, RequestOutcome]]:
+        """Return the requests that ended since the last call, with their outcomes."""
         finished, self._finished = self._finished, []
         return finished
 
     def update_weights(self, weights: Mapping[str, Tensor], *, weight_version: int) -> None:
-        """Raises: WeightsError: They do not fit; nothing was changed."""
+        """Load new weights. In-flight requests continue with their cache, or compute it again if so configured.
+
+        Raises:
+            WeightsError: The weights do not fit the model. Nothing was changed.
+        """
         load_weights(self._runner.model, weights)
         self.weight_version = weight_version
-        self.computation.forget_idle()
+        self.backend.drop_idle()
         for request in list(self._running):
             if self._config.recompute_kv_on_update:
                 self._restart(request)
             else:
-                self.computation.mark_stale(request)
+                self.backend.mark_stale(request)
 
     def sleep(self) -> None:
-        """Raises: ServerError: Requests are still in the engine."""
+        """Free the caches and offload the weights.
+
+        Raises:
+            ServerError: Requests are running or queued.
+        """
         if self.has_work:
             raise ServerError(
-                f"{self.num_running} requests run and {self.num_waiting} wait; await or abort them before sleep",
+                f"{self.num_running} requests are running and {self.num_waiting} are queued; wait for them or abort "
+                "them before sleep",
                 server=self._server,
             )
         self._is_asleep = True
-        self.computation.free()
+        self.backend.free()
         self._runner.offload()
 
     def wake_up(self) -> None:
         if self._is_asleep:
             self._runner.load()
-            self.computation.allocate()
+            self.backend.allocate()
             self._is_asleep = False
 
     def release(self) -> None:
-        """Free the cache for good and hand the model back."""
+        """Drop all requests, free the cache, and give up the ownership of the model. The engine cannot be used
+        again."""
         for request in self._running:
-            self.computation.release(request, discard=True)
-        self._waiting.clear()
+            self.backend.release(request, discard=True)
+        self._queued.clear()
         self._running.clear()
-        self.computation.free()
+        self.backend.free()
         self._sessions.clear()
         self._runner.hand_back()
 
     def _requests(self) -> Iterable[GenerationRequest]:
-        return (*self._running, *self._waiting)
+        return (*self._running, *self._queued)
 
     def _admit(self) -> None:
-        """Start queued requests. One that can copy a prefix still being computed waits for it; the others pass it."""
-        held: list[GenerationRequest] = []
-        while self._waiting and self.computation.has_room:
-            request = self._waiting.popleft()
+        """Start queued requests while there is room.
+
+        A request that can copy a prefix still in prefill waits for the prefix; later requests may start before it.
+        """
+        postponed: list[GenerationRequest] = []
+        while self._queued and self.backend.has_room:
+            request = self._queued.popleft()
             if not self._start(request):
-                held.append(request)
-        self._waiting.extendleft(reversed(held))
+                postponed.append(request)
+        self._queued.extendleft(reversed(postponed))
 
     def _start(self, request: GenerationRequest) -> bool:
         try:
-            if not self.computation.admit(request):
+            if not self.backend.admit(request):
                 return False
         except FeaturesError as error:
             self._finish(request, self._error(str(error), request))
@@ -196,7 +209,7 @@ class Engine:
     def _restart(self, request: GenerationRequest) -> None:
         request.num_preempted += 1
         try:
-            self.computation.restart(request)
+            self.backend.restart(request)
         except FeaturesError as error:
             self._finish(request, self._error(str(error), request))
 
@@ -204,10 +217,10 @@ class Engine:
         if not requests:
             return
         params, uniforms = [r.params for r in requests], [r.draw() for r in requests]
-        num_at_once = 1 if self._config.deterministic else len(requests)
+        num_rows = 1 if self._config.deterministic else len(requests)
         rows: list[SampledRow] = []
-        for start in range(0, len(requests), num_at_once):
-            part = slice(start, start + num_at_once)
+        for start in range(0, len(requests), num_rows):
+            part = slice(start, start + num_rows)
             rows += sample_rows(logits[part], params=params[part], uniforms=uniforms[part])
         for request, row in zip(requests, rows, strict=True):
             self._accept(request, row=row)
@@ -223,7 +236,7 @@ class Engine:
             self._finish(request, error)
             return
         self.stats.decoded_tokens += 1
-        self.computation.append(request, row.token_id)
+        self.backend.append(request, row.token_id)
         reason = request.append(
             row.token_id, row.logprob, weight_version=self.weight_version, extras=row.extras
         )
@@ -232,7 +245,7 @@ class Engine:
 
     def _finish(self, request: GenerationRequest, how: ServerStopReason | ServerError) -> None:
         self._running.pop(request, None)
-        self.computation.release(request, discard=isinstance(how, ServerError))
+        self.backend.release(request, discard=isinstance(how, ServerError))
         self._sessions.discard(request.request_id)
         outcome = (
             how if isinstance(how, ServerError) else request.output(how, weight_version=self.weight_version)

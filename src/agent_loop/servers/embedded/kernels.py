@@ -1,4 +1,4 @@
-"""Which kernels torch chooses."""
+"""Selection of deterministic torch kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
-    """Let this process's GPU compute the same sums in the same order each time; kernels that cannot raise an error.
+    """Use deterministic GPU kernels in this process. Kernels without a deterministic version raise an error.
 
-    Does nothing on a CPU, whose kernels always do.
+    Does nothing on a CPU, whose kernels are always deterministic.
     """
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # (cuBLAS reads it at its first product)
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # (cuBLAS reads it once, at its first use)
         cast(Any, torch).use_deterministic_algorithms(True)

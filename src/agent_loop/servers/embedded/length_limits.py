@@ -1,7 +1,7 @@
-"""Read from a model's configuration the sequence lengths at which its computation changes.
+"""Sequence lengths at which a model's computation changes, read from its configuration.
 
 A model with a sliding window of 8 tokens treats the ninth token differently from the eighth. Checks that compare two
-ways of running a model need sequences that lie at such lengths and cross them.
+backends need sequences of such lengths, and sequences that cross them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any, cast
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """Length of a sequence at which a model computes something differently."""
+    """Sequence length at which a model's computation changes."""
 
     name: str
-    """Field of the configuration, after the names of the fields that it is nested in:
-    `text_config.sliding_window`."""
+    """Field of the configuration, with the fields that contain it: `text_config.sliding_window`."""
     length: int
 
 
@@ -40,10 +39,10 @@ _OTHER_INPUTS = re.compile(r"vision|image|visual|audio|speech|video|codec|^vq_|^
 
 
 def length_limits(config: Any) -> tuple[LengthLimit, ...]:
-    """Return the lengths that a configuration names, shortest first and each field and length once.
+    """Return the length limits of a configuration, shortest first, without duplicates.
 
-    Nested configurations, dictionaries and lists with one value per layer are read too; those of images and sound are
-    not. A window counts even where `use_sliding_window` is off. Nothing, zero and negative numbers are no limits.
+    Nested configurations, dictionaries and lists with one value per layer are included, except those for images and
+    sound. A window counts even if `use_sliding_window` is off. None, zero and negative numbers are ignored.
 
     Args:
         config: Configuration of `transformers`, or a mapping of its fields.
@@ -68,7 +67,7 @@ def _limits_of(fields: Mapping[str, Any], *, path: str) -> Iterator[LengthLimit]
 
 
 def _products(fields: Mapping[str, Any], *, path: str) -> Iterator[LengthLimit]:
-    """Yield the lengths from which sparse attention over blocks of tokens leaves some out."""
+    """Yield the lengths from which sparse attention over blocks of tokens skips some of them."""
     factors = {
         "index_topk_blocks x index_block_size": (
             fields.get("index_topk_blocks"),

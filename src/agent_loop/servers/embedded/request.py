@@ -1,4 +1,4 @@
-"""One completion in the making."""
+"""Requests of the embedded engine: validation, and the tokens sampled so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent_loop.servers.embedded.vision import (
     VISION_MODELS,
     FeaturesError,
     PromptImages,
-    read_attachments,
+    build_prompt_images,
 )
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import (
@@ -28,68 +28,67 @@ from agent_loop.types import (
 )
 
 LOWEST_TEMPERATURE = 1e-4
-"""Below this, dividing logits by the temperature loses them in float32."""
+"""Smallest temperature at which logits divided by it can be represented in float32."""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """What a server admits."""
+class EngineLimits:
+    """Limits of the requests that an engine accepts."""
 
     server: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     image_token_id: int | None = None
-    """Of the model's placeholders; None for one that takes no images."""
+    """Token id of the model's image placeholders; None if images are not supported."""
     counts_in_3d: bool = False
-    """The model's positions are in time, height and width."""
+    """Whether the model's positions are time, height and width."""
 
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """A request and what was sampled for it. Written by the engine thread only."""
+    """A request and the tokens sampled for it. Only the engine's thread writes to it."""
 
     request_id: str
     prompt_ids: IntArray
-    """Shape [num_tokens]; where images stand, their keys: see `PromptImages`."""
+    """Shape [num_tokens]. Placeholders of images are replaced by `PromptImages.cache_keys`."""
     params: SamplingParams
     stop_token_ids: frozenset[int]
     max_new_tokens: int
     seed: int | None
-    """None until the engine gives it one of its own."""
+    """Seed of the request; None until the engine derives one."""
     images: PromptImages | None = None
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     weight_versions: list[int] = field(default_factory=list[int])
     extras: list[TokenArrays] = field(default_factory=list[TokenArrays])
-    """By token, without the axis of tokens."""
+    """Further values of each token, without the axis of tokens."""
     num_preempted: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the cache when it got its slot."""
+    """Number of prompt tokens that were in the cache when the request was admitted."""
 
-    asked_at: float = field(default_factory=time.monotonic)
+    submitted_at: float = field(default_factory=time.monotonic)
     prefill_s: float | None = None
-    """From `asked_at` to its first token."""
+    """Seconds from `submitted_at` to the first token."""
     num_streamed: int = 0
-    """Tokens that were handed out before the end."""
+    """Number of tokens that were already streamed to the caller."""
     _stream: int | None = None
 
     def draw(self) -> float:
-        """Return the uniform number that decides the next token: a function of the seed and of the token's place in the
-        completion alone."""
+        """Return the uniform random number for the next token, which depends only on the seed and the token's index."""
         if self.params.temperature == 0:
             return 0.0
         if self._stream is None:
-            assert self.seed is not None, "the engine gives a seed to requests without one"
+            assert self.seed is not None, "the engine derives a seed for requests without one"
             self._stream = uniform_stream(self.seed)
         return uniform_at(self._stream, self.params.num_sampled + len(self.token_ids))
 
     def append(
         self, token_id: int, logprob: float, *, weight_version: int, extras: TokenArrays
     ) -> ServerStopReason | None:
-        """Adds a sampled token; returns why the completion ends with it, None if it goes on."""
+        """Append a sampled token. Return the stop reason if the completion ends with it, else None."""
         if self.prefill_s is None:
-            self.prefill_s = time.monotonic() - self.asked_at
+            self.prefill_s = time.monotonic() - self.submitted_at
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.weight_versions.append(weight_version)
@@ -99,19 +98,24 @@ class GenerationRequest:
         return "length" if len(self.token_ids) >= self.max_new_tokens else None
 
     def output(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenOutput:
-        """Return the completion so far. Args: weight_version: The version of a completion without tokens."""
+        """Return the completion so far.
+
+        Args:
+            stop_reason: Why the completion ends.
+            weight_version: Version to report for a completion without tokens.
+        """
         end = self._end(stop_reason, weight_version=weight_version)
         return TokenOutput.from_chunks([*self._chunks_from(0), end])
 
-    def take_new(self) -> list[TokenChunk]:
-        """Return the tokens since the last call, for a streamed completion: one chunk per weight version."""
+    def take_new_chunks(self) -> list[TokenChunk]:
+        """Return the tokens since the last call for a streamed completion, as one chunk per weight version."""
         start, self.num_streamed = self.num_streamed, len(self.token_ids)
         return self._chunks_from(start)
 
-    def take_rest(self, output: TokenOutput) -> list[TokenChunk]:
-        """Return the tokens since the last call of a completion that has ended. The last chunk has the stop reason."""
+    def take_last_chunks(self, output: TokenOutput) -> list[TokenChunk]:
+        """Return the last tokens of a streamed completion that has ended. The last chunk has the stop reason."""
         end = self._end(output.stop_reason, weight_version=output.weight_version)
-        return list(TokenOutput.from_chunks([*self.take_new(), end]).chunks)
+        return list(TokenOutput.from_chunks([*self.take_new_chunks(), end]).chunks)
 
     def _end(self, stop_reason: ServerStopReason, *, weight_version: int) -> TokenChunk:
         return TokenChunk(
@@ -145,15 +149,15 @@ def build_request(
     *,
     prompt_ids: IntArray,
     params: SamplingParams,
-    limits: RequestLimits,
+    limits: EngineLimits,
     attachments: Sequence[Attachment] = (),
 ) -> GenerationRequest:
-    """Checks a request against the limits.
+    """Validate the arguments of a request and build the request.
 
     Raises:
-        BadPrompt: It is empty, does not fit, or holds an id that the model does not know; or attachments do not fit
-            it or the model.
-        SamplingParamsError: A parameter that this server does not offer.
+        BadPrompt: The prompt is empty or too long, or has a token id outside the vocabulary. Or the attachments do not
+            fit the prompt or the model.
+        SamplingParamsError: The server does not support a sampling parameter.
     """
     prompt_ids = as_token_ids(prompt_ids)
     num_tokens, longest = len(prompt_ids), limits.max_model_len - 1
@@ -166,12 +170,12 @@ def build_request(
     if num_tokens > longest:
         raise bad_prompt(
             f"the prompt has {num_tokens} tokens, but max_model_len {limits.max_model_len} leaves room for {longest} "
-            "and one to sample; raise rollout.prompt_length or rollout.response_length, or shorten the prompt"
+            "and one sampled token; raise rollout.prompt_length or rollout.response_length, or shorten the prompt"
         )
     lowest, highest = int(prompt_ids.min()), int(prompt_ids.max())
     if lowest < 0 or highest >= limits.vocab_size:
         raise bad_prompt(
-            f"the prompt holds token id {lowest if lowest < 0 else highest}, but the model's vocabulary ends at "
+            f"the prompt has token id {lowest if lowest < 0 else highest}, but the model's vocabulary ends at "
             f"{limits.vocab_size - 1}; give ids of this model's tokenizer"
         )
     _check_params(params)
@@ -185,10 +189,10 @@ def build_request(
         if limits.image_token_id is None:
             raise bad_prompt(
                 f"the request has {len(attachments)} attachments, but this model takes none; the embedded server "
-                f"takes images for {', '.join(sorted(VISION_MODELS))}"
+                f"supports images for {', '.join(sorted(VISION_MODELS))}"
             )
         try:
-            images = read_attachments(
+            images = build_prompt_images(
                 prompt_ids,
                 attachments,
                 image_token_id=limits.image_token_id,
@@ -199,7 +203,7 @@ def build_request(
     room = limits.max_model_len - num_tokens
     return GenerationRequest(
         request_id=request_id,
-        prompt_ids=prompt_ids if images is None else images.keys,
+        prompt_ids=prompt_ids if images is None else images.cache_keys,
         images=images,
         params=params,
         stop_token_ids=frozenset(params.stop_token_ids)
@@ -212,7 +216,7 @@ def build_request(
 def _check_params(params: SamplingParams) -> None:
     if params.repetition_penalty != 1.0:
         raise SamplingParamsError(
-            f"repetition_penalty is {params.repetition_penalty}; the embedded server offers only 1.0 (none)"
+            f"repetition_penalty is {params.repetition_penalty}; the embedded server supports only 1.0 (none)"
         )
     if 0 < params.temperature < LOWEST_TEMPERATURE:
         raise SamplingParamsError(

@@ -1,4 +1,5 @@
-"""Owns the `transformers` model: its device, its type, its attention, and forwards with its own attention."""
+"""Owner of the `transformers` model: sets device, dtype and attention, and runs forwards with the model's own
+attention."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ from agent_loop.servers.embedded.vision import VISION_MODELS
 from agent_loop.types import IntArray
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
-"""What models call the cache that they take and return."""
+"""Names that models use for the cache in their arguments and outputs."""
 _owned: WeakSet[Any] = WeakSet()
-"""The models that belong to a runner."""
+"""Models that belong to a runner."""
 
 
 class ModelRunner:
-    """The model of one embedded server, the server's own until `hand_back`.
+    """Model of one embedded server, which owns it until `hand_back`.
 
     Raises:
-        ConfigError: The model belongs to another server, is an encoder-decoder, or is shorter than the context.
+        ConfigError: The model belongs to another server, is an encoder-decoder, or supports fewer positions than the
+            context.
     """
 
     def __init__(self, model: Any, *, config: EmbeddedConfig) -> None:
@@ -41,7 +43,7 @@ class ModelRunner:
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         self.model.to(device=self.device, dtype=dtype).eval()
         if getattr(model.config, "rescale_every", 0):
-            # RWKV would divide its weights in place at the first forward, and take published weights for divided.
+            # RWKV would divide its weights in place at the first forward, but published weights are not divided.
             model.config.rescale_every = 0
         self._plain_attention: str = self.text_config._attn_implementation
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -49,24 +51,28 @@ class ModelRunner:
 
     @property
     def vocab_size(self) -> int:
-        """Raises: ConfigError: The model has no embedding of token ids."""
+        """Number of token ids in the model's embedding.
+
+        Raises:
+            ConfigError: The model has no embedding of token ids.
+        """
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
         if weight is None:
             raise ConfigError(
-                f"{type(self.model).__name__} has no single embedding of token ids; the embedded server runs models of "
-                "text only"
+                f"{type(self.model).__name__} has no single embedding of token ids; the embedded server supports text "
+                "models only"
             )
         return int(weight.shape[0])
 
     @property
     def image_token_id(self) -> int | None:
-        """Of the placeholders of images; None if the model takes none here."""
+        """Token id of the image placeholders; None if images are not supported for the model."""
         config = self.model.config
         return int(config.image_token_id) if config.model_type in VISION_MODELS else None
 
     @property
     def counts_in_3d(self) -> bool:
-        """The model's positions are in time, height and width."""
+        """Whether the model's positions are time, height and width."""
         return any("mrope_section" in rope for rope in _rope_parameters(self.text_config))
 
     @property
@@ -75,7 +81,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Sequence[int] | IntArray, *, first: int = 0) -> Tensor:
-        """Return the logits after each token from number `first` on, without a cache, [tokens - first, vocab]."""
+        """Return the logits after each token from index `first` on, computed without a cache, [tokens - first,
+        vocab]."""
         count = len(token_ids) - first
         output: Any = self.model(
             input_ids=self._input(token_ids), use_cache=False, **self._logits_option(count)
@@ -84,7 +91,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def cached_logits(self, token_ids: IntArray, *, cache: Any, num_cached: int) -> tuple[Tensor, Any]:
-        """Continue a sequence with the model's own cache; return the last logits, [vocab], and the new cache."""
+        """Continue a sequence with the model's own cache. Return the last logits, [vocab], and the new cache."""
         options: dict[str, Any] = {} if cache is None else dict([cache])
         output: Any = self.model(
             input_ids=self._input(token_ids), use_cache=True, **self._logits_option(1), **options
@@ -95,10 +102,10 @@ class ModelRunner:
         return output.logits[0, -1], (found, getattr(output, found))
 
     def switch_attention(self, name: str) -> None:
-        """Exchange the attention of the language model; a vision tower keeps its own.
+        """Set the attention implementation of the language model. A vision tower keeps its own.
 
         Raises:
-            ConfigError: The model does not allow that.
+            ConfigError: The model does not support other attention implementations.
         """
         has_parts = self.text_config is not self.model.config
         try:
@@ -107,12 +114,12 @@ class ModelRunner:
             raise ConfigError(f"its attention cannot be exchanged ({error})") from error
 
     def restore_attention(self) -> None:
-        """Give the model its own attention again."""
+        """Restore the model's original attention implementation."""
         if self.text_config._attn_implementation != self._plain_attention:
             self.switch_attention(self._plain_attention)
 
     def offload(self) -> None:
-        """Move the weights to host memory, and give the device's free memory back."""
+        """Move the weights to host memory if configured, and release the free memory of the device."""
         if self.device.type == "cuda":
             if self._config.offload_weights_on_sleep:
                 self.model.to("cpu")
@@ -123,7 +130,7 @@ class ModelRunner:
         self.model.to(self.device)
 
     def hand_back(self) -> None:
-        """Leave the model to whoever uses it after the server."""
+        """Restore the model's attention and give up its ownership."""
         self.restore_attention()
         _owned.discard(self.model)
 
@@ -135,19 +142,19 @@ class ModelRunner:
 
 
 def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
-    """Refuse by name what cannot work; `choose_computation` finds out the rest by running the model."""
+    """Reject models that are known to be unsupported. `choose_backend` detects the others by running the model."""
     kind, longest = model.config.model_type, config.max_model_len
     model_config = text_config_of(model.config)
     if model in _owned or model_config._attn_implementation == ATTENTION_NAME:
         raise ConfigError(
-            "this model already belongs to an embedded server; load it again or give a copy of the original"
+            "this model already belongs to an embedded server; load it again or give a copy of the original model"
         )
     if getattr(model_config, "is_encoder_decoder", False):
-        raise ConfigError(f"{kind} is an encoder-decoder model; the embedded server runs decoders only")
+        raise ConfigError(f"{kind} is an encoder-decoder model; the embedded server supports decoders only")
     own_limit = getattr(model_config, "max_position_embeddings", None)
     if isinstance(own_limit, int) and 0 < own_limit < longest:
         raise ConfigError(
-            f"{CONTEXT} is {longest} tokens, but the model ends at {own_limit} positions; give at most {own_limit}"
+            f"{CONTEXT} is {longest} tokens, but the model has {own_limit} positions; give at most {own_limit}"
         )
     for rope in _rope_parameters(model_config):
         switch = rope.get("original_max_position_embeddings")
@@ -160,12 +167,12 @@ def _check_model(model: Any, *, config: EmbeddedConfig) -> None:
 
 
 def text_config_of(model_config: Any) -> Any:
-    """Return the part that describes the language model; the whole where there are no parts."""
+    """Return the configuration of the language model, which is the whole configuration of a text model."""
     return getattr(model_config, "text_config", None) or model_config
 
 
 def _rope_parameters(model_config: Any) -> list[Mapping[str, Any]]:
-    """One mapping, or one per layer type."""
+    """Return the rope parameters and, if there are several per layer type, each of them."""
     rope: Mapping[str, Any] = getattr(model_config, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
 

@@ -1,4 +1,4 @@
-"""Draws next tokens, many rows at once, from one uniform number per row."""
+"""Sampling of next tokens for many rows at once, with one uniform random number per row."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from agent_loop.servers.base import Ability
 from agent_loop.types import SamplingParams, TokenArrays, top_logprob_arrays
 
 SAMPLING_ABILITIES = frozenset({Ability.LOG_PROBS, Ability.TOP_LOGPROBS, Ability.SEED, Ability.FREE_SEEDS})
-"""What `sample_rows` offers."""
+"""Abilities that `sample_rows` provides."""
 BELOW_ONE = 1.0 - 2.0**-50
-"""Keeps a point on the cumulative scale under its end, whatever the rounding."""
+"""Factor that keeps a point below the end of the cumulative distribution in spite of rounding."""
 
 _ALL_BITS = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
-"""Of splitmix64: 2**64 divided by the golden ratio, made odd."""
+"""Increment of splitmix64: the odd number next to 2**64 divided by the golden ratio."""
 
 
 def uniform_stream(seed: int) -> int:
-    """Return what `uniform_at` takes for a seed; neighbouring seeds give unrelated numbers."""
+    """Return the stream of a seed, which `uniform_at` takes. Neighbouring seeds give unrelated numbers."""
     return _scrambled((seed + _STEP) & _ALL_BITS)
 
 
 def uniform_at(stream: int, position: int) -> float:
-    """Return the uniform number of a place in a completion, from 0 to below 1.
+    """Return the uniform number for the token at `position` of a completion, from 0 to below 1.
 
-    It depends on the stream and the place alone, so that whoever continues a completion draws as if it had never been
-    interrupted. This is splitmix64 as a function of its counter.
+    The number depends only on the stream and the position, so a resumed completion draws the same numbers as an
+    uninterrupted one. The function is splitmix64 with its counter as the argument.
     """
     return (_scrambled((stream + (position + 1) * _STEP) & _ALL_BITS) >> 11) * 2.0**-53
 
 
 def _scrambled(bits: int) -> int:
-    """The finaliser of splitmix64."""
+    """Apply the finaliser of splitmix64."""
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _ALL_BITS
     bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _ALL_BITS
     return bits ^ (bits >> 31)
 
 
 class SampledRow(NamedTuple):
-    """One row's next token."""
+    """Sampled token of one row."""
 
     token_id: int
     logprob: float
-    """As `TokenOutput.logprobs` defines it."""
+    """Log-prob as defined by `TokenOutput.logprobs`."""
     is_finite: bool
-    """False if the row's logits hold NaN or infinity, and the rest means nothing."""
+    """False if the row's logits contain NaN or infinity; the other fields are meaningless then."""
     extras: TokenArrays
-    """More values of the token, without the axis of tokens."""
+    """Further values of the token, without the axis of tokens."""
 
 
 def sample_rows(
     logits: Tensor, *, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> list[SampledRow]:
-    """Samples one token per row.
+    """Sample one token per row.
 
-    A row's token depends on its own logits, parameters and uniform number alone: it is where that number falls on the
+    The token of a row depends only on its own logits, parameters and uniform number, which selects a token from the
     cumulative distribution.
 
     Args:
         logits: Shape [rows, vocab].
-        params: One per row.
-        uniforms: One per row, from 0 to below 1; of no effect on greedy rows.
+        params: Parameters of each row.
+        uniforms: Uniform number of each row, from 0 to below 1. Ignored for greedy rows.
     """
     if logits.is_cuda and torch.are_deterministic_algorithms_enabled():
         logits = logits.cpu()  # sums along a row have no deterministic kernel on a GPU
@@ -83,7 +83,7 @@ def sample_rows(
             greedy = torch.tensor(is_greedy, device=logits.device).unsqueeze(1)
             token_ids = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), token_ids)
     logprobs = all_logprobs.gather(1, token_ids)
-    # One transfer from the device for all three; a double holds any token id.
+    # One transfer from the device for all three columns. A double can represent any token id.
     columns = torch.cat([column.double() for column in (token_ids, logprobs, is_finite)], dim=1)
     rows: list[tuple[float, float, float]] = cast(Any, columns).tolist()
     extras = _top_logprobs(all_logprobs, params=params)
@@ -94,7 +94,7 @@ def sample_rows(
 
 
 def _top_logprobs(logprobs: Tensor, *, params: Sequence[SamplingParams]) -> list[TokenArrays]:
-    """Return the likeliest tokens of each row, as many as its parameters ask for."""
+    """Return the `top_logprobs` likeliest tokens of each row."""
     num_top = [min(p.top_logprobs, logprobs.shape[-1]) for p in params]
     if not any(num_top):
         return [{}] * len(params)
@@ -122,13 +122,13 @@ def _draw(logprobs: Tensor, *, params: Sequence[SamplingParams], uniforms: Seque
 
 
 def _cut(probs: Tensor, *, params: Sequence[SamplingParams]) -> Tensor:
-    """Sets to zero what top-k and top-p leave out. The token that crosses `top_p` stays in."""
+    """Set the probabilities outside top-k and top-p to zero. The token that crosses `top_p` is kept."""
     ordered, order = probs.sort(dim=-1, descending=True)
     vocab_size = probs.shape[-1]
     top_k = _column([float(p.top_k if p.top_k > 0 else vocab_size) for p in params], like=probs)
     top_p = _column([p.top_p if p.top_p < 1 else 2.0 for p in params], like=probs)
     rank = torch.arange(vocab_size, device=probs.device)
-    # Top-p is a share of the mass that top-k leaves.
+    # Top-p is a share of the probability mass within top-k.
     ordered = ordered * (rank < top_k)
     mass_before = ordered.cumsum(dim=-1) - ordered
     is_kept = mass_before < top_p * ordered.sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The embedded engine as an `AsyncServerBase`."""
+"""`AsyncServerBase` for the embedded engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agent_loop.config import parse_options
 from agent_loop.errors import ConfigError, WeightsError
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth, ServerSpec, refuse_unknown_options
-from agent_loop.servers.embedded.choice import choose_computation
-from agent_loop.servers.embedded.computation import CacheKind
+from agent_loop.servers.embedded.backend import CacheKind
+from agent_loop.servers.embedded.backend_selection import choose_backend
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.engine import Engine, EngineStats
-from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
+from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
+from agent_loop.servers.embedded.request import EngineLimits, GenerationRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
 from agent_loop.servers.embedded.thread import EngineThread
@@ -44,12 +44,12 @@ ABILITIES = frozenset(
 class EmbeddedServer(AsyncServerBase):
     """Runs a `transformers` causal model in a thread of this process.
 
-    The model becomes the server's own: it is moved to the device, switched to the engine's attention and overwritten
-    by `update_weights`. Give a copy if somebody else needs it; after `close` it has its own attention again.
+    The server takes ownership of the model: it moves the model to the device, replaces its attention, and overwrites
+    its weights in `update_weights`. Give a copy if other code needs the model. `close` restores the attention.
 
-    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions give them at
-    temperature 1. Requests never lose their place in the batch: `num_preempted` counts only the recomputations that
-    `EmbeddedConfig.recompute_kv_on_update` asks for.
+    Log-probs are `log_softmax(logits / temperature)` before top-k and top-p; greedy completions have the log-probs of
+    temperature 1. Requests are never preempted for memory: `num_preempted` counts only the recomputations of
+    `EmbeddedConfig.recompute_kv_on_update`.
     """
 
     def __init__(
@@ -60,19 +60,23 @@ class EmbeddedServer(AsyncServerBase):
         config: EmbeddedConfig = NO_CONFIG,
         eos_token_ids: Iterable[int] | None = None,
     ) -> None:
-        """Args:
+        """Choose a backend for the model and start the engine's thread.
+
+        Args:
             model: A `transformers.PreTrainedModel` with a language-model head.
-            eos_token_ids: The tokens that end a completion; by default those of the model's generation config.
+            name: Name of the server in errors and logs.
+            config: Settings of the engine.
+            eos_token_ids: Tokens that end a completion; by default those of the model's generation config.
 
         Raises:
-            ConfigError: The engine does not compute the model exactly in any way, or the model does not fit the config.
+            ConfigError: No backend computes the model exactly, or the model does not fit the config.
         """
         self.name = name
         self.abilities = ABILITIES
         self.max_concurrent = config.max_slots
         runner = ModelRunner(model, config=config)
         try:
-            self._limits = RequestLimits(
+            self._limits = EngineLimits(
                 server=name,
                 max_model_len=config.max_model_len,
                 vocab_size=runner.vocab_size,
@@ -80,25 +84,25 @@ class EmbeddedServer(AsyncServerBase):
                 counts_in_3d=runner.counts_in_3d,
                 eos_token_ids=_eos_token_ids(model) if eos_token_ids is None else frozenset(eos_token_ids),
             )
-            computation = choose_computation(runner, config=config, limits=self._limits)
+            backend = choose_backend(runner, config=config, limits=self._limits)
         except ConfigError:
             runner.hand_back()
             raise
-        self.cache_kind: CacheKind = computation.kind
-        """How requests are computed: see `EmbeddedConfig.cache`."""
-        if computation.kind != "shared":
+        self.cache_kind: CacheKind = backend.kind
+        """Kind of the chosen backend: see `EmbeddedConfig.cache`."""
+        if backend.kind != "shared":
             self._limits = replace(self._limits, image_token_id=None)
             self.abilities -= {Ability.ATTACHMENTS}
-        if not computation.resumes_turns:
+        if not backend.resumes_turns:
             self.abilities -= {Ability.PREFIX_REUSE}
-        self._engine = Engine(runner, computation, config=config, server=name)
+        self._engine = EmbeddedEngine(runner, backend, config=config, server=name)
         self._thread = EngineThread(self._engine, name=name, num_threads=config.num_threads)
-        # Also runs at the interpreter's exit, which would otherwise kill the thread in the middle of a forward.
+        # Also called at the interpreter's exit, which would otherwise kill the thread during a forward.
         self._stop = weakref.finalize(self, self._thread.stop)
 
     @classmethod
     def create(cls, spec: ServerSpec) -> EmbeddedServer:
-        """As `rollout.engine: embedded` asks for it; `engine_kwargs` are fields of `EmbeddedConfig`."""
+        """Create the server for `rollout.engine: embedded`. `engine_kwargs` are fields of `EmbeddedConfig`."""
         return cls.from_pretrained(
             spec.model.path,
             name=spec.name,
@@ -116,10 +120,10 @@ class EmbeddedServer(AsyncServerBase):
         eos_token_ids: Iterable[int] | None = None,
         trust_remote_code: bool = False,
     ) -> EmbeddedServer:
-        """Loads a model from a directory, or by its name on the hub.
+        """Load a model from a directory, or by its name on the hub, and create its server.
 
         Raises:
-            ConfigError: There is no such model, or the engine does not compute it.
+            ConfigError: The model cannot be loaded, or the engine does not support it.
         """
         try:
             loader = auto_model_class(path, trust_remote_code=trust_remote_code)
@@ -132,12 +136,12 @@ class EmbeddedServer(AsyncServerBase):
 
     @property
     def stats(self) -> EngineStats:
-        """Counters since the start."""
+        """Counters of the engine since its start."""
         return replace(self._engine.stats)
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the KV cache; 0 while asleep."""
+        """Memory of the KV cache in bytes; 0 while asleep."""
         return self._engine.cache_bytes
 
     async def generate(
@@ -153,7 +157,7 @@ class EmbeddedServer(AsyncServerBase):
         try:
             return await future
         except asyncio.CancelledError:
-            self._thread.forget(request)
+            self._thread.abort(request)
             raise
 
     async def stream(
@@ -165,21 +169,21 @@ class EmbeddedServer(AsyncServerBase):
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
         request = self._request(prompt_ids, sampling_params, request_id, attachments)
-        feed = self._thread.submit_streamed(request)
+        stream = self._thread.submit_streamed(request)
         try:
-            while not feed.is_over:
-                for chunk in await feed.take():
+            while not stream.has_ended:
+                for chunk in await stream.next_chunks():
                     yield chunk
         finally:
-            if not feed.is_over:
-                self._thread.forget(request)
+            if not stream.has_ended:
+                self._thread.abort(request)
 
     async def abort(self, request_id: str) -> None:
         if self._thread.end_reason is None:
             await self._thread.call(lambda engine: engine.abort_session(request_id))
 
     def end_session(self, request_id: str) -> None:
-        self._thread.tell(lambda engine: engine.end_session(request_id))
+        self._thread.notify(lambda engine: engine.end_session(request_id))
 
     async def wake_up(self) -> None:
         await self._thread.call(lambda engine: engine.wake_up())
@@ -229,7 +233,7 @@ class EmbeddedServer(AsyncServerBase):
 
 
 def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
-    """The settings that a configuration asks for.
+    """Return the engine's settings for a server specification.
 
     Raises:
         ConfigError: `rollout.engine_kwargs` has an unknown key, or a value that is out of range or contradicts
@@ -238,7 +242,7 @@ def embedded_config(spec: ServerSpec) -> EmbeddedConfig:
     if spec.deterministic and spec.engine_kwargs.get("deterministic", True) is not True:
         raise ConfigError(
             f"rollout.engine_kwargs.deterministic is {spec.engine_kwargs['deterministic']!r}, but "
-            "rollout.deterministic is true; leave one of both out"
+            "rollout.deterministic is true; remove one of the two"
         )
     options: dict[str, Any] = {
         "max_model_len": spec.max_model_len,

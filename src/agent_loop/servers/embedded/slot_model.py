@@ -1,4 +1,4 @@
-"""A model whose attention reads and writes the slots of a shared KV cache."""
+"""Model whose attention reads and writes the slots of a shared KV cache."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.vision import PromptImages, media_features
 
 PLAIN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layers that keep keys and values. A sliding window shorter than the sequences is refused in the forward."""
+"""Types of layers that store keys and values. The forward rejects a sliding window shorter than the context."""
 
 
 class SlotModel:
-    """Switches the model's attention to the slots, and runs steps through it.
+    """Replaces the model's attention by attention over slots, and computes steps.
 
     Raises:
-        ConfigError: The model is of a kind that attention over slots does not compute. Errors of the model's own code
-            pass through.
+        ConfigError: Attention over slots does not support the model.
+        Exception: The model's own code raised it.
     """
 
     def __init__(self, runner: ModelRunner, *, max_model_len: int) -> None:
@@ -40,7 +40,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
-        """Return the logits of the rows that are sampled, [rows, vocab]."""
+        """Compute a step and return the logits of its sampled slots, [rows, vocab]."""
         inputs_embeds = self._embed(batch) if batch.image_rows else None
         return self._forward(
             batch.token_ids if inputs_embeds is None else None,
@@ -51,21 +51,23 @@ class SlotModel:
         )
 
     @torch.inference_mode()
-    def read_images(self, images: PromptImages, *, first_token: int) -> None:
-        """Compute the features of the images and videos with tokens from `first_token` on.
+    def compute_image_features(self, images: PromptImages, *, first_token: int) -> None:
+        """Compute the features of the images and videos that have placeholders from `first_token` on.
 
         Raises:
-            FeaturesError: One does not fit the model or its placeholders.
+            FeaturesError: An image or video does not fit the model or its placeholders.
         """
         images.features.clear()
-        for number, (attachment, places) in enumerate(zip(images.attachments, images.places, strict=True)):
-            if places[-1] >= first_token:
+        for number, (attachment, indices) in enumerate(
+            zip(images.attachments, images.placeholder_indices, strict=True)
+        ):
+            if indices[-1] >= first_token:
                 images.features[number] = media_features(
-                    self._runner.model, attachment, num_placeholders=len(places)
+                    self._runner.model, attachment, num_placeholders=len(indices)
                 )
 
     def _embed(self, batch: StepBatch) -> Tensor:
-        """Return the embeddings of a step's tokens, with features where images stand, [1, tokens, hidden]."""
+        """Return the embeddings of a step's tokens, with image features for placeholders, [1, tokens, hidden]."""
         embeds: Tensor = self._runner.model.get_input_embeddings()(batch.token_ids.clamp(min=0))
         for rows, features in batch.image_rows:
             embeds[0, rows] = features
@@ -98,6 +100,6 @@ class SlotModel:
         num_layers = int(self._runner.text_config.num_hidden_layers)
         if sorted(probe.layers) != list(range(num_layers)):
             raise ConfigError(
-                f"only {len(probe.layers)} of its {num_layers} layers call exchangeable attention"
+                f"only {len(probe.layers)} of its {num_layers} layers use a replaceable attention implementation"
             )
         return [probe.layers[layer] for layer in range(num_layers)]

@@ -1,4 +1,4 @@
-"""Which slot of the KV cache holds which tokens, and where a new request goes. No tensors, no I/O."""
+"""Allocation of the KV cache's slots to requests, and the tokens in each slot. No tensors, no I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from agent_loop.types import IntArray
 
 MIN_COPIED_TOKENS = 16
-"""A shared prefix shorter than this is computed again: that is cheaper than copying or waiting for it."""
+"""Shortest shared prefix that is copied. Computing a shorter one again is cheaper than copying or waiting for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,23 +18,23 @@ class Slot:
 
     index: int
     tokens: IntArray
-    """Shape [max_model_len]; the first `num_tokens` count."""
+    """Shape [max_model_len]; only the first `num_tokens` are used."""
     num_tokens: int = 0
     num_cached: int = 0
-    """Tokens whose keys and values are in the cache; the rest is still to compute."""
+    """Number of tokens whose keys and values are in the cache. The others have to be computed."""
     session: str | None = None
-    """The session whose next turn it is kept for."""
+    """Session whose next turn the slot is kept for."""
     is_busy: bool = False
     is_stale: bool = False
-    """Holds keys and values of older weights: of no use to other requests."""
+    """Whether the keys and values are of older weights, so that other requests cannot use them."""
     admission: int = 0
-    """The number of the last request placed here, counted over all slots."""
+    """Number of the last request in this slot, counted over all slots."""
     last_used: int = 0
-    """Grows with each release, counted over all slots."""
+    """Number of the last release of this slot, counted over all slots."""
 
     @property
     def is_prefilling(self) -> bool:
-        """More than the newest token is still to compute."""
+        """Whether more than the newest token has to be computed."""
         return self.is_busy and self.num_tokens - self.num_cached > 1
 
     def append(self, token_id: int) -> None:
@@ -42,7 +42,7 @@ class Slot:
         self.num_tokens += 1
 
     def clear(self) -> None:
-        """Forgets what is cached."""
+        """Mark the slot as empty."""
         self.num_tokens = self.num_cached = 0
         self.session = None
         self.is_stale = False
@@ -50,35 +50,37 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes and what it finds there."""
+    """Slot for a request, and the cached prefix that the request reuses."""
 
     slot: Slot
     num_reused: int
-    """Tokens of the prompt that need not be computed."""
+    """Number of prompt tokens that need not be computed."""
     copy_from: Slot | None = None
-    """Where the keys and values from `copy_start` to `num_reused` are to be copied from, if they are not there."""
+    """Slot to copy the keys and values from `copy_start` to `num_reused` from; None if nothing has to be copied."""
     copy_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixInPrefill:
-    """A prefix that another request is computing: once it is there, it can be copied."""
+    """Prefix that another request is computing. It can be copied once it is in the cache."""
 
     slot: Slot
     admission: int
-    """The request that computes it, as `Slot.admission` numbers it."""
+    """`Slot.admission` of the request that computes the prefix."""
     num_tokens: int
 
     @property
-    def is_coming(self) -> bool:
-        """Still being computed; False once it is there, and if its request ended before."""
+    def is_pending(self) -> bool:
+        """Whether the prefix is still being computed. False if it is in the cache, or if its request ended before."""
         slot = self.slot
         return slot.is_prefilling and slot.admission == self.admission and slot.num_cached < self.num_tokens
 
 
 class SlotTable:
-    """All slots. A finished request leaves its tokens in place until the slot is needed: empty slots go first,
-    then those that no session owns, then those of sessions, longest unused first."""
+    """All slots. The tokens of a finished request stay in its slot until the slot is needed.
+
+    Empty slots are used first, then slots without a session, then the slots of sessions, least recently used first.
+    """
 
     def __init__(self, *, num_slots: int, max_model_len: int) -> None:
         self._tokens = np.zeros((num_slots, max_model_len), dtype=np.int32)
@@ -92,8 +94,8 @@ class SlotTable:
     def has_idle(self) -> bool:
         return self._num_idle > 0
 
-    def place(self, prompt_ids: IntArray, *, session: str) -> Placement | PrefixInPrefill:
-        """Finds a slot for a prompt, or a prefix that is worth waiting for. Needs an idle slot."""
+    def find_placement(self, prompt_ids: IntArray, *, session: str) -> Placement | PrefixInPrefill:
+        """Find a slot for a prompt, or a prefix that is worth waiting for. There must be an idle slot."""
         own = self._of_session.get(session)
         if own is not None and own.is_busy:
             own = None
@@ -118,8 +120,8 @@ class SlotTable:
             return Placement(slot=target, num_reused=available)
         return Placement(slot=target, num_reused=available, copy_from=source, copy_start=own_common)
 
-    def occupy(self, placement: Placement, *, prompt_ids: IntArray, session: str) -> Slot:
-        """Gives the slot to a request."""
+    def assign(self, placement: Placement, *, prompt_ids: IntArray, session: str) -> Slot:
+        """Assign the slot of a placement to a request, and return the slot."""
         slot = placement.slot
         self.end_session(session)
         self._clear(slot)
@@ -132,7 +134,7 @@ class SlotTable:
         return slot
 
     def release(self, slot: Slot) -> None:
-        """Takes the slot back; its tokens stay for the session's next turn unless they are stale."""
+        """Release a slot. Its tokens are kept for the session's next turn unless they are stale."""
         self._releases += 1
         self._num_idle += 1
         slot.is_busy, slot.last_used = False, self._releases
@@ -145,8 +147,8 @@ class SlotTable:
         if slot is not None:
             slot.session = None
 
-    def forget_idle(self) -> None:
-        """Drops what idle slots hold."""
+    def drop_idle(self) -> None:
+        """Clear the idle slots."""
         for slot in self.slots:
             if not slot.is_busy:
                 self._clear(slot)
@@ -157,12 +159,12 @@ class SlotTable:
         slot.clear()
 
     def _common_prefixes(self, prompt_ids: IntArray) -> IntArray:
-        """For each slot, how many leading tokens it shares with the prompt, the last one left out: [num_slots]."""
+        """Return the number of leading prompt tokens that each slot has too, without the last one: [num_slots]."""
         num_tokens = len(prompt_ids) - 1
         differs = np.ones((len(self.slots), num_tokens + 1), dtype=np.bool_)
         np.not_equal(self._tokens[:, :num_tokens], prompt_ids[:num_tokens], out=differs[:, :num_tokens])
-        held = np.array([slot.num_tokens for slot in self.slots])
-        return np.minimum(differs.argmax(axis=1), held).astype(np.int32)
+        lengths = np.array([slot.num_tokens for slot in self.slots])
+        return np.minimum(differs.argmax(axis=1), lengths).astype(np.int32)
 
 
 def _common_prefix(slot: Slot, *, prompt_ids: IntArray) -> int:

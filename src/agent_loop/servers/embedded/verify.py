@@ -1,4 +1,4 @@
-"""Proves at start-up that a computation gives the log-probs of the model's plain forward."""
+"""Verification at start-up that a backend gives the log-probs of the model's plain forward."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import torch
 from torch import Tensor
 
 from agent_loop.errors import ConfigError
-from agent_loop.servers.embedded.computation import Computation
+from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import CONTEXT
-from agent_loop.servers.embedded.disturbance import rounding_allowance
 from agent_loop.servers.embedded.length_limits import LengthLimit, length_limits
-from agent_loop.servers.embedded.request import GenerationRequest, RequestLimits, build_request
+from agent_loop.servers.embedded.request import EngineLimits, GenerationRequest, build_request
+from agent_loop.servers.embedded.rounding import rounding_tolerance
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.types import SamplingParams
 
 PROMPT_LENGTHS = (7, 4)
 TOKENS_PER_TURN = 3
 TOKENS_BETWEEN_TURNS = 2
-OF_TEXT = ("pad_", "eos_", "bos_", "sep_", "cls_", "mask_", "unk_", "decoder_start_")
-"""Names of special tokens that a completion may hold begin so."""
+TEXT_TOKEN_PREFIXES = ("pad_", "eos_", "bos_", "sep_", "cls_", "mask_", "unk_", "decoder_start_")
+"""Prefixes of the names of special tokens that may occur in a completion."""
 TOKENS_AFTER_PROMPT = 2 * TOKENS_PER_TURN + TOKENS_BETWEEN_TURNS
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Random tokens of two turns, and the next-token log-probs that the model gives for the sampled ones."""
+    """Random tokens of two turns, and the expected log-probs of the tokens that play the sampled ones."""
 
     prompt: list[int]
     turns: tuple[list[int], list[int]]
-    """The tokens that are taken as sampled, per turn."""
+    """Tokens that count as sampled, per turn."""
     between: list[int]
-    """The tokens between the two turns."""
+    """Tokens between the two turns."""
     expected: list[Tensor] = field(default_factory=list[Tensor])
-    """Per turn, the log-probs of the whole vocabulary before each of its tokens, [tokens, vocab]."""
+    """Log-probs of the whole vocabulary before each token of a turn, per turn, [tokens, vocab]."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -47,25 +47,25 @@ class Conversation:
         return [*self.prompt, *first, *self.between, *second]
 
     def context(self, turn: int) -> list[int]:
-        """What is prompted in a turn."""
+        """Return the prompt of a turn."""
         return [*self.prompt, *self.turns[0], *self.between] if turn else self.prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Conversations to verify computations of one model with."""
+    """Conversations with expected log-probs to verify the backends of one model with."""
 
     conversations: tuple[Conversation, ...]
     tolerance: float
 
-    def check(self, computation: Computation, *, limits: RequestLimits) -> None:
-        """Compute both turns of all conversations, as an engine does.
+    def check(self, backend: ComputationBackend, *, limits: EngineLimits) -> None:
+        """Compute both turns of all conversations as an engine does, and compare the log-probs.
 
         Raises:
-            ConfigError: The log-probs differ from the plain forward's.
+            ConfigError: The log-probs differ from those of the plain forward.
         """
         for turn in range(2):
-            got = _run_turn(computation, self.conversations, turn=turn, limits=limits)
+            got = _run_turn(backend, self.conversations, turn=turn, limits=limits)
             for conversation, logprobs_TV in zip(self.conversations, got, strict=True):
                 worst = largest_difference(logprobs_TV, expected_TV=conversation.expected[turn])
                 if not worst <= self.tolerance:
@@ -74,20 +74,20 @@ class Verification:
                         f"after a prompt of {len(conversation.context(turn))} tokens"
                     )
         for number in range(len(self.conversations)):
-            computation.end_session(_session(number))
+            backend.end_session(_session(number))
 
 
-def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verification:
-    """Compute what a model's own forward gives, across each length at which the model changes its behaviour.
+def prepare_verification(runner: ModelRunner, *, limits: EngineLimits) -> Verification:
+    """Compute expected log-probs with the model's plain forward, across each length at which its computation changes.
 
     Raises:
-        ConfigError: The context is too short, the forward fails, or the log-probs of a token depend on the tokens
-            after it, on chance or on earlier sequences, so that a trainer cannot compute them again.
+        ConfigError: The context is too short, or the forward fails. Or the log-probs of a token depend on the tokens
+            after it, on chance or on earlier sequences, so that a trainer cannot reproduce them.
     """
     needed = max(PROMPT_LENGTHS) + TOKENS_AFTER_PROMPT
     if limits.max_model_len < needed:
         raise ConfigError(
-            f"{CONTEXT} is {limits.max_model_len} tokens, too short to verify the model with; give at least {needed}, "
+            f"{CONTEXT} is {limits.max_model_len} tokens, too short to verify the model; give at least {needed}, "
             "or set rollout.engine_kwargs.verify=false"
         )
     name, random = type(runner.model).__name__, Random(0)
@@ -104,13 +104,13 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
         *(_conversation(length, random, vocabulary=vocabulary) for length in lengths),
     )
     try:
-        tolerance = rounding_allowance(
+        tolerance = rounding_tolerance(
             runner.model, token_ids=conversations[-1].token_ids, plain_logits=runner.plain_logits
         )
-        # The longest first: some models switch to another attention for good at the first short sequence.
+        # Longest first: some models permanently switch to another attention at the first short sequence.
         differences = [_expect(conversation, runner) for conversation in reversed(conversations)][::-1]
-        differences[-1] = max(differences[-1], _changes(conversations[-1], runner))
-    except Exception as error:  # the model's code, which is not ours
+        differences[-1] = max(differences[-1], _change_since(conversations[-1], runner))
+    except Exception as error:  # the model's code may raise anything
         raise ConfigError(
             f"{name} cannot be served: its forward fails with {type(error).__name__}: {error}"
         ) from error
@@ -118,28 +118,28 @@ def prepare_verification(runner: ModelRunner, *, limits: RequestLimits) -> Verif
     for conversation, difference in zip(conversations, differences, strict=True):
         num_tokens = len(conversation.token_ids)
         if not difference <= tolerance:
-            advice = f"; with {CONTEXT} of at most {longest_exact} tokens it can be" if longest_exact else ""
+            advice = f"; set {CONTEXT} to at most {longest_exact} tokens" if longest_exact else ""
             raise ConfigError(
                 f"{name} cannot be served: its log-probs of a token depend on the tokens after it, on chance, or on "
                 f"earlier sequences (two forwards of {num_tokens} and fewer tokens differ by {difference:.3g}), so "
-                f"that no trainer could compute them again{advice}"
+                f"a trainer could not reproduce them{advice}"
             )
         longest_exact = max(longest_exact, num_tokens)
     return Verification(conversations, tolerance)
 
 
 def largest_difference(logprobs: Tensor, *, expected_TV: Tensor) -> float:
-    """Return the largest difference of two sets of log-probs, [tokens, vocab]; NaN if one of them has NaN.
+    """Return the largest difference between two sets of log-probs, [tokens, vocab], or NaN if one of them has NaN.
 
-    Differences of improbable tokens count less, as the rounding of a log-prob grows with its size. Minus infinity in
-    both is no difference.
+    Differences of improbable tokens count less, because the rounding of a log-prob grows with its size. Minus infinity
+    in both sets counts as equal.
     """
     difference = (logprobs - expected_TV).abs() / (expected_TV.abs() / 10).clamp(min=1.0)
     return float(difference.masked_fill_(logprobs.isneginf() & expected_TV.isneginf(), 0.0).max())
 
 
 def _prompt_lengths(crossed: Sequence[LengthLimit], *, max_model_len: int) -> list[int]:
-    """Prompts short of each limit, whose turns cross it, and beyond it by more than its own length."""
+    """Return prompt lengths just below each limit, so that a turn crosses it, and lengths beyond and far beyond it."""
     longest = max_model_len - TOKENS_AFTER_PROMPT
     lengths: set[int] = set(PROMPT_LENGTHS)
     for limit in {limit.length for limit in crossed if limit.length < max_model_len}:
@@ -149,13 +149,14 @@ def _prompt_lengths(crossed: Sequence[LengthLimit], *, max_model_len: int) -> li
 
 
 def _special_tokens(config: Any) -> tuple[list[int], set[Any]]:
-    """Return the special tokens of text that the configuration names, padding first, and those of images and sound."""
+    """Return the special tokens for text in the configuration, padding first, and the set of the other special
+    tokens."""
     named: dict[str, list[Any]] = {}
     for part in (config, text_config_of(config)):
         for name, value in cast(dict[str, Any], part.to_dict()).items():
             if name.endswith(("_token_id", "_token_index")):
                 named[name] = cast(list[Any], value) if isinstance(value, list) else [value]
-    of_text = [name for start in OF_TEXT for name in named if name.startswith(start)]
+    of_text = [name for prefix in TEXT_TOKEN_PREFIXES for name in named if name.startswith(prefix)]
     special = dict.fromkeys(token for name in of_text for token in named.pop(name))
     return list(special), {token for tokens in named.values() for token in tokens} - set(special)
 
@@ -174,20 +175,20 @@ def _conversation(length: int, random: Random, *, vocabulary: Sequence[int]) -> 
 def _conversation_of_special(
     special: Sequence[int], random: Random, *, vocabulary: Sequence[int], longest_prompt: int
 ) -> Conversation:
-    """Put special tokens between random ones, in the prompt and among the sampled tokens."""
+    """Return a conversation with special tokens between random ones, in the prompt and among the sampled tokens."""
     each = cycle(special or vocabulary)
 
     def tokens(count: int) -> list[int]:
-        return [next(each) if place % 2 else random.choice(vocabulary) for place in range(count)]
+        return [next(each) if index % 2 else random.choice(vocabulary) for index in range(count)]
 
     prompt = tokens(min(max(max(PROMPT_LENGTHS), 2 * len(special)), longest_prompt))
-    each = cycle(special or vocabulary)  # the first again, now sampled
+    each = cycle(special or vocabulary)  # start over with the first, which now counts as sampled
     first = [next(each), *tokens(TOKENS_PER_TURN - 1)]
     return Conversation(prompt, (first, tokens(TOKENS_PER_TURN)), between=tokens(TOKENS_BETWEEN_TURNS))
 
 
 def _expect(conversation: Conversation, runner: ModelRunner) -> float:
-    """Compute a conversation's expected log-probs; return how much they depend on the tokens that follow."""
+    """Compute the expected log-probs of a conversation. Return how much they depend on the tokens that follow."""
     whole = conversation.token_ids
     first = len(conversation.prompt) - 1
     logprobs_TV = _logprobs(runner.plain_logits(whole, first=first))
@@ -202,17 +203,18 @@ def _expect(conversation: Conversation, runner: ModelRunner) -> float:
     return differs_by
 
 
-def _changes(conversation: Conversation, runner: ModelRunner) -> float:
-    """Compute log-probs of a conversation again; return how much they depend on the sequences computed since."""
+def _change_since(conversation: Conversation, runner: ModelRunner) -> float:
+    """Compute log-probs of a conversation again. Return how much they depend on the sequences computed since."""
     last = len(conversation.prompt) - 1
     again_TV = _logprobs(runner.plain_logits(conversation.prompt, first=last))
     return largest_difference(again_TV, expected_TV=conversation.expected[0][:1])
 
 
 def _run_turn(
-    computation: Computation, conversations: Sequence[Conversation], *, turn: int, limits: RequestLimits
+    backend: ComputationBackend, conversations: Sequence[Conversation], *, turn: int, limits: EngineLimits
 ) -> list[Tensor]:
-    """Return the log-probs before each token of a turn, per conversation, [tokens, vocab]."""
+    """Compute a turn of all conversations. Return the log-probs before each token, per conversation, [tokens,
+    vocab]."""
     params = SamplingParams(max_tokens=TOKENS_PER_TURN, ignore_eos=True)
     requests = [
         build_request(
@@ -227,18 +229,18 @@ def _run_turn(
     sampled = {r: c.turns[turn] for r, c in zip(requests, conversations, strict=True)}
     waiting, running = list(requests), 0
     while waiting or running:
-        while waiting and computation.has_room and computation.admit(waiting[0]):
+        while waiting and backend.has_room and backend.admit(waiting[0]):
             waiting.pop(0)
             running += 1
-        output = computation.step()
+        output = backend.step()
         for request, logits in zip(output.requests, output.logits, strict=True):
             rows = got[request]
             rows.append(_logprobs(logits))
             if len(rows) == TOKENS_PER_TURN:
-                computation.release(request)
+                backend.release(request)
                 running -= 1
             else:
-                computation.append(request, sampled[request][len(rows) - 1])
+                backend.append(request, sampled[request][len(rows) - 1])
     return [torch.stack(rows) for rows in got.values()]
 
 

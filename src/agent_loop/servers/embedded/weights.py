@@ -1,4 +1,4 @@
-"""Replaces a model's weights in place, all or nothing."""
+"""Replacement of a model's weights in place, all or nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agent_loop.errors import WeightsError, did_you_mean
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Checks every weight, then copies them into the model's own tensors.
+    """Validate all weights, then copy them into the model's tensors.
 
-    Of tied weights (an embedding that is also the output head) one name is enough; if all come, they must be equal.
-    Buffers may be left out.
+    One name is enough for tied weights, such as an embedding that is also the output head. If several names are given,
+    their values must be equal. Buffers may be missing.
 
     Raises:
-        WeightsError: A name or shape does not fit, or a weight is missing. The model is as it was.
+        WeightsError: A name or shape does not fit, or a weight is missing. The model is unchanged.
     """
     targets = _targets(model)
     for name, weight in weights.items():
@@ -55,6 +55,6 @@ def _check_tied(model: torch.nn.Module, *, weights: Mapping[str, Tensor]) -> Non
         for name in given[1:]:
             if not torch.equal(weights[name], weights[given[0]]):
                 raise WeightsError(
-                    f"weights {given[0]!r} and {name!r} are one in this model but were published with different "
-                    "values; publish either, or untie them in the model's config"
+                    f"weights {given[0]!r} and {name!r} are tied in this model but were published with different "
+                    "values; publish only one of them, or untie them in the model's config"
                 )

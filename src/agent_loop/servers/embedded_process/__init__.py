@@ -1,4 +1,4 @@
-"""The embedded engine in a process of its own: it computes while the event loop of the rollouts works."""
+"""The embedded engine in its own process, so that it computes while the event loop of the rollouts runs."""
 
 from agent_loop.servers.embedded_process.server import EmbeddedProcess
 

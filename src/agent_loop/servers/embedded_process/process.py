@@ -1,4 +1,4 @@
-"""The engine's process, from outside."""
+"""Client of the engine's process: starts the process, calls its methods, and stops it."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ import socket
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from agent_loop.errors import ServerDied, ServerTimeout
+from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.servers.base import Ability, ServerSpec
-from agent_loop.servers.embedded_process.line import Answer, Call, Line
+from agent_loop.servers.embedded_process.connection import EngineCall, EngineConnection, EngineReply
 
 logger = logging.getLogger(__name__)
 
 HOST = "agent_loop.servers.embedded_process.host"
 STOP_TIMEOUT_S = 15.0
-"""The engine finishes the step that is running before it ends by itself."""
+"""Seconds for the engine to finish the running step and exit, before the process is killed."""
 
 
-class EngineProcess:
-    """Starts the process, asks it, and ends it."""
+class EmbeddedEngineProcess:
+    """Process of one embedded engine."""
 
     def __init__(self, name: str) -> None:
-        self.end_reason: str | None = "it was not started yet"
-        """Why nothing can be asked; None while something can."""
+        self.end_reason: str | None = "the server has not been started"
+        """Why the process takes no calls; None while it runs."""
         self._name = name
         self._numbers = itertools.count()
-        self._waiting: dict[int, Callable[[Answer], None]] = {}
+        self._pending: dict[int, Callable[[EngineReply], None]] = {}
+        """Callbacks for the replies of running calls, by number."""
         self._process: Process | None = None
-        self._line: Line | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self._connection: EngineConnection | None = None
+        self._background = AsyncExitStack()
 
     async def start(self, spec: ServerSpec) -> frozenset[Ability]:
-        """Start the process, load the model there, and return what the engine can do with it.
+        """Start the process, load the model there, and return the abilities of the engine.
 
         Raises:
-            ConfigError: The engine refuses the model or an option.
-            ServerDied: The process ended meanwhile.
-            ServerTimeout: It took longer than `spec.start_timeout_s`.
+            ConfigError: The engine does not support the model, or an option is invalid.
+            ServerDied: The process ended during the start.
+            ServerTimeout: The start took longer than `spec.start_timeout_s`.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -50,31 +52,32 @@ class EngineProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *command, pass_fds=[theirs.fileno()], start_new_session=True
             )
-        self._line = await Line.open(ours)
+        self._connection = await EngineConnection.open(ours)
         self.end_reason = None
-        self._listening = asyncio.create_task(self._listen(self._line, self._process))
+        replies = self._receive_replies(self._connection, self._process)
+        await self._background.enter_async_context(running_in_background(replies))
         try:
             async with asyncio.timeout(spec.start_timeout_s):
-                return await self.ask("start", spec)
+                return await self.call("start", spec)
         except BaseException as error:
             await self.stop(timeout_s=0)
             if not isinstance(error, TimeoutError):
                 raise
             raise ServerTimeout(
-                f"the engine did not come up in {spec.start_timeout_s:g} s; raise rollout.start_timeout_s",
+                f"the engine did not start within {spec.start_timeout_s:g} s; raise rollout.start_timeout_s",
                 server=self._name,
             ) from None
 
-    async def ask(self, method: str, *arguments: Any, request_id: str = "") -> Any:
-        """What the method gives there. Cancelled, it is cancelled there too.
+    async def call(self, method: str, *arguments: Any, request_id: str = "") -> Any:
+        """Call a method in the process and return its result. Cancelling the caller cancels the method too.
 
         Raises:
-            AgentLoopError: What it raised there.
-            ServerDied: The process is gone.
+            AgentLoopError: The method raised it.
+            ServerDied: The process has ended.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        number = self._call(
-            method, arguments, request_id=request_id, to=lambda answer: _resolve(future, answer)
+        number = self._send_call(
+            method, arguments, request_id=request_id, on_reply=lambda reply: _resolve(future, reply)
         )
         try:
             return await future
@@ -82,39 +85,44 @@ class EngineProcess:
             self._cancel(number)
             raise
         finally:
-            self._waiting.pop(number, None)
+            self._pending.pop(number, None)
 
-    async def ask_streamed(self, method: str, *arguments: Any, request_id: str = "") -> AsyncGenerator[Any]:
-        """The parts that the method gives there; leaving the iteration early cancels it there. Errors as `ask`."""
-        parts: asyncio.Queue[Answer] = asyncio.Queue()
-        number = self._call(method, arguments, request_id=request_id, to=parts.put_nowait)
-        is_over = False
+    async def call_streamed(self, method: str, *arguments: Any, request_id: str = "") -> AsyncGenerator[Any]:
+        """Call a streaming method in the process and yield its parts. Closing the iterator early cancels the method.
+
+        Raises:
+            AgentLoopError: The method raised it.
+            ServerDied: The process has ended.
+        """
+        replies: asyncio.Queue[EngineReply] = asyncio.Queue()
+        number = self._send_call(method, arguments, request_id=request_id, on_reply=replies.put_nowait)
+        has_ended = False
         try:
-            while not is_over:
-                answer = await parts.get()
-                is_over = answer.is_last
-                if isinstance(answer.value, BaseException):
-                    raise answer.value
-                yield answer.value
+            while not has_ended:
+                reply = await replies.get()
+                has_ended = reply.is_last
+                if isinstance(reply.value, BaseException):
+                    raise reply.value
+                yield reply.value
         finally:
-            self._waiting.pop(number, None)
-            if not is_over:
+            self._pending.pop(number, None)
+            if not has_ended:
                 self._cancel(number)
 
-    def tell(self, method: str, *arguments: Any) -> None:
-        """Says something that is not answered; does nothing if the process is gone."""
-        if self._line is not None and self.end_reason is None:
-            self._line.say(Call(next(self._numbers), method, arguments))
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call a method without waiting for a reply. Does nothing if the process has ended."""
+        if self._connection is not None and self.end_reason is None:
+            self._connection.send(EngineCall(next(self._numbers), method, arguments))
 
     async def stop(self, *, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ends the process; what is pending fails. Can be called again.
+        """Stop the process; pending calls fail. Can be called again.
 
         Args:
-            timeout_s: How long it may take to end by itself.
+            timeout_s: Seconds for the process to exit before it is killed.
         """
         self._end("the server was closed")
-        if self._line is not None:
-            self._line.close()
+        if self._connection is not None:
+            self._connection.close()
         if self._process is None or self._process.returncode is not None:
             return
         try:
@@ -126,43 +134,47 @@ class EngineProcess:
             with suppress(ProcessLookupError):
                 self._process.kill()
         await self._process.wait()
-        if self._listening is not None:
-            await self._listening
+        await self._background.aclose()
 
-    def _call(
-        self, method: str, arguments: tuple[Any, ...], *, request_id: str, to: Callable[[Answer], None]
+    def _send_call(
+        self,
+        method: str,
+        arguments: tuple[Any, ...],
+        *,
+        request_id: str,
+        on_reply: Callable[[EngineReply], None],
     ) -> int:
-        if self.end_reason is not None or self._line is None:
+        if self.end_reason is not None or self._connection is None:
             raise self._died(request_id)
         number = next(self._numbers)
-        self._waiting[number] = to
-        self._line.say(Call(number, method, arguments))
+        self._pending[number] = on_reply
+        self._connection.send(EngineCall(number, method, arguments))
         return number
 
     def _cancel(self, number: int) -> None:
-        if self._line is not None and self.end_reason is None:
-            self._line.say(Call(number, "cancel"))
+        if self._connection is not None and self.end_reason is None:
+            self._connection.send(EngineCall(number, "cancel"))
 
-    async def _listen(self, line: Line, process: Process) -> None:
-        async for answer in line.hear():
-            assert isinstance(answer, Answer), "calls go the other way"
-            if to := self._waiting.get(answer.number):
-                to(answer)
+    async def _receive_replies(self, connection: EngineConnection, process: Process) -> None:
+        async for reply in connection.messages():
+            assert isinstance(reply, EngineReply), "the engine's process sends replies only"
+            if on_reply := self._pending.get(reply.number):
+                on_reply(reply)
         self._end(f"its process ended with exit code {await process.wait()}")
 
     def _end(self, reason: str) -> None:
         self.end_reason = self.end_reason or reason
-        for number, to in self._waiting.items():
-            to(Answer(number, self._died("")))
+        for number, on_reply in self._pending.items():
+            on_reply(EngineReply(number, self._died("")))
 
     def _died(self, request_id: str) -> ServerDied:
-        return ServerDied(f"{self.end_reason}; start another", server=self._name, request_id=request_id)
+        return ServerDied(f"{self.end_reason}; start a new server", server=self._name, request_id=request_id)
 
 
-def _resolve(future: asyncio.Future[Any], answer: Answer) -> None:
+def _resolve(future: asyncio.Future[Any], reply: EngineReply) -> None:
     if future.done():
         return
-    if isinstance(answer.value, BaseException):
-        future.set_exception(answer.value)
+    if isinstance(reply.value, BaseException):
+        future.set_exception(reply.value)
     else:
-        future.set_result(answer.value)
+        future.set_result(reply.value)

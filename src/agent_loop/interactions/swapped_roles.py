@@ -1,4 +1,4 @@
-"""A conversation as the other side sees it."""
+"""Conversations with the roles of user and assistant exchanged."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, cast
 
 from agent_loop.types import Message
 
-OTHER_SIDE = {"user": "assistant", "assistant": "user"}
+OTHER_ROLE = {"user": "assistant", "assistant": "user"}
 SILENCE = "(The assistant said nothing.)"
 
 
-def flipped(messages: Sequence[Message], *, greeting: str) -> list[Message]:
-    """The conversation with user and assistant exchanged. Turns alternate; the assistant's, now the user's, are the
-    first and the last.
+def with_roles_swapped(messages: Sequence[Message], *, greeting: str) -> list[Message]:
+    """Return the conversation as the user sees it, with the roles of user and assistant exchanged.
 
-    System prompts, tools' replies and turns without words are left out. Turns of one side in a row are joined.
+    The returned turns alternate, and both the first and the last have the role `user`. System prompts, tool results
+    and turns without text are dropped. Consecutive turns of one role are joined.
 
     Args:
-        greeting: Stands first where the user's words came first.
+        greeting: The first turn, if the user sent the first message of the conversation.
     """
     turns: list[Message] = []
     for message in messages:
-        role, text = OTHER_SIDE.get(message["role"]), text_of(message)
+        role, text = OTHER_ROLE.get(message["role"]), text_of(message)
         if role is None or not text:
             continue
         if turns and turns[-1]["role"] == role:
@@ -38,13 +38,13 @@ def flipped(messages: Sequence[Message], *, greeting: str) -> list[Message]:
 
 
 def num_replies(messages: Sequence[Message]) -> int:
-    """User messages after the first of the assistant."""
+    """Return the number of user messages after the first assistant message."""
     after = dropwhile(lambda message: message["role"] != "assistant", messages)
     return sum(message["role"] == "user" for message in after)
 
 
 def text_of(message: Message) -> str:
-    """The words of a message, without images."""
+    """Return the text of a message, without images."""
     content = message.get("content")
     if isinstance(content, list):
         parts = cast(list[dict[str, Any]], content)

@@ -1,7 +1,7 @@
-"""Computes one request at a time, with the model's own attention and the model's own cache.
+"""Backend that computes one request per forward, with the model's own attention and cache.
 
-The slow way, for every model that attention over slots does not compute: recurrent layers, attention sinks, soft
-caps, attention in windows or chunks.
+This is the slower backend, for models that attention over slots does not support: recurrent layers, attention sinks,
+soft caps, and attention in windows or chunks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agent_loop.servers.embedded.computation import CacheKind, StepOutput
+from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import GenerationRequest
 from agent_loop.servers.embedded.runner import ModelRunner
@@ -24,50 +24,55 @@ from agent_loop.types import IntArray
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """Tokens of one request, and what the model has cached of them."""
+    """Tokens of one request, and the model's cache for them."""
 
     tokens: IntArray
-    """Shape [max_model_len]; the first `num_tokens` count."""
+    """Shape [max_model_len]; only the first `num_tokens` are used."""
     num_tokens: int
     num_at_once: int = 0
-    """The first so many tokens are computed in one forward, each later one in a forward of its own."""
+    """Number of leading tokens to compute in one forward. Each later token is computed in its own forward."""
     num_cached: int = 0
     cache: Any = None
-    """What the model returned in its last forward; None before the first."""
+    """Cache that the model's last forward returned; None before the first forward."""
     is_stale: bool = False
-    """Cached under older weights."""
+    """Whether older weights computed the cache."""
 
     def continues_with(self, prompt_ids: IntArray) -> bool:
-        """The prompt starts with all that is cached, and has more."""
+        """Return whether the prompt starts with all cached tokens and has further tokens."""
         count = self.num_cached
         return count < len(prompt_ids) and np.array_equal(self.tokens[:count], prompt_ids[:count])
 
 
-class RequestCaches:
-    """Runs each request in forwards of its own: its whole prompt at once, then token by token.
+class PerRequestBackend:
+    """Computes each request in separate forwards: first the whole prompt, then token by token.
 
-    A request's logits depend on its own tokens and the weights alone, never on the requests beside it. With
-    `resumes_turns` they also depend on where its session's earlier turns ended, since a turn resumes their cache.
+    The logits of a request depend only on its own tokens and the weights, never on other requests. With
+    `resumes_turns` they also depend on where the earlier turns of its session ended, because a turn resumes their
+    cache.
     """
 
     def __init__(
         self, runner: ModelRunner, *, config: EmbeddedConfig, kind: CacheKind, resumes_turns: bool
     ) -> None:
-        """Args:
-        kind: `per_request`, or `none` to compute the whole sequence for each token.
-        resumes_turns: Resume the cache of the session's last turn if the prompt goes on from it.
+        """Create a backend without requests.
+
+        Args:
+            runner: Runs the model.
+            config: Settings of the engine.
+            kind: `per_request`, or `none` to compute the whole sequence for each token.
+            resumes_turns: Resume the cache of the session's last turn if the prompt continues that turn.
         """
         self.kind: CacheKind = kind
         self.resumes_turns = resumes_turns
         self._runner = runner
         self._replays = config.deterministic
-        """Compute what was sampled of an interrupted completion as it was computed then, token by token, so that the
-        rest is equal to the last bit."""
+        """Whether the sampled tokens of a resumed completion are computed token by token, as in the original request.
+        The other tokens are then equal to the last bit."""
         self._max_requests = config.max_slots
         self._max_model_len = config.max_model_len
         self._running: dict[GenerationRequest, _Sequence] = {}
         self._idle: OrderedDict[str, _Sequence] = OrderedDict()
-        """Ended turns by session, the longest unused first."""
+        """Sequences of released requests by session, least recently used first."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,10 +84,10 @@ class RequestCaches:
         return len(self._running) < self._max_requests
 
     def allocate(self) -> None:
-        """Do nothing: each request's cache grows with it."""
+        """Do nothing, because the cache of each request grows with its tokens."""
 
     def free(self) -> None:
-        self.forget_idle()
+        self.drop_idle()
 
     def admit(self, request: GenerationRequest) -> bool:
         count = len(request.prompt_ids)
@@ -138,11 +143,11 @@ class RequestCaches:
     def end_session(self, session: str) -> None:
         self._idle.pop(session, None)
 
-    def forget_idle(self) -> None:
+    def drop_idle(self) -> None:
         self._idle.clear()
 
     def _next_logits(self, sequence: _Sequence) -> Tensor:
-        """Compute the tokens that are not cached; return the logits after the last one, [vocab]."""
+        """Compute the tokens that are not cached, and return the logits after the last token, [vocab]."""
         if self.kind == "none":
             tokens = sequence.tokens[: sequence.num_tokens]
             return self._runner.plain_logits(tokens, first=len(tokens) - 1)[0]
@@ -159,17 +164,17 @@ class RequestCaches:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors that a cache of any kind holds."""
+    """Yield all tensors of a cache of any type."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from _each(cast(dict[Any, Any], value).values())
+        yield from _tensors_in_each(cast(dict[Any, Any], value).values())
     elif isinstance(value, (list, tuple)):
-        yield from _each(cast(Iterable[Any], value))
+        yield from _tensors_in_each(cast(Iterable[Any], value))
     elif type(value).__module__.startswith("transformers."):
-        yield from _each(cast(dict[str, Any], vars(value)).values())
+        yield from _tensors_in_each(cast(dict[str, Any], vars(value)).values())
 
 
-def _each(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors_in_each(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         yield from _tensors_in(value)

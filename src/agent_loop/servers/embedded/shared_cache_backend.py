@@ -1,10 +1,10 @@
-"""Computes all requests in one forward over one KV cache of slots, with attention of our own."""
+"""Backend that computes all requests in one forward, over a KV cache of slots and with this package's attention."""
 
 from __future__ import annotations
 
+from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.batch import pack_step
 from agent_loop.servers.embedded.cache import KVCache
-from agent_loop.servers.embedded.computation import CacheKind, StepOutput
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.request import GenerationRequest
 from agent_loop.servers.embedded.runner import ModelRunner
@@ -12,14 +12,14 @@ from agent_loop.servers.embedded.slot_model import SlotModel
 from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
 
 
-class SharedCache:
+class SharedCacheBackend:
     """Continuous batching over a fixed number of slots.
 
-    A request keeps its slot to the end, and a slot holds the longest sequence there can be, so that no request is ever
-    preempted for lack of memory. A prefix that another slot holds is copied.
+    A request keeps its slot until it ends, and a slot has room for the longest allowed sequence. So no request is ever
+    preempted for lack of memory. A prefix that is in another slot is copied.
 
     Raises:
-        ConfigError: The model is of a kind that attention over slots does not compute.
+        ConfigError: Attention over slots does not support the model.
     """
 
     kind: CacheKind = "shared"
@@ -32,9 +32,9 @@ class SharedCache:
         self._slots = SlotTable(num_slots=config.max_slots, max_model_len=config.max_model_len)
         self._slot_of: dict[GenerationRequest, Slot] = {}
         self._request_in: dict[int, GenerationRequest] = {}
-        """By the index of the slot."""
+        """Running requests by index of their slot."""
         self._awaited: dict[GenerationRequest, PrefixInPrefill] = {}
-        """Prefixes that requests outside wait for, because other requests are computing them."""
+        """Prefixes in prefill that queued requests wait for, to copy them."""
         self.allocate()
 
     @property
@@ -54,18 +54,18 @@ class SharedCache:
     def free(self) -> None:
         self._cache = None
         self._awaited.clear()
-        self._slots.forget_idle()
+        self._slots.drop_idle()
 
     def admit(self, request: GenerationRequest) -> bool:
         awaited = self._awaited.get(request)
-        if awaited is not None and awaited.is_coming:
+        if awaited is not None and awaited.is_pending:
             return False
-        placement = self._slots.place(request.prompt_ids, session=request.request_id)
+        placement = self._slots.find_placement(request.prompt_ids, session=request.request_id)
         if isinstance(placement, PrefixInPrefill):
             self._awaited[request] = placement
             return False
         self._awaited.pop(request, None)
-        slot = self._slots.occupy(placement, prompt_ids=request.prompt_ids, session=request.request_id)
+        slot = self._slots.assign(placement, prompt_ids=request.prompt_ids, session=request.request_id)
         if placement.copy_from is not None and self._cache is not None:
             self._cache.copy_prefix(
                 source=placement.copy_from.index,
@@ -75,7 +75,7 @@ class SharedCache:
             )
         request.num_cached_tokens = placement.num_reused
         self._slot_of[request], self._request_in[slot.index] = slot, request
-        self._read_images(request, first_token=slot.num_cached)
+        self._compute_image_features(request, first_token=slot.num_cached)
         return True
 
     def step(self) -> StepOutput:
@@ -108,7 +108,7 @@ class SharedCache:
         if slot is None:
             return
         del self._request_in[slot.index]
-        # Nobody has seen the logits of a prompt that is half computed: NaN in its cache would reach the next request.
+        # The logits of a prompt in prefill were not checked: NaN in its cache would reach the next request.
         if discard or slot.is_prefilling:
             slot.is_stale = True
             if self._cache is not None:
@@ -117,7 +117,7 @@ class SharedCache:
 
     def restart(self, request: GenerationRequest) -> None:
         self._slot_of[request].num_cached = 0
-        self._read_images(request, first_token=0)
+        self._compute_image_features(request, first_token=0)
 
     def mark_stale(self, request: GenerationRequest) -> None:
         self._slot_of[request].is_stale = True
@@ -125,9 +125,9 @@ class SharedCache:
     def end_session(self, session: str) -> None:
         self._slots.end_session(session)
 
-    def forget_idle(self) -> None:
-        self._slots.forget_idle()
+    def drop_idle(self) -> None:
+        self._slots.drop_idle()
 
-    def _read_images(self, request: GenerationRequest, *, first_token: int) -> None:
+    def _compute_image_features(self, request: GenerationRequest, *, first_token: int) -> None:
         if request.images is not None:
-            self._model.read_images(request.images, first_token=first_token)
+            self._model.compute_image_features(request.images, first_token=first_token)

@@ -1,0 +1,96 @@
+"""Interface of the backends that compute the requests of an engine."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+from torch import Tensor
+
+from agent_loop.servers.embedded.request import GenerationRequest
+
+CacheKind: TypeAlias = Literal["shared", "per_request", "none"]
+"""`shared`: one KV cache, all requests in one forward. `per_request`: the model's own cache and attention, one request
+per forward. `none`: no cache; the whole sequence is computed again for each token."""
+
+
+class StepOutput(NamedTuple):
+    """Result of one step."""
+
+    requests: tuple[GenerationRequest, ...]
+    """Requests whose next token can be sampled. The other requests are still in prefill."""
+    logits: Tensor
+    """One row for each of `requests`, [rows, vocab]."""
+    num_forwards: int
+    num_prompt_tokens: int
+    """Number of prompt tokens that the step computed."""
+
+
+class ComputationBackend(Protocol):
+    """Computes the next-token logits of an engine's requests, and owns their caches."""
+
+    @property
+    def kind(self) -> CacheKind: ...
+
+    @property
+    def resumes_turns(self) -> bool:
+        """Whether the next turn of a session computes only the tokens that it adds."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the caches in bytes; 0 while they are freed."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request can be admitted."""
+        ...
+
+    def allocate(self) -> None:
+        """Allocate the caches if they are freed."""
+        ...
+
+    def free(self) -> None:
+        """Free the caches. All requests must have been released before."""
+        ...
+
+    def admit(self, request: GenerationRequest) -> bool:
+        """Start a request and set its `num_cached_tokens`. Return False if it has to wait for another request.
+
+        Raises:
+            FeaturesError: An image of the request does not fit the model. The request is admitted nevertheless and has
+                to be released.
+        """
+        ...
+
+    def step(self) -> StepOutput:
+        """Compute the next tokens of the admitted requests. At least one request must be admitted."""
+        ...
+
+    def append(self, request: GenerationRequest, token_id: int) -> None:
+        """Append a sampled token, which the next step computes."""
+        ...
+
+    def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
+        """Release an admitted request. Its cache is kept for the session's next turn, unless `discard` is set."""
+        ...
+
+    def restart(self, request: GenerationRequest) -> None:
+        """Drop the cache of an admitted request, so that the next step computes it again with the new weights.
+
+        Raises:
+            FeaturesError: See `admit`.
+        """
+        ...
+
+    def mark_stale(self, request: GenerationRequest) -> None:
+        """Keep the cache of an admitted request, but do not reuse it for other requests: older weights computed it."""
+        ...
+
+    def end_session(self, session: str) -> None:
+        """End a session, which will have no further turn."""
+        ...
+
+    def drop_idle(self) -> None:
+        """Drop the caches of released requests."""
+        ...
