@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
 from agent_loop.rollout.admission import AdmissionControl
-from agent_loop.runtime.concurrency import running_beside
+from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.servers.base import ServerHealth
 from agent_loop.servers.pool import ServerPool
 from agent_loop.servers.use import ServerUse
@@ -90,7 +90,7 @@ class AdaptiveGate(AdmissionGate):
             num_places = self._num_places(await self._pool.health())
             self._control = self._control or AdmissionControl(num_places=num_places)
             self.set_bound(self._control.bound)
-        async with running_beside(self._adapt(self._control)):
+        async with running_in_background(self._adapt(self._control)):
             yield
 
     async def _adapt(self, control: AdmissionControl) -> None:
