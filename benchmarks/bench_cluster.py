@@ -31,7 +31,7 @@ from agent_loop.distributed import create_manager
 from agent_loop.distributed.remote_server import RemoteServer
 from agent_loop.distributed.server_actor import CONTROL_GROUP, ServerActor
 from agent_loop.rollout.manager import AgentLoopManager
-from agent_loop.runtime.concurrency import run_together, running_beside
+from agent_loop.runtime.concurrency import run_together, running_in_background
 from agent_loop.servers.balancer import LoadBalancer, SlotRequest
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -124,10 +124,10 @@ class Client:
         self._balancer = balancer
         order = [*servers[index % len(servers) :], *servers[: index % len(servers)]]
         self._servers = {
-            facts.name: RemoteServer(
-                actor, client=f"client-{index}", facts=facts, on_other_requests=self._note if tells else None
+            info.name: RemoteServer(
+                actor, client=f"client-{index}", info=info, on_other_requests=self._note if tells else None
             )
-            for actor, facts in order
+            for actor, info in order
         }
         self._pool = ServerPool(self._servers.values())
         self._manager = AsyncLLMServerManager(self._pool)
@@ -186,11 +186,11 @@ async def measure_balancer(
         )
         for n in range(NUM_SERVERS)
     ]
-    servers = [(actor, await actor.come_up.remote(None)) for actor in actors]
+    servers = [(actor, await actor.ensure_started.remote(None)) for actor in actors]
     balancer = None
     if variant == "one actor":
         balancer = ray.remote(num_cpus=0, max_concurrency=10_000)(BalancerActor).remote(
-            [facts.name for _, facts in servers]
+            [info.name for _, info in servers]
         )
     make_client = ray.remote(num_cpus=0)(Client)
     clients = [
@@ -212,7 +212,7 @@ async def measure_balancer(
 
     num = sum(map(len, latencies_ms)) * num_turns
     cpu, wall = tree_cpu_seconds(), time.perf_counter()
-    async with running_beside(watch()) if max(map(max, latencies_ms)) else nullcontext():
+    async with running_in_background(watch()) if max(map(max, latencies_ms)) else nullcontext():
         await run_together(
             wait_for(client.run.remote(own, num_turns=num_turns))
             for client, own in zip(clients, latencies_ms, strict=True)

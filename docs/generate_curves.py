@@ -1,8 +1,8 @@
-"""Draws the success of training runs, one curve each.
+"""Draw the success of training runs, one curve each.
 
     python docs/generate_curves.py docs/images/examples.svg chain=runs/chain calculator=runs/calculator
 
-Each argument is a label and the folder that `python -m examples.run` wrote.
+Each argument is a label and a folder of `python -m examples.run`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from agent_loop.training.metrics import SUCCESS_SHARE, read_metrics
 
 WINDOW = 5
-"""Steps that a point of the curve is the mean of."""
+"""Number of steps that each point of a curve averages."""
 
 
 def success_of(run: Path) -> list[float]:
-    """Of each step's training prompts, smoothed."""
+    """Return the success on the training prompts of each step, smoothed."""
     values = [float(line[SUCCESS_SHARE]) for line in read_metrics(run / "train" / "metrics.jsonl")]
     windows = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
     return [sum(window) / len(window) for window in windows]

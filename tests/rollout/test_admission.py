@@ -11,9 +11,9 @@ import pytest
 from agent_loop.rollout.admission import AdmissionControl
 from agent_loop.rollout.gate import AdmissionGate
 from agent_loop.servers.usage import ServerUsage
-from agent_loop.simulation.cluster import Cluster, simulate
+from agent_loop.simulation.cluster import SimulatedCluster, simulate
 from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.report import Outcome
+from agent_loop.simulation.report import SimulationOutcome
 from agent_loop.simulation.workload import Workload
 from agent_loop.testing import run_virtual
 from agent_loop.types import TokenOutput
@@ -174,9 +174,9 @@ def test_who_is_cancelled_while_it_waits_or_is_let_in_leaves_no_gap() -> None:
 # -- before simulated servers ------------------------------------------------------------------------------------------
 
 
-def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> Outcome:
+def makespan(kv_tokens: int, bound: Literal["auto"] | None, *, per_server: int) -> SimulationOutcome:
     plans = Workload(num_trajectories=2 * per_server, seed=0).plans()
-    cluster = Cluster(num_servers=2, model=EngineModel(kv_tokens=kv_tokens), max_concurrent=bound)
+    cluster = SimulatedCluster(num_servers=2, model=EngineModel(kv_tokens=kv_tokens), max_concurrent=bound)
     outcome = simulate(cluster, plans)
     assert len(outcome.ended) == len(plans)
     return outcome

@@ -1,4 +1,4 @@
-"""Policies to compare with: what other systems do. None of them keeps a line; servers queue for themselves."""
+"""Balancing policies of other systems, for comparison. None of them queues requests before the servers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from zlib import crc32
 from agent_loop.servers.policy import BalancerConfig, Policy, Rank, ServerState, SessionState
 
 
-class _SentAtOnce(Policy):
+class _UnqueuedPolicy(Policy):
     keeps_queue = False
 
 
-class RoundRobin(_SentAtOnce):
-    """Each request goes to the next server."""
+class RoundRobin(_UnqueuedPolicy):
+    """Send each request to the next server in turn."""
 
     def rank(self, server: ServerState) -> Rank:
         return (0.0, 0, server.last_chosen)
@@ -22,8 +22,8 @@ class RoundRobin(_SentAtOnce):
         return best
 
 
-class LeastRequests(_SentAtOnce):
-    """Each request goes to the server with the fewest, ties to the least recently chosen."""
+class LeastRequests(_UnqueuedPolicy):
+    """Send each request to the server with the fewest requests; ties go to the least recently chosen server."""
 
     def rank(self, server: ServerState) -> Rank:
         return (float(server.num_in_flight), 0, server.last_chosen)
@@ -32,9 +32,11 @@ class LeastRequests(_SentAtOnce):
         return best
 
 
-class StickyLeastRequests(_SentAtOnce):
-    """The first request of a session goes to the server with the fewest, ties to the first in the list; all later ones
-    go there too, whatever happens: verl's policy."""
+class StickyLeastRequests(_UnqueuedPolicy):
+    """Send the first request of a session to the server with the fewest requests, and later ones to the same server.
+
+    Ties go to the first server in the list. This is verl's policy.
+    """
 
     def rank(self, server: ServerState) -> Rank:
         return (float(server.num_in_flight), 0, server.number)
@@ -43,8 +45,8 @@ class StickyLeastRequests(_SentAtOnce):
         return session.server or best
 
 
-class StickyHash(_SentAtOnce):
-    """The session's name alone tells the server."""
+class StickyHash(_UnqueuedPolicy):
+    """Send each request to the server that the hash of its session id selects."""
 
     def __init__(self, config: BalancerConfig | None = None) -> None:
         super().__init__(config)

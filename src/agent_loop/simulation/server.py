@@ -1,4 +1,4 @@
-"""A simulated engine behind the seam of all servers."""
+"""Server with a simulated engine."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from agent_loop.errors import BadPrompt, ServerDied, ServerError
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
-from agent_loop.simulation.engine import Engine, EngineModel, Running
+from agent_loop.simulation.engine import EngineModel, SimulatedEngine, SimulatedRequest
 from agent_loop.trajectory.attachments import Attachment
 from agent_loop.types import IntArray, SamplingParams, ServerStopReason, TokenChunk, TokenOutput
 
 if TYPE_CHECKING:
     import torch
 
-Sayings: TypeAlias = Callable[[IntArray, str], Sequence[int]]
-"""What the model says after a prompt in a session."""
+NextTokens: TypeAlias = Callable[[IntArray, str], Sequence[int]]
+"""Function that returns the tokens that the model samples after a prompt of a session."""
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    running: Running
+class _RequestEnd:
+    running: SimulatedRequest
     reason: ServerStopReason | None
-    """None: the server died."""
+    """None if the server died."""
 
 
 class SimulatedServer(AsyncServerBase):
-    """Takes the time that an engine would take, on the clock of the event loop.
+    """Server that takes the time of a real engine, on the clock of the event loop.
 
-    Nothing happens per token: there is one timer per server, for its next event.
+    No work is done per token: each server has one timer, for its next event.
     """
 
     abilities = frozenset({Ability.STREAMING, Ability.PREFIX_REUSE, Ability.UPDATE_IN_FLIGHT, Ability.SLEEP})
 
-    def __init__(self, says: Sayings, *, model: EngineModel, name: str = "simulated-0") -> None:
+    def __init__(self, next_tokens: NextTokens, *, model: EngineModel, name: str = "simulated-0") -> None:
         self.name = name
         self.max_concurrent = model.max_concurrent
-        self.engine = Engine(model)
-        self._says = says
+        self.engine = SimulatedEngine(model)
+        self._next_tokens = next_tokens
         self._ids = count()
-        self._running: dict[str, tuple[str, asyncio.Future[_End]]] = {}
-        """By session: the request's id and its end."""
+        self._running: dict[str, tuple[str, asyncio.Future[_RequestEnd]]] = {}
+        """Request id and future end, by session."""
         self._sessions: dict[str, str] = {}
-        """By the request's id."""
+        """Session, by request id."""
         self._timer: asyncio.TimerHandle | None = None
         self._weight_version = 0
         self._end_reason: str | None = None
@@ -67,7 +67,7 @@ class SimulatedServer(AsyncServerBase):
     ) -> TokenOutput:
         tokens, end = await self._complete(prompt_ids, sampling_params, request_id)
         if end.reason is None:
-            raise self._death(request_id)
+            raise self._death_error(request_id)
         return TokenOutput(
             token_ids=tokens,
             log_probs=None,
@@ -86,7 +86,7 @@ class SimulatedServer(AsyncServerBase):
         *,
         attachments: Sequence[Attachment] = (),
     ) -> AsyncGenerator[TokenChunk]:
-        """Hands out what there is when the completion ends, or the server dies."""
+        """Yield the sampled tokens in one chunk when the completion ends or the server dies."""
         tokens, end = await self._complete(prompt_ids, sampling_params, request_id)
         yield TokenChunk(
             tokens,
@@ -98,37 +98,37 @@ class SimulatedServer(AsyncServerBase):
             prefill_s=end.running.first_token_after_s,
         )
         if end.reason is None:
-            raise self._death(request_id)
+            raise self._death_error(request_id)
 
     async def abort(self, request_id: str) -> None:
-        self._withdraw(request_id)
+        self._abort(request_id)
 
     def end_session(self, request_id: str) -> None:
-        """Changes nothing: what was cached goes when its room is needed, as in engines that cache by content."""
+        """Do nothing. Cached tokens are evicted when room is needed, as in engines that cache by content."""
 
     def die(self, reason: str = "the engine was killed") -> None:
-        """Has everything fail from here on, as after a `kill -9` of an engine."""
+        """Fail all requests from now on, as after a `kill -9` of the engine."""
         self._end_reason = reason
-        self._settle()
-        for lost in self.engine.empty():
+        self._advance_engine()
+        for lost in self.engine.clear():
             self._end(lost, None)
-        self._arm()
+        self._set_timer()
 
     def revive(self) -> None:
-        """Comes back as a new process does: with an empty cache and the first weights."""
+        """Restart like a new process, with an empty cache and the initial weights."""
         self._end_reason = None
         self._weight_version = 0
         self._hangs.clear()
 
     def hang(self) -> None:
-        """Answers nothing from here on, not even how it is."""
-        self._settle()
+        """Stop responding from now on, to health checks too."""
+        self._advance_engine()
         self._hangs.set()
-        self.engine.empty()
-        self._arm()
+        self.engine.clear()
+        self._set_timer()
 
     async def wake_up(self) -> None:
-        self._fail_if_dead("")
+        self._raise_if_dead("")
         self.is_asleep = False
 
     async def sleep(self) -> None:
@@ -139,7 +139,7 @@ class SimulatedServer(AsyncServerBase):
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        self._fail_if_dead("")
+        self._raise_if_dead("")
         self._weight_version = weight_version
 
     async def health(self) -> ServerHealth:
@@ -159,31 +159,31 @@ class SimulatedServer(AsyncServerBase):
 
     async def _complete(
         self, prompt_ids: IntArray, params: SamplingParams, session: str
-    ) -> tuple[list[int], _End]:
-        self._refuse_if_unable(prompt_ids, session)
-        says = self._says(prompt_ids, session)
+    ) -> tuple[list[int], _RequestEnd]:
+        self._raise_if_unable(prompt_ids, session)
+        next_tokens = self._next_tokens(prompt_ids, session)
         request_id = f"{session}/{next(self._ids)}"
-        end: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        end: asyncio.Future[_RequestEnd] = asyncio.get_running_loop().create_future()
         self._running[session], self._sessions[request_id] = (request_id, end), session
-        self._settle()
+        self._advance_engine()
         if not self._hangs.is_set():
-            limit = params.max_tokens or len(says)
+            limit = params.max_tokens or len(next_tokens)
             self.engine.submit(
                 request_id,
                 session=session,
                 num_prompt_tokens=len(prompt_ids),
-                num_tokens=min(len(says), limit),
+                num_tokens=min(len(next_tokens), limit),
             )
-        self._arm()
+        self._set_timer()
         try:
             ended = await end
         except asyncio.CancelledError:
-            self._withdraw(session)
+            self._abort(session)
             raise
-        return list(says[: ended.running.num_done]), ended
+        return list(next_tokens[: ended.running.num_done]), ended
 
-    def _refuse_if_unable(self, prompt_ids: IntArray, session: str) -> None:
-        self._fail_if_dead(session)
+    def _raise_if_unable(self, prompt_ids: IntArray, session: str) -> None:
+        self._raise_if_dead(session)
         if self.is_asleep:
             raise ServerError(
                 "the server is asleep; call wake_up first", server=self.name, request_id=session
@@ -200,33 +200,33 @@ class SimulatedServer(AsyncServerBase):
                 request_id=session,
             )
 
-    def _withdraw(self, session: str) -> None:
-        """Ends a session's request, if one runs."""
+    def _abort(self, session: str) -> None:
+        """Abort the running request of a session, if any."""
         known = self._running.get(session)
         if known is None:
             return
-        self._settle()  # it may just have ended
-        running = self.engine.withdraw(known[0])
+        self._advance_engine()  # the request may have just ended
+        running = self.engine.remove(known[0])
         if running is not None:
             self._end(running, "aborted")
         elif self._running.pop(session, None) is not None:  # the server hangs
             del self._sessions[known[0]]
             known[1].cancel()
-        self._arm()
+        self._set_timer()
 
-    def _settle(self) -> None:
-        """Brings the engine to the present."""
+    def _advance_engine(self) -> None:
+        """Advance the engine to the current time."""
         for running in self.engine.advance(asyncio.get_running_loop().time()):
             self._end(running, "stop")
 
-    def _end(self, running: Running, reason: ServerStopReason | None) -> None:
+    def _end(self, running: SimulatedRequest, reason: ServerStopReason | None) -> None:
         session = self._sessions.pop(running.id)
         _, end = self._running.pop(session)
         if not end.done():
-            end.set_result(_End(running, reason))
+            end.set_result(_RequestEnd(running, reason))
 
-    def _arm(self) -> None:
-        """Sets the timer to the next event. One that is due earlier than that sets it anew when it comes."""
+    def _set_timer(self) -> None:
+        """Set the timer to the next event. A timer that is due earlier stays and sets the next one."""
         due = self.engine.next_event()
         if self._timer is not None:
             if self._timer.when() <= due:
@@ -238,12 +238,12 @@ class SimulatedServer(AsyncServerBase):
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._settle()
-        self._arm()
+        self._advance_engine()
+        self._set_timer()
 
-    def _fail_if_dead(self, session: str) -> None:
+    def _raise_if_dead(self, session: str) -> None:
         if self._end_reason is not None:
-            raise self._death(session)
+            raise self._death_error(session)
 
-    def _death(self, session: str) -> ServerDied:
+    def _death_error(self, session: str) -> ServerDied:
         return ServerDied(self._end_reason or "it died", server=self.name, request_id=session)
