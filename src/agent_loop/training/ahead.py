@@ -37,7 +37,7 @@ class RolloutsAhead(Generic[RolloutT]):
         self._max_staleness = max_staleness
         self._last_step = last_step
         self._group = asyncio.TaskGroup()
-        self._running: dict[int, asyncio.Task[RolloutT | _Failure]] = {}
+        self._running: dict[int, asyncio.Task[RolloutT | _RolloutFailure]] = {}
 
     async def take(self, step: int) -> RolloutT:
         """Wait for the rollout of the next step and return it, after starting the rollouts that may run now.
@@ -51,7 +51,7 @@ class RolloutsAhead(Generic[RolloutT]):
             if each not in self._running:
                 self._running[each] = self._group.create_task(self._run(each), name=f"rollout of step {each}")
         outcome = await self._running.pop(step)
-        if isinstance(outcome, _Failure):
+        if isinstance(outcome, _RolloutFailure):
             raise outcome.error
         return outcome
 
@@ -66,14 +66,14 @@ class RolloutsAhead(Generic[RolloutT]):
             task.cancel()
         await self._group.__aexit__(None, None, None)
 
-    async def _run(self, step: int) -> RolloutT | _Failure:
+    async def _run(self, step: int) -> RolloutT | _RolloutFailure:
         """Return the error of a failed rollout, which `take` raises, so that it does not cancel the other rollouts."""
         try:
             return await self._roll_out(step)
         except Exception as error:  # noqa: BLE001  (raised by `take`)
-            return _Failure(error)
+            return _RolloutFailure(error)
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _RolloutFailure:
     error: Exception

@@ -31,7 +31,7 @@ from agent_loop.training.critic import Critic, load_critic
 from agent_loop.training.losses import kl_penalty, masked_mean
 from agent_loop.training.micro_batches import trainable_rows
 from agent_loop.training.policy import compute_dtype, device_of, load_policy
-from agent_loop.training.process_group import SINGLE_PROCESS, Command, ProcessGroup
+from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup, RankCommand
 from agent_loop.training.targets import PastLogProbs
 
 CRITIC_FOLDER = "critic"
@@ -140,7 +140,7 @@ class Learner:
         if self._critic is not None and "critic" in state:
             self._critic.load_state_dict(state["critic"])
 
-    def run_command(self, command: Command) -> None:
+    def run_command(self, command: RankCommand) -> None:
         """Run a command of rank 0 on this rank."""
         result: Any = getattr(self, command.method)(**command.arguments)
         for _ in result if command.method == "weights" else ():

@@ -32,7 +32,7 @@ dist: Any = torch.distributed
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class RankCommand:
     """Method of the learner that all ranks call."""
 
     method: str
@@ -69,7 +69,7 @@ class ProcessGroup:
     def on_all_ranks(self, method: str, **arguments: Any) -> Generator[None]:
         """Run the body as this rank's part of a command. Rank 0 sends the command to the other ranks."""
         if self.rank == 0:
-            self._broadcast(Command(method, arguments))
+            self._broadcast(RankCommand(method, arguments))
         self.is_in_command = True
         yield
         self.is_in_command = False  # stays True after an error, which leaves the other ranks in the command
@@ -78,7 +78,7 @@ class ProcessGroup:
         """Let the other ranks end."""
         self._broadcast(None)
 
-    def next_command(self) -> Command | None:
+    def next_command(self) -> RankCommand | None:
         """Wait for the next command of rank 0 and return it; None ends this rank."""
         return self._broadcast(None)
 
@@ -104,7 +104,7 @@ class ProcessGroup:
             dist.all_reduce(values)
         return values
 
-    def _broadcast(self, command: Command | None) -> Command | None:
+    def _broadcast(self, command: RankCommand | None) -> RankCommand | None:
         """Return rank 0's command, on every rank."""
         commands = [command]
         if self.size > 1:
