@@ -259,7 +259,7 @@ def test_a_trajectory_whose_row_changed_starts_again() -> None:
     other = Setting(["Hm. " * 20, "Done."], tools=TOOLS, response_length=900)
     output = run_virtual(other.run(partial_output=part))
     assert [incident.kind for incident in output.incidents] == [IncidentKind.RESTARTED]
-    assert "the loop is not deterministic, or was changed" in output.incidents[0].detail
+    assert "the loop is not deterministic, or its code was changed" in output.incidents[0].detail
 
 
 def test_a_server_that_does_not_answer_an_abort_costs_its_tokens_and_a_few_seconds() -> None:

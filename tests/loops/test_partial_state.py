@@ -95,7 +95,7 @@ def test_a_new_call_of_a_tool_whose_state_is_lost_starts_the_trajectory_again() 
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK)))
     output = run_virtual(setting.run(partial_output=part))
     [reason] = restarts(output)
-    assert "tool 'look' is called after tool 'look' had been used, whose state cannot be restored" in reason
+    assert "tool 'look' is called after tool 'look', whose state cannot be restored" in reason
     assert output.stop_reason is StopReason.ANSWERED
     assert setting.world.begun["look"] == 3
 
@@ -105,7 +105,7 @@ def test_an_aborted_call_starts_the_trajectory_again() -> None:
     part = run_virtual(setting.run(cancel_after_s=after_calls(LOOK, tokens=0) - LATENCY_S / 2))
     assert part.extra_fields["state"] == "processing_tools"
     output = run_virtual(setting.run(partial_output=part))
-    assert "had been used, and its on_replay does not allow a replay" in restarts(output)[0]
+    assert "was used before, and its on_replay does not allow a replay" in restarts(output)[0]
 
 
 @pytest.mark.parametrize(

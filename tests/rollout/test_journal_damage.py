@@ -176,9 +176,7 @@ def test_a_damaged_first_record_refuses_a_resume_that_was_asked_for_and_changes_
     data, path = bytearray(whole), tmp_path / "j"
     data[len(HEADER) + FRAME_BYTES + 20] ^= 4
     path.write_bytes(data)
-    with pytest.raises(
-        JournalError, match="damaged at byte 32, in the record that says which rollout it is of"
-    ):
+    with pytest.raises(JournalError, match="damaged at byte 32, in the record that identifies the rollout"):
         run_journaled(path, make_harness(2, OnReplay.ONCE)[0], ROWS, resume=True, refuse=True)
     assert path.read_bytes() == data
     assert not list(tmp_path.glob("j.damaged-*"))
@@ -252,7 +250,7 @@ def test_an_empty_journal_is_said_to_hold_nothing(tmp_path: Path) -> None:
             return list(journal.notes)
 
     [note] = run_virtual(notes())
-    assert "holds no record; the rollout begins anew" in note
+    assert "has no records; the rollout starts from the beginning" in note
 
 
 def test_a_call_that_may_be_made_only_once_begins_when_its_record_is_on_the_disk(

@@ -25,7 +25,7 @@ from agent_loop.rollout.journal.writer import JournalWriter
 from agent_loop.testing import run_virtual
 from tests.helpers import user
 from tests.rollout.journaled import key_of, records_of, run_journaled
-from tests.rollout.test_journal_replay import ROWS, facts, first_run, make_stage
+from tests.rollout.test_journal_replay import ROWS, facts, first_run, make_harness
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -122,7 +122,7 @@ def test_damage_in_the_middle_is_reported_kept_aside_and_its_rows_go_on(
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with caplog.at_level(logging.WARNING):
-        after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
+        after = run_journaled(path, make_harness(2)[0], ROWS, resume=True)
     assert "is damaged at byte" in caplog.text
     [aside] = tmp_path.glob("j.damaged-*")
     good = int(aside.name.rpartition("-")[2])
@@ -139,9 +139,9 @@ def test_a_file_that_is_no_journal_is_refused_and_left_alone(tmp_path: Path) -> 
     path = tmp_path / "j"
     path.write_bytes(b"something else entirely, and long enough to be anything")
     with pytest.raises(
-        JournalError, match="is not a journal, or its first bytes are damaged; it was left as it is"
+        JournalError, match="is not a journal, or its first bytes are damaged; it was not changed"
     ):
-        run_journaled(path, make_stage(1)[0], ROWS, resume=True)
+        run_journaled(path, make_harness(1)[0], ROWS, resume=True)
     assert path.read_bytes().startswith(b"something else")
 
 
@@ -162,11 +162,11 @@ def test_a_journal_of_another_rollout_is_refused_or_replaced_by_name(tmp_path: P
     others = [{"raw_prompt": user("!")}]
     changed = scenario(key_of(others, rollout={"temperature": 0.5}), others)
     if refuse:
-        with pytest.raises(JournalError, match=r"of another rollout: rollout\.temperature, rows changed"):
+        with pytest.raises(JournalError, match=r"belongs to another rollout: rollout\.temperature, rows changed"):
             run_virtual(changed)
     else:
         [note] = run_virtual(changed)
-        assert "rollout.temperature, rows changed; it is not used" in note
+        assert "rollout.temperature, rows changed; the journal is not used" in note
         assert run_virtual(scenario(key_of(others, rollout={"temperature": 0.5}), others)) == []
 
 
@@ -192,23 +192,23 @@ def test_a_full_disk_stops_the_rollout_by_name_and_leaves_a_whole_journal(
     path, disk = tmp_path / "j", Disk(9000, error)
     defaults = {"num_bytes": 0, "write": disk.write, "sync": os.fsync}
     monkeypatch.setattr(JournalWriter.__init__, "__kwdefaults__", defaults)
-    stage, tool = make_stage(1)
+    harness, tool = make_harness(1)
     with pytest.raises(JournalError, match=r"cannot be written \(OSError: .*rollout.journal=false"):
-        run_journaled(path, stage, ROWS)
+        run_journaled(path, harness, ROWS)
     assert tool.open == set()
-    assert stage.server.num_running == stage.server.num_sessions == 0
+    assert harness.server.num_running == harness.server.num_sessions == 0
     found = scan(path.read_bytes())
     assert (found.num_torn_bytes, found.damage) == (0, ())
     assert len(found.payloads) > 3
     monkeypatch.undo()
-    after = run_journaled(path, make_stage(2)[0], ROWS, resume=True)
+    after = run_journaled(path, make_harness(2)[0], ROWS, resume=True)
     assert len(after) == 5
 
 
 def test_a_journal_that_may_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot be written or locked"):
-        run_journaled(tmp_path / "file" / "j", make_stage(1)[0], ROWS)
+        run_journaled(tmp_path / "file" / "j", make_harness(1)[0], ROWS)
 
 
 def test_what_was_flushed_is_with_the_system_and_in_order(tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_what_was_flushed_is_with_the_system_and_in_order(tmp_path: Path) -> Non
 def test_a_complete_rollout_is_read_without_running_anything(tmp_path: Path) -> None:
     whole, before = first_run()
     (tmp_path / "j").write_bytes(whole)
-    stage, _ = make_stage(2)
-    after = run_journaled(tmp_path / "j", stage, ROWS, resume=True)
+    harness, _ = make_harness(2)
+    after = run_journaled(tmp_path / "j", harness, ROWS, resume=True)
     assert [facts(t) for t in after] == [facts(t) for t in before]
-    assert stage.server.requests == []
+    assert harness.server.requests == []
 
 
 def test_journals_are_dropped_by_step(tmp_path: Path) -> None:

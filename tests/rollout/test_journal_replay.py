@@ -218,7 +218,7 @@ def test_a_tool_that_says_nothing_of_itself_has_its_row_begin_anew_and_that_is_s
     assert len(tool.executed) == 4
     [incident] = trajectory.output.incidents
     assert incident.kind is IncidentKind.RESTARTED
-    assert "tool 'add' had been used, and its on_replay does not allow a replay" in incident.detail
+    assert "tool 'add' was used before, and its on_replay does not allow a replay" in incident.detail
 
 
 class Sums:

@@ -323,7 +323,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a field named by a number": (lambda f: AgentLoopOutput(**f, extra_fields={1: 2}), "extra_fields has"),
     "feedback beyond the end": (
         lambda f: AgentLoopOutput(**f, feedback=[Feedback(Origin.TOOL, place=99, reward=1.0)]),
-        "feedback has the place 99",
+        "feedback.place is 99",
     ),
     "nothing at all": (lambda f: [], "returned"),
 }

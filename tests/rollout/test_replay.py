@@ -25,7 +25,7 @@ TASK = '''
 from pathlib import Path
 
 from agent_loop import BaseInteraction, BaseTool, ToolResponse, function_tool
-from tests.helpers import calls, says
+from tests.helpers import text_reply, tool_call_reply
 
 @function_tool
 def shout(word: str) -> str:
@@ -41,10 +41,10 @@ def never(request):
     raise AssertionError("the model is not asked")
 
 def farewell(request):
-    return says("farewell")
+    return text_reply("farewell")
 
 def count_again(request):
-    return calls("count")
+    return tool_call_reply("count")
 
 class Counter(BaseTool):
     """Counts its calls, and does not say that it can be replayed."""
@@ -200,7 +200,7 @@ def test_a_live_continuation_fails_at_the_next_call_of_a_tool_that_cannot_be_rep
     config = load_config("config.yaml", overrides=["rollout.engine_kwargs.script=task.py:count_again"])
     (new,) = asyncio.run(replay_trajectory(config, old, recorded=recorded, continue_live=True))
     assert new.output.failure is not None
-    assert "tool 'count' is called after tool 'count' had been used, whose state" in new.output.failure.error
+    assert "tool 'count' is called after tool 'count', whose state" in new.output.failure.error
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_shard_with_other_columns_is_refused_by_name(kind: str) -> None:
     write(f"data/b.{kind}", [{"prompt": "x", "level": "1"}])
 
     refused = refusal("data")
-    assert f"the columns of data/b.{kind} are not those of data/a.{kind}" in refused
+    assert f"the columns of data/b.{kind} differ from the columns of data/a.{kind}" in refused
     assert "it lacks 'answer' and has 'level'" in refused
     assert len(load(f"data/a.{kind}", f"data/b.{kind}")) == 7
 

@@ -12,9 +12,9 @@ import pytest
 
 from agent_loop.errors import DataError
 from agent_loop.training.evaluation import (
-    Estimate,
     Evaluation,
     EvaluationSummary,
+    MeanEstimate,
     RowResult,
     categories_of,
     difference,
@@ -93,7 +93,7 @@ def test_a_summary_counts_successes_reasons_and_incidents() -> None:
 
     scores = evaluation.scores
     assert (scores.num_rows, scores.num_samples, scores.num_scored, scores.num_correct) == (2, 4, 3, 1)
-    assert scores.mean_reward == Estimate(0.5, None, None)
+    assert scores.mean_reward == MeanEstimate(0.5, None, None)
     assert evaluation.success_share == 0.25
     assert {k: estimate.value for k, estimate in scores.pass_at_k.items()} == {1: 0.25, 2: 0.5}
     assert evaluation.stop_reasons == {"answered": 2, "deadline": 1, "failed": 1}
@@ -170,7 +170,7 @@ def test_a_single_row_says_no_more_than_one_draw() -> None:
     wide = estimate_share([0.5], num_draws=64)
     assert wide.half_width is not None
     assert wide.half_width > 0.4
-    assert estimate_mean([0.3]) == Estimate(0.3, None, None)
+    assert estimate_mean([0.3]) == MeanEstimate(0.3, None, None)
 
 
 def test_the_interval_of_means_is_students() -> None:
@@ -237,7 +237,7 @@ def test_categories_are_values_of_a_column_or_of_what_lies_in_one() -> None:
 
 
 def test_a_column_that_no_row_has_is_refused_with_the_nearest() -> None:
-    with pytest.raises(DataError, match=r"no row has a column 'levle' .*did you mean 'level'"):
+    with pytest.raises(DataError, match=r"no row has a column 'levle'; did you mean 'level'"):
         categories_of([{"level": 1}], column="levle")
 
 

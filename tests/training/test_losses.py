@@ -28,7 +28,7 @@ from agent_loop.training.losses import (
     value_loss,
 )
 from agent_loop.training.micro_batches import MicroBatch
-from agent_loop.training.tally import UpdateTally
+from agent_loop.training.update_stats import UpdateStats
 
 LOW, HIGH = 0.2, 0.28
 MODES: list[AggregationMode] = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -549,7 +549,7 @@ def test_log_ratios_beyond_the_bound_are_cut_and_have_no_gradient() -> None:
 @pytest.mark.parametrize("where", IMPOSSIBLE)
 def test_metrics_of_rollout_and_trainer_are_finite_where_a_token_is_impossible(where: str) -> None:
     trainer_BT, rollout_BT, mask_BT = impossible_token(where)
-    tally = UpdateTally(STEP_NAMES)
+    stats = UpdateStats(STEP_NAMES)
     micro_batch = MicroBatch(
         rows_B=torch.arange(2),
         input_ids_BW=mask_BT,
@@ -557,10 +557,10 @@ def test_metrics_of_rollout_and_trainer_are_finite_where_a_token_is_impossible(w
         position_ids=mask_BT,
         mask_BR=mask_BT,
     )
-    tally.compare(trainer_BT.detach(), rollout_BT, micro_batch)
-    tally.add_step({}, grad_norm=1.0)
+    stats.compare(trainer_BT.detach(), rollout_BT, micro_batch)
+    stats.add_step({}, grad_norm=1.0)
 
-    metrics = tally.metrics()
+    metrics = stats.metrics()
 
     assert all(math.isfinite(value) for value in metrics.values())
     largest = abs(LOG_RATIOS[where]) or 0.2

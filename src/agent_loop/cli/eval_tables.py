@@ -11,9 +11,9 @@ from rich.text import Text
 
 from agent_loop.training.evaluation import (
     Comparison,
-    Estimate,
     Evaluation,
     EvaluationSummary,
+    MeanEstimate,
     Scores,
 )
 
@@ -94,7 +94,7 @@ def _comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _cells(estimate: Estimate | None, text: Callable[[float], str]) -> tuple[str, str]:
+def _cells(estimate: MeanEstimate | None, text: Callable[[float], str]) -> tuple[str, str]:
     """Return the value and its interval as texts."""
     if estimate is None:
         return "-", ""
@@ -103,12 +103,12 @@ def _cells(estimate: Estimate | None, text: Callable[[float], str]) -> tuple[str
     return text(estimate.value), f"{text(estimate.low)} .. {text(estimate.high)}"
 
 
-def _in_one(estimate: Estimate | None, text: Callable[[float], str]) -> str:
+def _in_one(estimate: MeanEstimate | None, text: Callable[[float], str]) -> str:
     value, interval = _cells(estimate, text)
     return f"{value} ({interval.replace('%', '')})" if interval else value
 
 
-def _colour(estimate: Estimate | None) -> str:
+def _colour(estimate: MeanEstimate | None) -> str:
     if estimate is None or estimate.low is None or estimate.high is None:
         return ""
     return "green" if estimate.low > 0 else "red" if estimate.high < 0 else ""

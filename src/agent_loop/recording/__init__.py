@@ -1,1 +1,1 @@
-"""Record of the turns of a trajectory, from which the trajectory can be replayed."""
+"""Recording and replay of the turns of a trajectory."""

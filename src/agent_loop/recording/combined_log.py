@@ -1,4 +1,4 @@
-"""Log of an episode that reads two records."""
+"""Log of an episode that replays two records, one before the other."""
 
 from __future__ import annotations
 
@@ -16,29 +16,36 @@ from agent_loop.types import Message, SamplingParams, TokenOutput, ToolCall
 
 
 class CombinedLog:
-    """Log that reads one record first and falls back to another. Implements `TurnLog`."""
+    """Log that reads a first record, and a second record for turns the first does not contain. Implements `TurnLog`.
 
-    def __init__(self, upper: TurnLog, lower: TurnLog) -> None:
-        self._upper = upper
-        self._lower = lower
-        self._lower_turns: dict[int, int] = {}
+    Args:
+        first: The log that is read first.
+        second: The log that is read for turns that `first` does not contain.
+    """
+
+    def __init__(self, first: TurnLog, second: TurnLog) -> None:
+        self._first = first
+        self._second = second
+        self._second_turns: dict[int, int] = {}
 
     def position(self) -> tuple[Any, Any]:
-        return self._upper.position(), self._lower.position()
+        return self._first.position(), self._second.position()
 
     def branch(self, *, at: Any) -> TurnLog:
-        upper, lower = at
-        return CombinedLog(self._upper.branch(at=upper), self._lower.branch(at=lower))
+        first, second = at
+        return CombinedLog(self._first.branch(at=first), self._second.branch(at=second))
 
     def next_turn(self) -> int:
-        turn = self._upper.next_turn()
-        self._lower_turns[turn] = self._lower.next_turn()
+        turn = self._first.next_turn()
+        self._second_turns[turn] = self._second.next_turn()
         return turn
 
     async def tokens(
         self, messages: Sequence[Message], *, encode: Callable[[], Awaitable[Encoded]]
     ) -> Encoded:
-        return await self._upper.tokens(messages, encode=partial(self._lower.tokens, messages, encode=encode))
+        return await self._first.tokens(
+            messages, encode=partial(self._second.tokens, messages, encode=encode)
+        )
 
     async def completion(
         self,
@@ -47,13 +54,13 @@ class CombinedLog:
         num_context: int,
         sample: Callable[[TokenOutput | None], Awaitable[TokenOutput]],
     ) -> TokenOutput:
-        async def rest_of(begun: TokenOutput | None) -> TokenOutput:
-            async def rest_of_both(more: TokenOutput | None) -> TokenOutput:
-                return await sample(begun.then(more) if begun and more else begun or more)
+        async def resume_first(head: TokenOutput | None) -> TokenOutput:
+            async def resume_second(more: TokenOutput | None) -> TokenOutput:
+                return await sample(head.then(more) if head and more else head or more)
 
-            return await self._lower.completion(params, num_context=num_context, sample=rest_of_both)
+            return await self._second.completion(params, num_context=num_context, sample=resume_second)
 
-        return await self._upper.completion(params, num_context=num_context, sample=rest_of)
+        return await self._first.completion(params, num_context=num_context, sample=resume_first)
 
     async def tool_result(
         self,
@@ -66,23 +73,23 @@ class CombinedLog:
         execute: Callable[[], Awaitable[ToolResult]],
         prepare: Callable[[], Awaitable[object]],
     ) -> ToolResult:
-        lower = partial(
-            self._lower.tool_result,
+        from_second = partial(
+            self._second.tool_result,
             call,
-            turn=self._lower_turns[turn],
+            turn=self._second_turns[turn],
             number=number,
             on_replay=on_replay,
             is_read_later=is_read_later,
             execute=execute,
             prepare=prepare,
         )
-        return await self._upper.tool_result(
+        return await self._first.tool_result(
             call,
             turn=turn,
             number=number,
             on_replay=on_replay,
             is_read_later=is_read_later,
-            execute=lower,
+            execute=from_second,
             prepare=prepare,
         )
 
@@ -94,28 +101,28 @@ class CombinedLog:
         respond: Callable[[], Awaitable[InteractionReply]],
         prepare: Callable[[], Awaitable[object]],
     ) -> InteractionReply:
-        lower = partial(
-            self._lower.interaction_reply,
+        from_second = partial(
+            self._second.interaction_reply,
             num_messages=num_messages,
             on_replay=on_replay,
             respond=respond,
             prepare=prepare,
         )
-        return await self._upper.interaction_reply(
-            num_messages=num_messages, on_replay=on_replay, respond=lower, prepare=prepare
+        return await self._first.interaction_reply(
+            num_messages=num_messages, on_replay=on_replay, respond=from_second, prepare=prepare
         )
 
     @property
     def is_kept(self) -> bool:
-        return self._upper.is_kept or self._lower.is_kept
+        return self._first.is_kept or self._second.is_kept
 
     def keep_verdicts(self, verdicts: Mapping[str, float | None]) -> None:
-        self._upper.keep_verdicts(verdicts)
-        self._lower.keep_verdicts(verdicts)
+        self._first.keep_verdicts(verdicts)
+        self._second.keep_verdicts(verdicts)
 
     def kept_verdicts(self) -> Mapping[str, float | None]:
-        return {**self._lower.kept_verdicts(), **self._upper.kept_verdicts()}
+        return {**self._second.kept_verdicts(), **self._first.kept_verdicts()}
 
     def holds(self, segments: Sequence[Segment]) -> None:
-        self._upper.holds(segments)
-        self._lower.holds(segments)
+        self._first.holds(segments)
+        self._second.holds(segments)

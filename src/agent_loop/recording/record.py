@@ -24,9 +24,9 @@ class RecordKind(StrEnum):
     PROMPT = "prompt"
     OBSERVATION = "observation"
     INTERACTION = "interaction"
-    """Tokens that the interaction added. Tokens of tools are observations."""
+    """Tokens that the interaction added. Tokens that tools added are an `OBSERVATION`."""
     COMPLETION_BEGAN = "completion_began"
-    """The tokens that were sampled before the completion was aborted."""
+    """Tokens that were sampled before the completion was aborted."""
     COMPLETION = "completion"
     CALL_BEGAN = "call_began"
     CALL_ENDED = "call_ended"
@@ -37,26 +37,26 @@ class RecordKind(StrEnum):
     BRANCH = "branch"
     """An episode that begins with the first tokens of another episode."""
     RESTART = "restart"
-    """The row starts again; its earlier records no longer count."""
+    """The row starts again. Its earlier records are ignored."""
     END = "end"
-    """The row's trajectories, scored."""
+    """The row's scored trajectories."""
     REWARDS = "rewards"
     """Results of a batch reward function for rows that had ended."""
     COMPLETE = "complete"
-    """The rollout has ended with these trajectories."""
+    """The rollout ended, with the group and rollout of each trajectory."""
     DAMAGE = "damage"
-    """The journal was damaged and repaired: records of rows that did not end may be missing."""
+    """The journal was damaged and repaired. Records of unfinished rows may be missing."""
 
 
 class RecordPosition(NamedTuple):
     """Position of a request in a row."""
 
     episode: int
-    """The episode; the first episode of the row is 0."""
+    """Index of the episode in the row."""
     turn: int
-    """The operation of the episode, such as a completion, counted from 0."""
+    """Index of the operation in the episode, such as a completion."""
     number: int = 0
-    """The call, in a turn with several calls."""
+    """Index of the call in a turn with several calls."""
 
 
 class RecordEntry(NamedTuple):
@@ -67,25 +67,27 @@ class RecordEntry(NamedTuple):
     asked: str
     """Digest of the request."""
     got: Any
-    """The response; None if it cannot be recorded. For the beginning of a call or a reply: `what` names the tool or
-    interaction if it can be used only once."""
+    """The response; None if it cannot be recorded.
+
+    The record of the start of a call or a reply has a mapping here if the tool or interaction can be used only once.
+    Its key `what` names the tool or interaction."""
 
 
 @dataclass(slots=True)
 class RowRecord:
-    """Records of one rollout of one row. Only the reader of a journal writes to it."""
+    """Records of one rollout of one row. Only the reader of a journal adds records."""
 
     entries: list[RecordEntry] = field(default_factory=list[RecordEntry])
     end: Mapping[str, Any] | None = None
-    """The trajectories of a row that ended; else None."""
+    """Serialized trajectories of the row if it has ended; else None."""
     num_records: int = 0
-    """Number of records so far, which is the index of the next record."""
+    """Number of records so far. This is the index of the next record."""
     doubt: str | None = None
-    """Why more may have happened than is on record; None if nothing can be missing."""
+    """Reason why records may be missing; None if no record can be missing."""
 
     @classmethod
     def of(cls, payloads: Iterable[bytes]) -> RowRecord:
-        """Read packed records.
+        """Return the row record of packed records.
 
         Raises:
             ValueError: The bytes are not records.
@@ -95,12 +97,12 @@ class RowRecord:
         return record
 
     def extend(self, payloads: Iterable[bytes]) -> None:
-        """Add the row's next records, packed."""
+        """Add the row's next records, in packed form."""
         for payload in payloads:
             self.add(unpack(payload))
 
     def add(self, payload: Mapping[str, Any]) -> None:
-        """Add the row's next record, unpacked."""
+        """Add the row's next record, in unpacked form."""
         kind = RecordKind(payload["is"])
         self.num_records += 1
         if kind is RecordKind.RESTART:
@@ -113,12 +115,12 @@ class RowRecord:
             )
 
     def entries_by_position(self) -> dict[RecordPosition, RecordEntry]:
-        """Return the last entry of each position: the end of a call that began and ended."""
+        """Return the last entry of each position. For a call that began and ended, that is its end."""
         return {entry.position: entry for entry in self.entries}
 
     @property
     def has_succeeded(self) -> bool:
-        """Whether the row ended without a failure, and need not be run again."""
+        """Whether the row ended without a failure. Such a row is not run again."""
         return self.end is not None and all(
             each["stop"] != StopReason.FAILED for each in self.end["trajectories"]
         )

@@ -1,4 +1,4 @@
-"""Responses in a finished trajectory, in the order in which its loop requested them."""
+"""Recorded responses of a finished trajectory, in the order in which its loop requested them."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from agent_loop.types import Message, Origin, StopReason, TokenChunk, TokenOutpu
 
 @dataclass(frozen=True, slots=True)
 class RecordedResponses:
-    """Recorded responses of a trajectory, in order for each kind, as plain values."""
+    """Recorded responses of a trajectory as plain values. The responses of each kind are in order."""
 
     completions: Sequence[Mapping[str, Any]]
-    """One per assistant turn."""
+    """One completion per assistant turn."""
     calls: Sequence[Sequence[Mapping[str, Any]]]
-    """The results of each turn with calls."""
+    """Tool results of each turn with calls."""
     call_turns: Sequence[int]
-    """Assistant turn of each entry of `calls`; the first turn is 1."""
+    """Assistant turn of each entry of `calls`. Turns are counted from 1."""
     replies: Sequence[Mapping[str, Any]]
-    """Replies of the interaction, its opening message included."""
+    """Replies of the interaction, including its opening message."""
     reply_turns: Sequence[int]
     """Assistant turn before each reply; 0 for the opening message."""
 
     def before(self, turn: int) -> RecordedResponses:
-        """Return the responses before an assistant turn; the first turn is 1."""
-        calls = [number for number, asked in enumerate(self.call_turns) if asked < turn]
-        replies = [number for number, asked in enumerate(self.reply_turns) if asked < turn]
+        """Return the responses before an assistant turn. Turns are counted from 1."""
+        calls = [index for index, call_turn in enumerate(self.call_turns) if call_turn < turn]
+        replies = [index for index, reply_turn in enumerate(self.reply_turns) if reply_turn < turn]
         return RecordedResponses(
             self.completions[: turn - 1],
-            [self.calls[number] for number in calls],
-            [self.call_turns[number] for number in calls],
-            [self.replies[number] for number in replies],
-            [self.reply_turns[number] for number in replies],
+            [self.calls[index] for index in calls],
+            [self.call_turns[index] for index in calls],
+            [self.replies[index] for index in replies],
+            [self.reply_turns[index] for index in replies],
         )
 
 
 def extract_responses(trajectory: Trajectory) -> RecordedResponses:
-    """Return the responses in a trajectory of one episode.
+    """Return the recorded responses of a trajectory of one episode.
 
     Raises:
-        DataError: The trajectory does not contain all responses: it is one of several branches, has images, or has
+        DataError: The trajectory does not contain all responses. It is one of several branches, has images, or has
             messages that the loops of this package do not write.
     """
     output = trajectory.output
     if trajectory.branch is not None:
         raise DataError(
-            f"{trajectory.trajectory_id} is one of several branches of its row, which share what was answered; replay "
-            "rows with one trajectory"
+            f"{trajectory.trajectory_id} is one of several branches of its row, which share responses; replay rows "
+            "with one trajectory"
         )
     if any(isinstance(message.get("content"), list) for message in output.messages):
         raise DataError(
             f"{trajectory.trajectory_id} has images or other parts in its messages, which are stored as "
-            "descriptions only; replay one of text"
+            "descriptions only; replay a trajectory with text messages only"
         )
     turns = list(_turns(output))
-    answers = _answers(output.messages)
-    if len(answers) != len(turns) + 1:
+    messages_after = _messages_after_turns(output.messages)
+    if len(messages_after) != len(turns) + 1:
         raise DataError(
-            f"{trajectory.trajectory_id} has {len(turns)} completions but {len(answers) - 1} assistant messages; "
-            "replay one that an episode wrote turn by turn"
+            f"{trajectory.trajectory_id} has {len(turns)} completions but {len(messages_after) - 1} assistant "
+            "messages; replay a trajectory that an episode wrote turn by turn"
         )
-    calls = _calls(output, answers, ends=[end for _, end in turns])
-    replies = _replies(trajectory, answers, ends=[end for _, end in turns])
+    calls = _calls(output, messages_after, ends=[end for _, end in turns])
+    replies = _replies(trajectory, messages_after, ends=[end for _, end in turns])
     return RecordedResponses(
         completions=[
             serialize_completion(_completion(output, run, turn=n)) for n, (run, _) in enumerate(turns, 1)
@@ -84,50 +84,53 @@ def extract_responses(trajectory: Trajectory) -> RecordedResponses:
 
 
 def _turns(output: AgentLoopOutput) -> Iterator[tuple[list[Segment], int]]:
-    """Yield the segments of each completion, and the position of its last token in the response."""
-    place = 0
+    """Yield the segments of each completion, and the index of its last token in the response."""
+    num_tokens = 0
     for is_model, group in groupby(
         output.response_segments, key=lambda segment: segment.origin is Origin.MODEL
     ):
         segments = list(group)
-        place += sum(map(len, segments))
+        num_tokens += sum(map(len, segments))
         if is_model:
-            yield segments, place - 1
+            yield segments, num_tokens - 1
 
 
 def _completion(output: AgentLoopOutput, run: Sequence[Segment], *, turn: int) -> TokenOutput:
     cuts = [
         i.detail for i in output.incidents if i.kind is IncidentKind.CUT_TURN and i.assistant_turn == turn
     ]
-    # An aborted completion would be resumed in a replay. This one ended.
+    # A replay would resume a completion with the stop reason "aborted".
     end = TokenChunk([], [], stop_reason="length" if cuts else "stop")
     return TokenOutput.from_chunks([*[segment.as_chunk() for segment in run], end])
 
 
-def _answers(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return the messages before the first assistant message, and those after each assistant message."""
-    answers: list[list[Message]] = [[]]
+def _messages_after_turns(messages: Sequence[Message]) -> list[list[Message]]:
+    """Return the messages before the first assistant message, then the messages after each assistant message."""
+    messages_after: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] == "assistant":
-            answers.append([])
+            messages_after.append([])
         else:
-            answers[-1].append(message)
-    return answers
+            messages_after[-1].append(message)
+    return messages_after
 
 
 def _calls(
-    output: AgentLoopOutput, answers: Sequence[Sequence[Message]], *, ends: Sequence[int]
+    output: AgentLoopOutput, messages_after: Sequence[Sequence[Message]], *, ends: Sequence[int]
 ) -> list[tuple[int, list[Mapping[str, Any]]]]:
-    """Return the results of each turn with calls. The reply to a malformed call has no name."""
+    """Return the assistant turn and the tool results of each turn with calls.
+
+    Replies to malformed calls are left out. Their messages have no name.
+    """
     found: list[tuple[int, list[Mapping[str, Any]]]] = []
     by_tools = [feedback for feedback in output.feedback if feedback.origin is Origin.TOOL]
-    for place, group in groupby(by_tools, key=lambda feedback: feedback.place):
-        feedback, turn = list(group), _turn_at(place, ends)
-        replies = [m for m in answers[turn] if m["role"] == "tool" and "name" in m]
+    for end, group in groupby(by_tools, key=lambda feedback: feedback.place):
+        feedback, turn = list(group), _turn_at(end, ends)
+        replies = [m for m in messages_after[turn] if m["role"] == "tool" and "name" in m]
         if [m["name"] for m in replies] != [f.name for f in feedback]:
             raise DataError(
-                f"turn {turn} called {', '.join(f.name for f in feedback)}, but is not answered so in the messages; "
-                "replay a trajectory of tool_agent"
+                f"turn {turn} called {', '.join(f.name for f in feedback)}, but the messages after it have other tool "
+                "replies; replay a trajectory of tool_agent"
             )
         is_last = output.stop_reason is StopReason.TOOL_FINISHED and turn == len(ends)
         results = [
@@ -152,19 +155,19 @@ def _result(
 
 
 def _replies(
-    trajectory: Trajectory, answers: Sequence[Sequence[Message]], *, ends: Sequence[int]
+    trajectory: Trajectory, messages_after: Sequence[Sequence[Message]], *, ends: Sequence[int]
 ) -> list[tuple[int, Mapping[str, Any]]]:
     output, found = trajectory.output, list[tuple[int, Mapping[str, Any]]]()
-    greeting = _greeting(trajectory.row, answers[0])
+    greeting = _greeting(trajectory.row, messages_after[0])
     if greeting:
         found.append((0, to_plain(InteractionReply(greeting))))
     for feedback in output.feedback:
         if feedback.origin is Origin.INTERACTION:
             turn = _turn_at(feedback.place, ends)
-            words = [str(m["content"]) for m in answers[turn] if m["role"] == "user"]
+            texts = [str(m["content"]) for m in messages_after[turn] if m["role"] == "user"]
             is_over = output.stop_reason is StopReason.INTERACTION_FINISHED and turn == len(ends)
             reply = InteractionReply(
-                words[0] if words else "", score=feedback.reward or 0.0, is_over=is_over, extra=feedback.extra
+                texts[0] if texts else "", score=feedback.reward or 0.0, is_over=is_over, extra=feedback.extra
             )
             found.append((turn, to_plain(reply)))
     return found
@@ -175,14 +178,14 @@ def _greeting(row: Mapping[str, Any], opening: Sequence[Message]) -> str:
     prompt: Sequence[Message] = row["raw_prompt"]
     if not row.get("interaction_kwargs") or list(opening) == list(prompt):
         return ""
-    said = str(opening[-1]["content"])
+    text = str(opening[-1]["content"])
     if len(opening) == len(prompt):
-        said = said.removeprefix(str(prompt[-1]["content"] or ""))
-    return said.removeprefix("\n\n")
+        text = text.removeprefix(str(prompt[-1]["content"] or ""))
+    return text.removeprefix("\n\n")
 
 
-def _turn_at(place: int | None, ends: Sequence[int]) -> int:
-    """Return the number of the assistant turn that ends at this position; the first is 1."""
-    if place not in ends:
-        raise DataError(f"something was answered at token {place} of the response, where no turn ends")
-    return ends.index(place) + 1
+def _turn_at(end: int | None, ends: Sequence[int]) -> int:
+    """Return the number of the assistant turn whose last token has the index `end`. Turns are counted from 1."""
+    if end not in ends:
+        raise DataError(f"feedback.place is {end}, where no assistant turn of the response ends")
+    return ends.index(end) + 1

@@ -1,4 +1,4 @@
-"""Replay of a finished trajectory: loop, template and parser run again, and responses come from the record."""
+"""Replay of a finished trajectory. Loop, template and parser run again, and the responses come from the record."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from agent_loop.types import Message
 
 
 class ReplayLog(RowLog):
-    """Log that returns recorded completions, calls and replies in their order, without comparing the requests.
+    """Log that returns recorded completions, tool results and replies in order, without comparing the requests.
 
     Prompts and observations are encoded again.
 
     Args:
         trajectory_id: `group=.../rollout=...`.
         recorded: The recorded responses.
-        continue_live: Whether requests beyond the record go to the server, the tools and the interaction. The state of
-            tools and interactions is then restored as `on_replay` says. Otherwise such requests fail the row.
+        continue_live: Whether requests beyond the record go to the server, the tools and the interaction. Their state
+            is then restored according to `on_replay`. Otherwise such requests fail the row.
     """
 
     def __init__(self, trajectory_id: str, recorded: RecordedResponses, *, continue_live: bool) -> None:
@@ -45,7 +45,7 @@ class ReplayLog(RowLog):
         return _ReplayEpisodeLog(self, self._num_episodes - 1)
 
     def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
-        """Return the next recorded response of this kind; None if the request is not recorded and goes to the engine.
+        """Return the next recorded response of this kind; None if there is none and the request is made live.
 
         Raises:
             ReplayMismatch: The record has no more responses, and `continue_live` is false.
@@ -66,7 +66,7 @@ class ReplayLog(RowLog):
         return None if got is None else RecordEntry(kind, position, asked, got)
 
     def mismatched(self, why: str) -> ReplayMismatch:
-        """Return the error that fails the row. The row does not start again."""
+        """Return the error that fails the row. A replayed row is not restarted."""
         self.refused = self.refused or why
         return ReplayMismatch(why)
 

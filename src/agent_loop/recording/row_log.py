@@ -1,4 +1,4 @@
-"""Log of one rollout of one row: returns recorded turns first, then records new ones."""
+"""Log of one rollout of one row. It returns recorded turns first, then records new turns."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 AnswerT = TypeVar("AnswerT")
 
 NOT_RUN = frozenset({IncidentKind.UNKNOWN_TOOL, IncidentKind.INVALID_ARGUMENTS})
-"""Incidents of calls that never reached the tool."""
+"""Incidents of calls that did not reach the tool."""
 
 
 AFTER_ALL_TURNS = -1
-"""Turn of the rewards at an interruption. The last record of this turn counts."""
+"""Turn in the record of the tools' rewards at an interruption. The last record of this turn is used."""
 
 BEGINNINGS = {
     RecordKind.COMPLETION_BEGAN: RecordKind.COMPLETION,
     RecordKind.CALL_BEGAN: RecordKind.CALL_ENDED,
     RecordKind.REPLY_BEGAN: RecordKind.REPLY,
 }
-"""Kind of record that follows each beginning, unless the run is interrupted."""
+"""Kind of the record that follows each start, unless the run is interrupted."""
 
 
 class RowLog:
@@ -50,8 +50,7 @@ class RowLog:
         trajectory_id: `group=.../rollout=...`.
         sink: Receives new records.
         record: Records from before a crash or a cancellation.
-        cancellation: Once it is set, no completion, call or reply begins that is not on record: it raises
-            `CallAborted`.
+        cancellation: Once this event is set, completions, calls and replies without a record raise `CallAborted`.
     """
 
     def __init__(
@@ -63,10 +62,9 @@ class RowLog:
         cancellation: asyncio.Event | None = None,
     ) -> None:
         self.mismatch: str | None = None
-        """Why the record cannot be replayed; None if it can. The row then has to start again."""
+        """Reason why the record cannot be replayed, so that the row has to start again; else None."""
         self.only_once: str | None = None
-        """A tool or interaction that was or may have been used, and can be used only once. The row cannot start again
-        if there is one."""
+        """Tool or interaction that can be used only once and may have been used. The row then cannot start again."""
         self.is_cut = False
         """Whether a cancellation interrupted the restoration of recorded state."""
         self._row = trajectory_id
@@ -94,7 +92,7 @@ class RowLog:
         return EpisodeLog(self, self._num_episodes - 1)
 
     def restart(self) -> None:
-        """Discard all records, so that the next attempt starts from the beginning."""
+        """Discard all records. The next attempt starts from the beginning."""
         self._append({"is": RecordKind.RESTART, "why": self.mismatch})
         self._answers = {}
         self._num_episodes = 0
@@ -102,18 +100,18 @@ class RowLog:
         self.mismatch = None
 
     async def end(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record the row's result. Once this returns, a process that is killed does not lose the result."""
+        """Record the row's result. After this returns, the result survives a crash of the process."""
         try:
             form = serialization.serialize_trajectories(trajectories, find_episode=self._find_episode)
             self._append({"is": RecordKind.END, "got": form})
         except Unstorable as error:
-            logger.warning("%s cannot be kept as finished: its result holds %s", self._row, error)
+            logger.warning("%s cannot be recorded as finished: its result contains %s", self._row, error)
         await self._sink.flushed()
 
     # -- for its episodes ------------------------------------------------------------------------------------------
 
     def recorded(self, kind: RecordKind, position: RecordPosition, asked: str) -> RecordEntry | None:
-        """Return the record at a position; None if there is none.
+        """Return the record at a position, or None if there is no record.
 
         Raises:
             ReplayMismatch: The recorded request differs.
@@ -129,7 +127,7 @@ class RowLog:
         if BEGINNINGS.get(entry.kind, entry.kind) is not kind or entry.asked != asked:
             raise self.mismatched(
                 f"turn {position.turn} of episode {position.episode} requests another {kind.replace('_', ' ')} than "
-                f"the recorded {entry.kind.replace('_', ' ')}; the loop is not deterministic, or was changed"
+                f"the recorded {entry.kind.replace('_', ' ')}; the loop is not deterministic, or its code was changed"
             )
         if entry.got is None and entry.kind not in (RecordKind.CALL_BEGAN, RecordKind.REPLY_BEGAN):
             raise self.mismatched(f"the response at turn {position.turn} could not be recorded")
@@ -146,15 +144,21 @@ class RowLog:
         try:
             self._append(record)
         except Unstorable as error:
-            logger.warning("%s: the %s at turn %d holds %s", self._row, kind, position.turn, error)
+            logger.warning(
+                "%s: the %s at turn %d cannot be recorded: it contains %s",
+                self._row,
+                kind,
+                position.turn,
+                error,
+            )
             self._append({**record, "got": None})
 
     def take_over(self, payload: bytes) -> None:
-        """Append a record that a log of this row in another process wrote."""
+        """Append a packed record that another process wrote for this row."""
         self._sink.append(payload)
 
     async def flushed(self, *, to_disk: bool = False) -> None:
-        """Wait until all records survive the end of this process or, with `to_disk`, of this machine."""
+        """Wait until all records survive a crash of this process or, with `to_disk`, of this machine."""
         await self._sink.flushed(to_disk=to_disk)
 
     def hold(self, segments: Sequence[Segment], *, episode: int) -> None:
@@ -170,7 +174,7 @@ class RowLog:
         return None if held is None else held[1]
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        """Append a record with the row's next number. A reader detects missing records by the number."""
+        """Append a record with the row's next number. The reader detects missing records by their numbers."""
         self._sink.append(pack({**record, "row": self._row, "n": self._num_records}))
         self._num_records += 1
 
@@ -184,7 +188,7 @@ class EpisodeLog:
         self._num_turns = 0
         self._num_tokens = num_tokens
         self._lost: str | None = None
-        """A tool whose replies were replayed although its state was not restored."""
+        """Tool whose replies were replayed although its state was not restored; None if there is none."""
 
     def position(self) -> int:
         return self._num_tokens
@@ -309,7 +313,7 @@ class EpisodeLog:
         return {} if entry is None else _got(entry)
 
     def holds(self, segments: Sequence[Segment]) -> None:
-        # A prompt or an observation that did not fit is on record, but was not given to the model.
+        # A prompt or an observation over the length limit is on record, but is not part of the episode's tokens.
         if sum(map(len, segments)) == self._num_tokens:
             self._row.hold(segments, episode=self._number)
 
@@ -319,7 +323,7 @@ class EpisodeLog:
     async def _begin(
         self, what: str, kind: RecordKind, position: RecordPosition, asked: str, on_replay: OnReplay
     ) -> None:
-        """Record that a call or a reply begins, if it cannot simply be repeated."""
+        """Record the start of a call or a reply if repeating the call or reply is not allowed."""
         if on_replay not in (OnReplay.ONCE, OnReplay.RESTART):
             return
         is_once = on_replay is OnReplay.ONCE
@@ -333,14 +337,16 @@ class EpisodeLog:
 
     def _refuse_if_lost(self, what: str, on_replay: OnReplay) -> None:
         if on_replay is OnReplay.RESTART:
-            raise self._row.mismatched(f"{what} had been used, and its on_replay does not allow a replay")
+            raise self._row.mismatched(f"{what} was used before, and its on_replay does not allow a replay")
 
     def _refuse_if_state_is_lost(self, what: str, on_replay: OnReplay) -> None:
-        """Refuse a new call if the state of a tool was not restored. Tools of one trajectory may share state, so only
-        tools without state, or with restored state, may be called."""
+        """Refuse a new call if the state of any tool was not restored.
+
+        Tools of one trajectory may share state. Only tools without state, or with restored state, may be called then.
+        """
         if self._lost is not None and on_replay not in (OnReplay.RECORDED, OnReplay.RERUN):
             raise self._row.mismatched(
-                f"{what} is called after {self._lost} had been used, whose state cannot be restored"
+                f"{what} is called after {self._lost}, whose state cannot be restored; the tools may share state"
             )
 
     async def _rebuild(
@@ -352,7 +358,7 @@ class EpisodeLog:
         again: Callable[[], Awaitable[object]],
         prepare: Callable[[], Awaitable[object]],
     ) -> None:
-        """Restore the state that an instance had after its recorded response, if the state is read later."""
+        """Restore the state that a tool or interaction had after its recorded response, if the state is read later."""
         if on_replay is OnReplay.RESTART and not is_read_later:
             self._lost = what
             return
@@ -372,13 +378,13 @@ def _kind_of(messages: Sequence[Message]) -> RecordKind:
 
 
 def _got(entry: RecordEntry) -> Any:
-    assert entry.got is not None  # `recorded` refuses responses that could not be recorded
+    assert entry.got is not None  # `recorded` raises for responses that could not be recorded.
     return entry.got
 
 
 def _interrupted(call: ToolCall) -> ToolResult:
-    fate = "it may or may not have taken effect, and was not run again"
-    detail = f"the run was interrupted while {call.name} ran; {fate}"
+    effect = "it may or may not have taken effect, and was not run again"
+    detail = f"the run was interrupted while {call.name} ran; {effect}"
     return ToolResult(
         ToolResponse(text=f"Error: {detail}"), incident=Incident(IncidentKind.INTERRUPTED_CALL, detail)
     )

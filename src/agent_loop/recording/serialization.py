@@ -28,36 +28,39 @@ class FindEpisode(Protocol):
 
 
 def serialize_completion(output: TokenOutput) -> dict[str, Any]:
-    """Return a completion as plain values, with float32 log-probs as in a segment."""
+    """Return a completion as plain values. Log-probs are float32, as in a segment."""
     return {"completion": encode_completion(output, logprob_type=np.float32)}
 
 
 def deserialize_completion(form: Mapping[str, Any]) -> TokenOutput:
-    """Return the completion that `serialize_completion` was given."""
+    """Return the completion that `serialize_completion` serialized."""
     return decode_completion(form["completion"])
 
 
 def serialize_trajectories(
     trajectories: Sequence[Trajectory], *, find_episode: FindEpisode
 ) -> dict[str, Any]:
-    """Return the trajectories of one rollout as plain values, without the tokens that the journal already holds."""
-    lanes = [find_episode(trajectory.output.segments) for trajectory in trajectories]
+    """Return the trajectories of one rollout as plain values.
+
+    Tokens that the journal already contains are referenced by the number of their episode.
+    """
+    episodes = [find_episode(trajectory.output.segments) for trajectory in trajectories]
     segments: dict[int, Segment] = {}
-    if None in lanes:
+    if None in episodes:
         segments = {id(s): s for trajectory in trajectories for s in trajectory.output.segments}
-    places = {key: place for place, key in enumerate(segments)}
+    indices = {key: index for index, key in enumerate(segments)}
     return {
         "segments": to_plain(list(segments.values())),
         "trajectories": [
             {
                 **_output_form(trajectory.output, prompt=trajectory.row["raw_prompt"]),
-                "lane": None if segments else lane,
-                "segments": [places[id(s)] for s in trajectory.output.segments] if segments else [],
+                "lane": None if segments else episode,
+                "segments": [indices[id(s)] for s in trajectory.output.segments] if segments else [],
                 "reward": trajectory.reward,
                 "reward_extra": dict(trajectory.reward_extra),
                 "branch": trajectory.branch,
             }
-            for trajectory, lane in zip(trajectories, lanes, strict=True)
+            for trajectory, episode in zip(trajectories, episodes, strict=True)
         ],
     }
 
@@ -65,19 +68,23 @@ def serialize_trajectories(
 def deserialize_trajectories(
     form: Mapping[str, Any], *, episodes: Mapping[int, Sequence[Segment]], row: Row, group: int, rollout: int
 ) -> list[Trajectory]:
-    """Return the trajectories that `serialize_trajectories` was given.
+    """Return the trajectories that `serialize_trajectories` serialized.
 
     Args:
+        form: The return value of `serialize_trajectories`.
         episodes: The recorded segments of each episode.
+        row: The row of the trajectories.
+        group: Index of the row's group.
+        rollout: Index of the rollout in its group.
     """
     table = from_plain(form["segments"], list[Segment])
 
     def segments_of(each: Mapping[str, Any]) -> Sequence[Segment]:
-        lane: int | None = each["lane"]
-        if lane is not None:
-            return episodes[lane]
-        places: list[int] = each["segments"]
-        return [table[place] for place in places]
+        episode: int | None = each["lane"]
+        if episode is not None:
+            return episodes[episode]
+        indices: list[int] = each["segments"]
+        return [table[index] for index in indices]
 
     return [
         Trajectory(
@@ -122,7 +129,7 @@ def with_recorded_rewards(trajectory: Trajectory, form: Mapping[str, Any]) -> Tr
 def _output_form(output: AgentLoopOutput, *, prompt: Sequence[Message]) -> dict[str, Any]:
     messages = output.messages
     begins_with_row = len(messages) >= len(prompt) and all(
-        mine is its for mine, its in zip(messages, prompt, strict=False)
+        message is row_message for message, row_message in zip(messages, prompt, strict=False)
     )
     return {
         "stop": str(output.stop_reason),

@@ -10,7 +10,7 @@ class Sink(Protocol):
     """Receiver of records, in order."""
 
     def append(self, payload: bytes) -> None:
-        """Append a record after all others.
+        """Append a record.
 
         Raises:
             JournalError: An earlier record could not be written.
@@ -18,10 +18,10 @@ class Sink(Protocol):
         ...
 
     async def flushed(self, *, to_disk: bool = False) -> None:
-        """Wait until the operating system has every record, so that a process that is killed loses none.
+        """Wait until the operating system has every record, so that a crash of the process loses no record.
 
         Args:
-            to_disk: Wait until the records are on the disk too, so that a power failure loses none.
+            to_disk: Wait until the records are on the disk too, so that a power failure loses no record.
 
         Raises:
             JournalError: A record could not be written.
@@ -34,7 +34,7 @@ class Memory:
 
     def __init__(self, payloads: Iterable[bytes] = ()) -> None:
         self.payloads = list(payloads)
-        """All records."""
+        """All records in packed form, oldest first."""
 
     def append(self, payload: bytes) -> None:
         self.payloads.append(payload)

@@ -1,4 +1,4 @@
-"""The first token in which two trajectories differ."""
+"""Comparison of the tokens of two trajectories."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from agent_loop.trajectory import AgentLoopOutput
 
 SHOWN_TOKENS = 12
+"""Maximum number of tokens that a `TokenDifference` holds of each side."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDifference:
-    """The first token in which a trajectory and its replay differ."""
+    """First token in which a trajectory and its replay differ."""
 
     index: int
     """Index of the token, counted from the first token of the prompt."""
     old: tuple[int, ...]
-    """The trajectory's tokens from there on, at most `SHOWN_TOKENS`. Empty if the trajectory has ended."""
+    """Tokens of the trajectory from `index`, at most `SHOWN_TOKENS`. Empty if the trajectory is shorter."""
     new: tuple[int, ...]
-    """The same for the replay."""
+    """Tokens of the replay from `index`, at most `SHOWN_TOKENS`. Empty if the replay is shorter."""
     where: str
-    """The trajectory's segment that holds the token, as in `tool tokens, assistant turn 2`."""
+    """Segment of the trajectory that contains the token, for example `tool tokens, assistant turn 2`."""
 
 
 def first_difference(old: AgentLoopOutput, new: AgentLoopOutput) -> TokenDifference | None:
-    """Return where two trajectories differ. Return None if all tokens are the same."""
+    """Return the first difference of two trajectories, or None if all tokens are equal."""
     old_ids, new_ids = ([*o.prompt_ids.tolist(), *o.response_ids.tolist()] for o in (old, new))
     differing = (n for n, (a, b) in enumerate(zip(old_ids, new_ids, strict=False)) if a != b)
     index = next(differing, min(len(old_ids), len(new_ids)))
@@ -35,7 +36,7 @@ def first_difference(old: AgentLoopOutput, new: AgentLoopOutput) -> TokenDiffere
 
 
 def _segment_of(output: AgentLoopOutput, index: int) -> str:
-    """Describe the segment that holds a token."""
+    """Return a description of the segment that contains a token."""
     turn, end = 0, 0
     for segment in output.segments:
         end += len(segment)

@@ -1,4 +1,4 @@
-"""Plain values and arrays as bytes, and back: a JSON text, then the arrays it names, packed one after the other."""
+"""Conversion of plain values and arrays to bytes and back. The bytes are a JSON text, then the arrays in order."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from agent_loop.runtime.user_values import plain_value
 
 _LENGTH = struct.Struct("<I")
 _MARK = "\0"
-"""Begins the one key of a mapping that stands for packed bytes; see `pack`."""
+"""First character of the only key of a placeholder. A placeholder is a mapping that replaces packed bytes."""
 
 
 class Unstorable(Exception):
-    """A value has no form in the journal."""
+    """The journal cannot store a value of this type."""
 
 
 def pack(value: Any) -> bytes:
     """Return a value as bytes.
 
-    What JSON knows, NaN and half surrogates included, comes back as it is, but tuples come back as lists and keys as
-    text. Arrays of numbers, bytes and Pillow images come back equal.
+    `unpack` returns JSON values unchanged, including NaN and unpaired surrogates. It returns tuples as lists, and keys
+    as text. Arrays of numbers, bytes and Pillow images are equal after unpacking.
 
     Raises:
-        Unstorable: Something in it is of another type; the message names it.
+        Unstorable: The value contains a value of another type, which the message names.
     """
     parts: list[bytes] = []
 
-    def stand_in(item: Any) -> Any:
+    def placeholder(item: Any) -> Any:
         if isinstance(item, np.ndarray):
             array = cast(Any, np.ascontiguousarray(cast(Any, item)))
             if array.dtype.hasobject:
@@ -53,33 +53,33 @@ def pack(value: Any) -> bytes:
         raise Unstorable(f"a value of type {type(item).__module__}.{type(item).__qualname__}")
 
     try:
-        # (without the check for circles, which costs more than the rest, a circle is a RecursionError)
-        text = json.dumps(value, default=stand_in, check_circular=False, separators=(",", ":")).encode(
+        # The check for circular references is slower than everything else. Without it, they raise a RecursionError.
+        text = json.dumps(value, default=placeholder, check_circular=False, separators=(",", ":")).encode(
             "ascii"
         )
     except (TypeError, ValueError, RecursionError, OSError) as error:
-        raise Unstorable(f"a value that JSON has no form for ({error})") from error
+        raise Unstorable(f"a value that JSON cannot represent ({error})") from error
     return b"".join([_LENGTH.pack(len(text)), text, *parts])
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that `pack` was given.
+    """Return the value that `pack` converted to these bytes.
 
     Raises:
-        ValueError: These bytes are not from `pack`.
+        ValueError: `pack` did not return these bytes.
     """
     (length,) = _LENGTH.unpack_from(data)
-    place = _LENGTH.size + length
+    end = _LENGTH.size + length
 
     def take(num_bytes: int) -> bytes:
-        nonlocal place
-        place += num_bytes
-        if place > len(data):
+        nonlocal end
+        end += num_bytes
+        if end > len(data):
             raise ValueError("packed bytes are missing")
-        return data[place - num_bytes : place]
+        return data[end - num_bytes : end]
 
     def read(mapping: dict[str, Any]) -> Any:
-        # JSON is read from left to right, so the stand-ins come in the order of their bytes.
+        # JSON is parsed from left to right, so the placeholders are in the order of their bytes.
         if len(mapping) == 1:
             [(key, given)] = mapping.items()
             if key == f"{_MARK}array":
@@ -89,7 +89,7 @@ def unpack(data: bytes) -> Any:
             if key == f"{_MARK}bytes":
                 return take(given)
             if key == f"{_MARK}image":
-                from PIL import Image  # late: text needs no Pillow
+                from PIL import Image  # Imported here, because records of text do not need Pillow.
 
                 return Image.open(io.BytesIO(take(given)))
         return mapping
@@ -98,10 +98,13 @@ def unpack(data: bytes) -> Any:
 
 
 def digest(value: Any) -> str:
-    """Return a digest of 16 hexadecimal digits, the same in every process. Objects of unknown types count by type."""
+    """Return a digest of 16 hexadecimal digits, the same in every process.
+
+    An object of an unknown type is represented by the name of its type.
+    """
     try:
         text = value if isinstance(value, str) else _DIGESTED.encode(value)
-    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are user code)
         text = _DIGESTED.encode(plain_value(value))
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
@@ -124,5 +127,5 @@ _DIGESTED = json.JSONEncoder(default=_fingerprint, check_circular=False, separat
 
 
 def _is_image(item: Any) -> bool:
-    pillow: Any = sys.modules.get("PIL.Image")  # no image can exist before Pillow is imported
+    pillow: Any = sys.modules.get("PIL.Image")  # No image can exist before Pillow is imported.
     return pillow is not None and isinstance(item, pillow.Image)

@@ -16,13 +16,15 @@ IndexArray: TypeAlias = NDArray[np.int64]
 
 
 class FlatTokens:
-    """Concatenated tokens of trajectories, in the order given, each prompt before its response.
+    """Concatenated tokens of trajectories, in the given order, each prompt before its response.
 
-    Arrays are built on access and not kept, so that only the current one takes memory.
+    Arrays are built on every access and not stored, so that only one of them uses memory at a time.
     """
 
     def __init__(self, trajectories: Sequence[Trajectory]) -> None:
-        of_prompt = Origin.PROMPT  # (Python 3.11 takes longer to look a member up than all else here)
+        of_prompt = (
+            Origin.PROMPT
+        )  # In Python 3.11, looking up the member takes longer than the rest of this loop.
         prompts = [[s for s in t.output.segments if s.origin is of_prompt] for t in trajectories]
         responses = [[s for s in t.output.segments if s.origin is not of_prompt] for t in trajectories]
         self._trajectories = trajectories
@@ -49,7 +51,7 @@ class FlatTokens:
 
     @property
     def weight_versions_M(self) -> IntArray:
-        """Weight versions, -1 where the model did not sample the token."""
+        """Weight versions. -1 where the model did not sample the token."""
         versions = [-1 if s.weight_version is None else s.weight_version for s in self._of_responses]
         return self._repeated(versions, np.int32)
 
@@ -65,7 +67,7 @@ class FlatTokens:
 
     @property
     def extra_names(self) -> list[str]:
-        """Names of the extras that every sampled token has, in one shape per token."""
+        """Names of the extras that every sampled token has, with the same shape for all tokens."""
         first, *others = [s.extras for s in self._sampled] or [{}]
         return [
             name
@@ -74,7 +76,7 @@ class FlatTokens:
         ]
 
     def extra_M(self, name: str) -> NDArray[Any]:
-        """Return one of the extras, shape [M, ...]; 0 where `is_model_M` is false."""
+        """Return an extra by name, with shape [M, ...]. The values are 0 where `is_model_M` is false."""
         arrays = [s.extras[name] for s in self._sampled]
         dtype = np.result_type(*[array.dtype for array in arrays]).newbyteorder("=")
         values_M = np.zeros((int(self._segment_lengths.sum()), *arrays[0].shape[1:]), dtype)
@@ -97,7 +99,7 @@ class FlatTokens:
 
 
 def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence[Segment]]) -> list[bool]:
-    """Return for each response segment whether the model sampled it and no earlier branch is trained on it."""
+    """Return, for each response segment, whether the model sampled it and no earlier branch trains on it."""
     trained: set[int] = set()
     by_model = Origin.MODEL
     is_trained: list[bool] = []
@@ -109,7 +111,7 @@ def _is_trained(trajectories: Sequence[Trajectory], responses: Sequence[Sequence
 
 
 def runs(flat: NDArray[Any], lengths_B: IndexArray) -> Iterator[NDArray[Any]]:
-    """Yield each row's part of a flat array, as views."""
+    """Yield a view of each row's part of a flat array."""
     end = 0
     for length in lengths_B.tolist():
         start, end = end, end + length

@@ -19,17 +19,17 @@ TAKEN = (*TENSOR_COLUMNS, "prompt_length", "response_length")
 
 
 def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
-    """Return a batch of nested tensors, in the order given, prompts and responses together.
+    """Return a batch of nested tensors. Each row is a trajectory's prompt and response, in the given order.
 
     Args:
-        trajectories: One or more.
+        trajectories: At least one trajectory.
 
     Returns:
         Nested tensors [B, lengths], which share their offsets: `batch["input_ids"].values()` is [N] and
         `.offsets()` [B + 1], the `cu_seqlens` of attention without padding. int64: `input_ids`, `position_ids` (each
         row from 0), `response_mask` (1 = sampled by the model). int32: `weight_versions`, -1 where the mask is 0.
         float32: `rollout_log_probs`, 0 where the mask is 0; absent unless every sampled token has one. The extras of
-        segments as in `agent_loop.rollout.batch.assemble`, with values [N, ...]. Beside them int64 `prompt_length` and
+        segments as in `agent_loop.rollout.batch.assemble`, with values [N, ...]. Also int64 `prompt_length` and
         `response_length` [B], and the columns [B] of `assemble`.
     """
     flat = FlatTokens(trajectories)
@@ -48,7 +48,7 @@ def assemble_jagged(trajectories: Sequence[Trajectory]) -> RolloutBatch:
 
 
 def _token_columns(flat: FlatTokens) -> dict[str, NDArray[Any]]:
-    """By name, shape [N]."""
+    """Return the columns with one value per token, by name. Their shape is [N, ...]."""
     is_response_N = np.concatenate(
         [
             np.repeat((False, True), pair)

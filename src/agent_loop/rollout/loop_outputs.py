@@ -1,4 +1,4 @@
-"""Checks and completes the outputs that loops return, before they are scored, stored and trained on."""
+"""Validation and completion of the outputs that loops return, before they are scored, stored and trained on."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from agent_loop.types import FloatArray, IntArray, Message, Origin, Row, StopRea
 
 MAX_INT32 = 2**31 - 1
 PROMPT = Origin.PROMPT
-"""A name of its own, since Python 3.11 looks members of enums up slowly."""
+"""Module constant, because Python 3.11 looks up members of enums slowly."""
 ENDED_OTHERWISE = (StopReason.FAILED, StopReason.CANCELLED, StopReason.DEADLINE)
-"""Reasons that stand although the response was cut afterwards."""
+"""Stop reasons that a later truncation of the response does not replace."""
 
 
 class LoopOutputs(Struct, frozen=True):
-    """Checks and completes what one loop returned.
+    """Validator of the outputs of one loop. It also fills in missing fields.
 
-    An episode's output passes as it is. One that a loop built from token lists is cut at the limits, its weight
-    versions and missing log-probs are taken from the completions that the loop received, and its messages are decoded.
+    The output of an episode is returned unchanged. An output that a loop built from token lists is truncated at the
+    limits. Its weight versions and missing log-probs come from the completions that the loop received, and its
+    messages are decoded from the tokens.
     """
 
     context: LoopContext
@@ -50,7 +51,7 @@ class LoopOutputs(Struct, frozen=True):
         """Return the output, ready to be scored.
 
         Raises:
-            EpisodeError: A field holds something that no batch could take.
+            EpisodeError: A field has a value that cannot be part of a batch.
         """
         limits = self.context.limits
         num_prompt_tokens = sum([len(s.token_ids) for s in output.segments if s.origin is PROMPT])
@@ -69,7 +70,7 @@ class LoopOutputs(Struct, frozen=True):
         return output
 
     def _with_prompt_limit(self, output: AgentLoopOutput, num_tokens: int) -> AgentLoopOutput:
-        """Drop the trajectory's tokens, or truncate the prompt if the limits say how. `Episode` does the same."""
+        """Truncate the prompt, or drop all tokens if `truncate_prompt` is "no". `Episode` does the same."""
         max_tokens, truncate = self.context.limits.prompt_length, self.context.limits.truncate_prompt
         detail = f"the prompt has {num_tokens} tokens, over prompt_length {max_tokens}"
         if truncate == "no":
@@ -86,10 +87,10 @@ class LoopOutputs(Struct, frozen=True):
             )
         if output.attachments:
             raise EpisodeError(
-                f"{detail}, and holds images or videos, which cannot be cut; give messages to self.episode instead"
+                f"{detail}, and has images or videos, which cannot be truncated; pass messages to self.episode instead"
             )
         prompt = output.prompt_ids[-max_tokens:] if truncate == "left" else output.prompt_ids[:max_tokens]
-        incident = Incident(IncidentKind.TRUNCATED_PROMPT, f"{detail}; cut on the {truncate}")
+        incident = Incident(IncidentKind.TRUNCATED_PROMPT, f"{detail}; truncated on the {truncate}")
         return replace(
             output,
             segments=(Segment(prompt, Origin.PROMPT), *output.response_segments),
@@ -97,7 +98,7 @@ class LoopOutputs(Struct, frozen=True):
         )
 
     def _with_versions(self, output: AgentLoopOutput) -> AgentLoopOutput:
-        """Find the completions behind the model's tokens; give each token its version, and log-probs if it has none."""
+        """Set the weight version of each sampled token, and its log-prob if it has none, from the completions."""
         segments: list[Segment] = []
         context = np.concatenate([segment.token_ids for segment in output.segments])
         end = num_unmatched = 0
@@ -120,38 +121,38 @@ class LoopOutputs(Struct, frozen=True):
         return replace(output, **changes)
 
     def _pieces(self, segment: Segment, *, context: IntArray, start: int) -> tuple[list[Segment], int]:
-        """CallAborted a model segment, which begins at `start` of the context, into pieces of one weight version each.
+        """Split a model segment, which begins at `start` of the context, into pieces of one weight version each.
 
-        Returns the pieces, and how many of their tokens no completion explains.
+        Return the pieces, and the number of their tokens that are not in any completion.
         """
         ids, end = segment.token_ids, start + len(segment)
         pieces: list[Segment] = []
-        place, num_unmatched = start, 0
-        while place < end:
-            found = self.completions.recognise(ids[place - start :], context=context[:place])
+        position, num_unmatched = start, 0
+        while position < end:
+            found = self.completions.recognise(ids[position - start :], context=context[:position])
             if found is None:
-                next_place = place + self.completions.next_start(ids[place - start :])
-                num_unmatched += next_place - place
+                next_position = position + self.completions.next_start(ids[position - start :])
+                num_unmatched += next_position - position
                 version = self.completions.last_version
                 version = self.context.server_manager.pool.weight_version if version is None else version
-                piece = segment.part(place - start, next_place - start)
+                piece = segment.part(position - start, next_position - start)
                 pieces.append(structs.replace(piece, weight_version=version))
-                place = next_place
+                position = next_position
                 continue
             for known in found:
                 piece = structs.replace(
-                    segment.part(place - start, place - start + len(known)),
+                    segment.part(position - start, position - start + len(known)),
                     weight_version=known.weight_version,
                     extras=known.extras,
                 )
                 if piece.logprobs is None:
                     piece = structs.replace(piece, logprobs=known.logprobs)
                 pieces.append(piece)
-                place += len(known)
+                position += len(known)
         return pieces, num_unmatched
 
     def _messages(self, output: AgentLoopOutput) -> list[Message]:
-        """Read the conversation from its tokens."""
+        """Decode the conversation from its tokens."""
         messages = self._prompt_messages(output.prompt_ids)
         context = output.prompt_ids
         for is_model, run in groupby(
@@ -167,18 +168,18 @@ class LoopOutputs(Struct, frozen=True):
         return messages
 
     def _prompt_messages(self, prompt_ids: IntArray) -> list[Message]:
-        """Return the row's messages if the prompt says what they say, else its text as one message."""
+        """Return the row's messages if the prompt contains their texts in order, else the prompt as one message."""
         if not len(prompt_ids):
             return []
-        text, place = self.context.template.decode(prompt_ids), 0
+        text, position = self.context.template.decode(prompt_ids), 0
         messages: Sequence[Message] = self.row["raw_prompt"]
         for message in messages:
             content = message.get("content")
-            words = content.strip() if isinstance(content, str) else None
-            place = -1 if words is None else text.find(words, place)
-            if place < 0:
+            stripped = content.strip() if isinstance(content, str) else None
+            position = -1 if stripped is None else text.find(stripped, position)
+            if position < 0:
                 return [{"role": "user", "content": text}]
-            place += len(words or "")
+            position += len(stripped or "")
         return list(messages)
 
 
@@ -186,7 +187,7 @@ def listed_outputs(returned: Any, *, loop_name: str) -> list[AgentLoopOutput]:
     """Return the list of outputs that a loop's `run` returned.
 
     Raises:
-        EpisodeError: It is not a list of outputs, or an empty one.
+        EpisodeError: `returned` is not a list of outputs, or is empty.
     """
     outputs = cast(list[Any], returned) if isinstance(returned, list) else []
     if outputs and all(isinstance(output, AgentLoopOutput) for output in outputs):
@@ -224,8 +225,8 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
     for feedback in output.feedback:
         if feedback.place is not None and not 0 <= feedback.place < num_response_tokens:
             raise EpisodeError(
-                f"feedback has the place {feedback.place} in a response of {num_response_tokens} tokens; give the "
-                "place of the last token of its turn, or None"
+                f"feedback.place is {feedback.place}, and the response has {num_response_tokens} tokens; give the "
+                "index of the last token of its turn, or None"
             )
         if feedback.reward is not None:
             _reward(feedback.reward, name="the reward of a turn")
@@ -237,14 +238,14 @@ def _checked(output: AgentLoopOutput, *, num_response_tokens: int) -> AgentLoopO
     extra_fields: Mapping[Any, Any] = output.extra_fields
     for name in extra_fields:
         if not isinstance(name, str):
-            raise EpisodeError(f"extra_fields has the key {describe_value(name)}; give names as text")
+            raise EpisodeError(f"extra_fields has the key {describe_value(name)}; give keys of type str")
     if not extra_fields:
         return output
     return output.with_only_extra_fields(plain_mapping(extra_fields, where="extra_fields of the loop"))
 
 
 def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
-    """Check that all token ids are in the model's vocabulary. Others would end the training with an IndexError.
+    """Check that all token ids are in the model's vocabulary. Training would raise an IndexError for other ids.
 
     Raises:
         EpisodeError: A token id is outside the vocabulary.
@@ -255,17 +256,16 @@ def _check_ids(segments: Iterable[Segment], *, vocab_size: int) -> None:
             raise EpisodeError(
                 f"the token ids of a segment have shape {list(ids.shape)} and type {ids.dtype}; give a flat int32 array"
             )
-        if (
-            len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size
-        ):  # (a negative id is a large one)
+        # As uint32, a negative id is a large number.
+        if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= vocab_size:
             raise EpisodeError(
-                f"a {segment.origin} segment holds token ids from {ids.min()} to {ids.max()}; the model's are 0 to "
-                f"{vocab_size - 1}"
+                f"a {segment.origin} segment holds token ids from {ids.min()} to {ids.max()}; the model's ids are 0 "
+                f"to {vocab_size - 1}"
             )
 
 
 def _cut(output: AgentLoopOutput, num_tokens: int, *, max_tokens: int) -> AgentLoopOutput:
-    """Drop what is over `response_length`."""
+    """Drop the response tokens beyond `max_tokens`."""
     segments: list[Segment] = []
     left = max_tokens
     for segment in output.segments:
@@ -292,7 +292,7 @@ def _reason(output: AgentLoopOutput, reason: StopReason) -> StopReason:
 
 
 def _placed(feedback: Feedback, *, num_tokens: int) -> Feedback:
-    """Return the feedback, without its place if the token there was dropped."""
+    """Return the feedback, without `place` if that token was dropped."""
     if feedback.place is None or feedback.place < num_tokens:
         return feedback
     return structs.replace(feedback, place=None)
@@ -321,8 +321,8 @@ def _reward(given: Any, *, name: str) -> float:
 
 
 def _are_logprobs(logprobs: FloatArray) -> bool:
-    """Return whether each log-prob is finite, and above 0 by no more than rounding."""
-    # (`logical_and.reduce`, since the method `all` takes a call of Python)
+    """Return whether each log-prob is finite and at most 0, up to rounding."""
+    # `logical_and.reduce` avoids the Python call in the method `all`.
     return bool(np.logical_and.reduce((logprobs > -np.inf) & (logprobs <= LOG_PROB_ROUNDING)))
 
 

@@ -144,7 +144,7 @@ def _load(source: str, *, prompt_key: str) -> Iterator[RowFile]:
                 f"{shard.path}, one of {len(shards)} files of {source!r}, holds no rows; remove it, or write it again"
             )
         if prepared and first is not None:
-            columns.refuse_others_than(first)
+            columns.check_matches(first)
         first = first or (columns if prepared else None)
         yield RowFile(str(shard.path), shard.path.stat().st_size, prepared)
 

@@ -1,4 +1,4 @@
-"""The columns of a shard, which those of the other shards of a source must match."""
+"""Columns of a shard. All shards of a source must have the same columns."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _NUMBER_IN_JSON = {"int": "number", "float": "number"}
 
 @dataclass(slots=True)
 class ShardColumns:
-    """The columns of one shard, and the types of their values. What is nested in the values does not count."""
+    """Columns of one shard, and the types of their values. Types of nested values are not compared."""
 
     shard: Shard
     types: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    """By column; empty for a column that holds only nulls."""
+    """Names of types by column. The set is empty if all values of the column are null."""
 
     def add(self, row: Mapping[Any, Any]) -> None:
-        """Take the next row."""
+        """Add the columns and types of the next row."""
         for name, value in row.items():
             types = self.types.setdefault(str(name), set())
             if value is not None:
                 types.add(type(value).__name__)
 
-    def refuse_others_than(self, first: ShardColumns) -> None:
-        """Refuse the shard if its columns are not those of another shard.
+    def check_matches(self, first: ShardColumns) -> None:
+        """Check that this shard has the same columns as the first shard.
 
         Raises:
-            DataError: A column is missing, new, or of another type.
+            DataError: A column is missing, additional, or of another type.
         """
         where, other = str(self.shard.path), str(first.shard.path)
         missing, new = first.types.keys() - self.types.keys(), self.types.keys() - first.types.keys()
@@ -42,15 +42,15 @@ class ShardColumns:
                 if names
             ]
             raise DataError(
-                f"the columns of {where} are not those of {other}: it {' and '.join(faults)}; give all files of a "
-                "source the same columns, or name the files as sources of their own"
+                f"the columns of {where} differ from the columns of {other}: it {' and '.join(faults)}; give all files "
+                "of a source the same columns, or list the files as separate sources"
             )
         for name in sorted(self.types):
-            mine, its = self._types_of(name), first._types_of(name)
-            if mine and its and not mine & its:
+            types, first_types = self._types_of(name), first._types_of(name)
+            if types and first_types and not types & first_types:
                 raise DataError(
-                    f"the column {name!r} of {where} holds {_joined(mine)}, but {_joined(its)} in {other}; give all "
-                    "files of a source the same types, or name the files as sources of their own"
+                    f"the column {name!r} of {where} holds {_joined(types)}, but {_joined(first_types)} in {other}; "
+                    "give all files of a source the same types, or list the files as separate sources"
                 )
 
     def _types_of(self, name: str) -> set[str]:

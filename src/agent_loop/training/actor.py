@@ -36,8 +36,8 @@ from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import make_exact, response_logprobs
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.training.rank_share import micro_batches_of_rank
-from agent_loop.training.tally import StepNames, UpdateTally
 from agent_loop.training.targets import PastLogProbs, Targets, importance
+from agent_loop.training.update_stats import StepNames, UpdateStats
 
 STEP_NAMES = StepNames(
     grad_norm=names.GRAD_NORM,
@@ -165,15 +165,15 @@ class Actor:
             advantages_BR=advantages_BR.expand(batch["responses"].shape), weights_BR=weights_BR, past=past
         )
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES, process_group=self._process_group)
+        stats = UpdateStats(STEP_NAMES, process_group=self._process_group)
         rollouts_B = rollouts_of_rows(batch)
         mini_batches = list(self._optimizer.mini_batches(rows, rollouts_B=rollouts_B))
         first_BR = torch.zeros(batch["responses"].shape)
         for mini_batch_rows in mini_batches:
-            self._step(batch, mini_batch_rows, rollouts_B, targets, tally, first_BR)
+            self._step(batch, mini_batch_rows, rollouts_B, targets, stats, first_BR)
         self._optimizer.end_update()
         batch[TRAIN_LOG_PROBS] = self._own_logprobs(past, rows, first_BR=first_BR, first_rows=mini_batches[0])
-        return tally.metrics() | {
+        return stats.metrics() | {
             **metrics,
             names.SKIPPED_UPDATE: 0.0,
             names.ROWS_TRAINED: float(len(rows)),
@@ -229,7 +229,7 @@ class Actor:
         rows: Tensor,
         rollouts_B: Tensor,
         targets: Targets,
-        tally: UpdateTally,
+        stats: UpdateStats,
         first_BR: Tensor,
     ) -> None:
         """Run one optimiser step. The first step writes the log-probs that it computes to `first_BR`."""
@@ -257,13 +257,13 @@ class Actor:
         for micro_batch, (logprobs_BR, metrics) in add_gradients(
             loss_of, self._cut(batch, rows), into=self._weights, num_threads=self._num_threads
         ):
-            if tally.num_steps == 0:
-                tally.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
+            if stats.num_steps == 0:
+                stats.compare(logprobs_BR, targets.past.rollout_BR, micro_batch)
                 micro_batch.put(logprobs_BR, into=first_BR)
             for name, value in metrics.items():
                 sums[name] += float(value)
         totals = self._process_group.sum_metrics(sums)
-        tally.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
+        stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.LOSS]))
 
     def _loss(
         self,

@@ -29,7 +29,7 @@ from agent_loop.training.passes import add_gradients, compute_each
 from agent_loop.training.policy import device_of, make_exact
 from agent_loop.training.process_group import SINGLE_PROCESS, ProcessGroup
 from agent_loop.training.rank_share import micro_batches_of_rank
-from agent_loop.training.tally import StepNames, UpdateTally
+from agent_loop.training.update_stats import StepNames, UpdateStats
 
 STEP_NAMES = StepNames(
     grad_norm=names.CRITIC_GRAD_NORM,
@@ -115,13 +115,13 @@ class Critic:
         if not len(rows):
             return {}
         lr = self._optimizer.start_update()
-        tally = UpdateTally(STEP_NAMES, process_group=self._process_group)
+        stats = UpdateStats(STEP_NAMES, process_group=self._process_group)
         rollouts_B = rollouts_of_rows(batch)
         for mini_batch_rows in self._optimizer.mini_batches(rows, rollouts_B=rollouts_B):
-            self._step(batch, mini_batch_rows, rollouts_B, returns_BR, old_values_BR, tally)
+            self._step(batch, mini_batch_rows, rollouts_B, returns_BR, old_values_BR, stats)
         self._optimizer.end_update()
         fit = _fit(old_values_BR[rows], returns_BR[rows], mask_BR=batch["response_mask"][rows])
-        return tally.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
+        return stats.metrics() | fit | {names.CRITIC_LEARNING_RATE: lr}
 
     def save(self, folder: Path) -> None:
         """Save the model in the format of `transformers`, in full precision."""
@@ -142,7 +142,7 @@ class Critic:
         rollouts_B: Tensor,
         returns_BR: Tensor,
         old_values_BR: Tensor,
-        tally: UpdateTally,
+        stats: UpdateStats,
     ) -> None:
         config = self._config
         reduce = Aggregation.of_rows(
@@ -171,7 +171,7 @@ class Critic:
             sums[names.CRITIC_LOSS] += float(loss)
             sums[names.CRITIC_CLIP_FRACTION] += float(clip_fraction)
         totals = self._process_group.sum_metrics(sums)
-        tally.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.CRITIC_LOSS]))
+        stats.add_step(totals, grad_norm=self._optimizer.step(loss=totals[names.CRITIC_LOSS]))
 
     def _cut(self, batch: RolloutBatch, rows: Tensor) -> Iterator[MicroBatch]:
         return micro_batches_of_rank(

@@ -1,1 +1,1 @@
-"""Journal of a rollout: each turn as it happens, so that a run that was killed can be resumed."""
+"""Journal of a rollout. It records each turn as it happens, so that a killed run can be resumed."""

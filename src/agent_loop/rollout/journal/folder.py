@@ -1,4 +1,4 @@
-"""Journals of a training: one file per step since the last checkpoint."""
+"""Journals of a training run: one file per step since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JournalFolder:
         self.path = run_dir / "journal"
 
     def file(self, step: int, *, refill: int = 0) -> Path:
-        """Return the path of the journal of a step. Each refill of a step has a journal of its own."""
+        """Return the path of the journal of a step. Each refill of a step has a separate journal."""
         suffix = f".refill-{refill}" if refill else ""
         return self.path / f"step-{step:06d}{suffix}.journal"
 
@@ -33,11 +33,11 @@ class JournalFolder:
         return self.file(step).is_file()
 
     def drop_through(self, step: int) -> None:
-        """Remove the journals of all steps up to one that a checkpoint contains."""
+        """Remove the journals of all steps up to `step`, which a checkpoint contains."""
         self._drop(lambda each: each <= step)
 
     def drop_after(self, step: int) -> list[int]:
-        """Remove the journals of later steps, whose weights are lost. Return these steps, in order."""
+        """Remove the journals of the steps after `step`, whose weights are lost. Return these steps, in order."""
         return self._drop(lambda each: each > step)
 
     def _drop(self, is_old: Callable[[int], bool]) -> list[int]:

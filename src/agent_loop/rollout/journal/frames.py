@@ -1,10 +1,10 @@
-"""The file format of a journal: a header, then records, each with a mark, its length and a checksum.
+"""File format of a journal: a header, then records, each with a mark, a length and a checksum.
 
     header   "agent-loop journal" and the number of the format, 32 bytes
     record   mark, 4 bytes | u32 length | u32 CRC-32 of length and payload | payload        (little-endian)
 
-Records are only appended. A process that is killed leaves a prefix of what it wrote, so only the last record can be
-incomplete. Any other record that is not whole was damaged later; the mark tells where the next record begins.
+Records are only appended. If the process is killed, a prefix of its writes is in the file, so only the last record can
+be incomplete. Any other invalid record was damaged later. A reader finds the next record by its mark.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from agent_loop.errors import JournalError
 FORMAT = 5
 MAGIC = b"agent-loop journal ".ljust(28, b".")
 HEADER = MAGIC + struct.pack("<I", FORMAT)
-MARK = b"\xf5REC"  # no UTF-8 text holds the first byte
+MARK = b"\xf5REC"  # The first byte never occurs in UTF-8 text.
 
 _FRAME = struct.Struct("<4sII")
 _LENGTH = struct.Struct("<I")
 FRAME_BYTES = _FRAME.size
-"""Bytes of a record besides its payload."""
+"""Number of bytes of a record before its payload."""
 
 
 def framed(payload: bytes) -> bytes:
-    """Return the record of a payload, as it stands in the file."""
+    """Return the record of a payload, as bytes for the file."""
     return _FRAME.pack(MARK, len(payload), _checksum(payload)) + payload
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What the bytes of a journal hold."""
+    """Result of scanning the bytes of a journal."""
 
     payloads: list[bytes]
-    """All whole records, those after damage included."""
+    """Payloads of all valid records, including records after damaged bytes."""
     num_good_bytes: int
-    """The length of the file up to the first byte that belongs to no whole record."""
+    """Number of bytes before the first byte that is not part of a valid record."""
     num_torn_bytes: int = 0
-    """The length of a last record that was not written to its end."""
+    """Number of bytes of an incomplete last record."""
     damage: tuple[range, ...] = ()
-    """The bytes that were damaged after they had been written."""
+    """Ranges of bytes that were damaged after they had been written."""
 
 
 def scan(data: bytes) -> Scan:
-    """Read all records that are whole.
+    """Read all valid records.
 
     Raises:
         JournalError: The file is not a journal, or has another format.
@@ -55,22 +55,22 @@ def scan(data: bytes) -> Scan:
         return Scan([], len(data) if data == HEADER else 0, num_torn_bytes=len(data) % len(HEADER))
     damage: list[range] = [] if _has_good_header(data) else [range(len(HEADER))]
     payloads: list[bytes] = []
-    place, torn_from = len(HEADER), len(data)
-    while place < len(data):
-        payload = _payload_at(data, place)
+    start, torn_from = len(HEADER), len(data)
+    while start < len(data):
+        payload = _payload_at(data, start)
         if payload is not None:
-            end = place + FRAME_BYTES + len(payload)
+            end = start + FRAME_BYTES + len(payload)
         else:
-            end = _next_marked(data, place)
-            payload = _payload_of_damaged_length(data, place, end)
+            end = _next_marked(data, start)
+            payload = _payload_of_damaged_length(data, start, end)
         if payload is not None:
             payloads.append(payload)
-        elif end == len(data) and _is_torn(data, place):
-            torn_from = place
+        elif end == len(data) and _is_torn(data, start):
+            torn_from = start
         else:
-            end = _end_by_length(data, place) or end
-            damage.append(range(place, end))
-        place = end
+            end = _end_by_length(data, start) or end
+            damage.append(range(start, end))
+        start = end
     num_good = damage[0].start if damage else torn_from
     return Scan(payloads, num_good, num_torn_bytes=len(data) - torn_from, damage=tuple(damage))
 
@@ -82,13 +82,13 @@ def _has_good_header(data: bytes) -> bool:
         (found,) = _LENGTH.unpack_from(data.ljust(len(HEADER), b"\0"), len(MAGIC))
         raise JournalError(
             f"the journal has format {found}, and this version of agent-loop reads {FORMAT}; resume the run with the "
-            "version that began it, or move the journal elsewhere to begin anew"
+            "version that started it, or move the journal elsewhere to start from the beginning"
         )
     if data[len(MAGIC) : len(HEADER)] == HEADER[len(MAGIC) :] and _payload_at(data, len(HEADER)) is not None:
         return False
     raise JournalError(
-        "the file is not a journal, or its first bytes are damaged; it was left as it is. Give the path of a journal, "
-        "or move the file elsewhere to begin anew"
+        "the file is not a journal, or its first bytes are damaged; it was not changed. Give the path of a journal, or "
+        "move the file elsewhere to start from the beginning"
     )
 
 
@@ -96,50 +96,50 @@ def _checksum(payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(_LENGTH.pack(len(payload))))
 
 
-def _payload_at(data: bytes, place: int) -> bytes | None:
-    """Return the payload of the whole record at `place`; None if there is none. A damaged mark does no harm."""
-    if place + FRAME_BYTES > len(data):
+def _payload_at(data: bytes, start: int) -> bytes | None:
+    """Return the payload of the record at `start`, or None if the record is invalid. A damaged mark is ignored."""
+    if start + FRAME_BYTES > len(data):
         return None
-    _, length, checksum = _FRAME.unpack_from(data, place)
-    start, end = place + FRAME_BYTES, place + FRAME_BYTES + length
+    _, length, checksum = _FRAME.unpack_from(data, start)
+    end = start + FRAME_BYTES + length
     if not length or end > len(data):
         return None
-    payload = data[start:end]
+    payload = data[start + FRAME_BYTES : end]
     return payload if checksum == _checksum(payload) else None
 
 
-def _next_marked(data: bytes, place: int) -> int:
-    """Return where the first whole record after `place` begins that has a mark, or the end of the data."""
-    start = data.find(MARK, place + 1)
-    while start >= 0:
-        if _payload_at(data, start) is not None:
-            return start
-        start = data.find(MARK, start + 1)
+def _next_marked(data: bytes, start: int) -> int:
+    """Return the position of the first valid record after `start` whose mark is valid too, or the end of the data."""
+    found = data.find(MARK, start + 1)
+    while found >= 0:
+        if _payload_at(data, found) is not None:
+            return found
+        found = data.find(MARK, found + 1)
     return len(data)
 
 
-def _end_by_length(data: bytes, place: int) -> int | None:
-    """Return where the broken record at `place` ends by its own length; None if no record begins there."""
-    if place + FRAME_BYTES > len(data):
+def _end_by_length(data: bytes, start: int) -> int | None:
+    """Return the end of the damaged record at `start` by its length field, or None if no valid record follows it."""
+    if start + FRAME_BYTES > len(data):
         return None
-    _, length, _ = _FRAME.unpack_from(data, place)
-    end = place + FRAME_BYTES + length
+    _, length, _ = _FRAME.unpack_from(data, start)
+    end = start + FRAME_BYTES + length
     return end if end == len(data) or _payload_at(data, end) is not None else None
 
 
-def _payload_of_damaged_length(data: bytes, place: int, end: int) -> bytes | None:
-    """Return the payload between `place` and `end` if nothing but its length was damaged."""
-    payload = data[place + FRAME_BYTES : end]
+def _payload_of_damaged_length(data: bytes, start: int, end: int) -> bytes | None:
+    """Return the payload of the record from `start` to `end` if only its length field was damaged, else None."""
+    payload = data[start + FRAME_BYTES : end]
     if not payload:
         return None
-    _, _, checksum = _FRAME.unpack_from(data, place)
+    _, _, checksum = _FRAME.unpack_from(data, start)
     return payload if checksum == _checksum(payload) else None
 
 
-def _is_torn(data: bytes, place: int) -> bool:
-    """Return whether a record begins at `place`."""
-    begins_well = data[place : place + len(MARK)] == MARK[: len(data) - place]
-    if place + FRAME_BYTES > len(data):
-        return begins_well
-    _, length, _ = _FRAME.unpack_from(data, place)
-    return begins_well and place + FRAME_BYTES + length > len(data)
+def _is_torn(data: bytes, start: int) -> bool:
+    """Return whether an incomplete record begins at `start` and extends to the end of the data."""
+    has_mark = data[start : start + len(MARK)] == MARK[: len(data) - start]
+    if start + FRAME_BYTES > len(data):
+        return has_mark
+    _, length, _ = _FRAME.unpack_from(data, start)
+    return has_mark and start + FRAME_BYTES + length > len(data)

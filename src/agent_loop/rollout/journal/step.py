@@ -1,4 +1,4 @@
-"""Journal of one rollout: its identity, its contents from before a crash, and new records."""
+"""Journal of one rollout: its identity, its contents from before a crash, and its new records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FREE_KEYS = frozenset(
         "longest_first", "on_weight_update",
     }
 )  # fmt: skip
-"""Settings of the rollout that may change between a crash and the resume, since no token depends on them."""
+"""Settings that may change between a crash and the resume, because no token depends on them."""
 
 
 def rollout_settings(config: Config) -> dict[str, Any]:
@@ -42,12 +42,12 @@ def rollout_settings(config: Config) -> dict[str, Any]:
 
 
 def training_settings(config: Config) -> dict[str, Any]:
-    """Return the settings on which the weights of a training, and thus the tokens of its rollouts, depend."""
+    """Return the settings on which the trained weights, and thus the tokens of the rollouts, depend."""
     return rollout_settings(config) | config.model_dump(mode="json", include={"algorithm", "actor"})
 
 
 class StepJournal:
-    """Journal of one rollout while it is written. Made by `open_journal`.
+    """Open journal of one rollout. Created by `open_journal`.
 
     Rows that ended are not run again. The other rows get a log that replays their records first.
     """
@@ -64,17 +64,17 @@ class StepJournal:
 
     @property
     def num_ended(self) -> int:
-        """Number of recorded rollouts that need not be run again."""
+        """Number of recorded rows that need not be run again."""
         return sum(record.has_succeeded for record in self._records.values())
 
     @property
     def is_complete(self) -> bool:
         """Whether the whole rollout is recorded."""
-        places = self._complete
-        return places is not None and all(self._record(*place).end is not None for place in places)
+        keys = self._complete
+        return keys is not None and all(self._record(*key).end is not None for key in keys)
 
     def outcome(self) -> list[Trajectory] | None:
-        """Return the trajectories of the rollout if all of it is recorded; else None."""
+        """Return the trajectories of the rollout if the whole rollout is recorded; else None."""
         if self._complete is None or not self.is_complete:
             return None
         return [
@@ -86,7 +86,7 @@ class StepJournal:
     def divide(self, jobs: Sequence[Job]) -> tuple[list[Trajectory], list[Job]]:
         """Return the trajectories of the jobs that ended, and the other jobs, each with its log.
 
-        A trajectory that failed is run again. One that failed for the reward of its group alone comes back unscored.
+        A failed trajectory is run again. If only the reward of its group failed, the trajectory is returned unscored.
         """
         ended: list[Trajectory] = []
         rest: list[Job] = []
@@ -101,34 +101,36 @@ class StepJournal:
     async def keep_rewards(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the results of a batch reward function for rows that have ended.
 
-        Once this returns, a process that is killed does not lose them.
+        After this returns, the results survive a crash of the process.
         """
-        got: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        rewards: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         for trajectory in trajectories:
-            got[_name(trajectory.group, trajectory.rollout)].append(serialize_rewards(trajectory))
+            rewards[_name(trajectory.group, trajectory.rollout)].append(serialize_rewards(trajectory))
         try:
-            self._sink.append(pack({"is": RecordKind.REWARDS, "got": got}))
+            self._sink.append(pack({"is": RecordKind.REWARDS, "got": rewards}))
         except Unstorable as error:
             logger.warning(
-                "the rewards of group %d cannot be kept: they hold %s", trajectories[0].group, error
+                "the rewards of group %d cannot be recorded: they contain %s", trajectories[0].group, error
             )
         await self._sink.flushed()
 
     async def complete(self, trajectories: Sequence[Trajectory]) -> None:
         """Record that the rollout has ended with these trajectories."""
-        places = dict.fromkeys((t.group, t.rollout) for t in trajectories)
-        self._sink.append(pack({"is": RecordKind.COMPLETE, "got": list(places)}))
+        keys = dict.fromkeys((t.group, t.rollout) for t in trajectories)
+        self._sink.append(pack({"is": RecordKind.COMPLETE, "got": list(keys)}))
         await self._sink.flushed()
 
     def _ended(self, row: Row, *, group: int, rollout: int, is_over: bool) -> list[Trajectory]:
-        """Return the trajectories of a row that ended, with the rewards on record. Those that failed for the reward of
-        their group are unscored, unless the rollout is over."""
+        """Return the trajectories of a row that ended, with their recorded rewards.
+
+        A trajectory that failed only because of its group's reward is returned unscored, unless the rollout has ended.
+        """
         forms = self._rewards.get(_name(group, rollout), {})
         trajectories = self._record(group, rollout).trajectories(row, group=group, rollout=rollout)
-        for place, trajectory in enumerate(trajectories):
+        for index, trajectory in enumerate(trajectories):
             form = forms.get(trajectory.branch)
             if form is not None and (is_over or not form["failure"]):
-                trajectories[place] = with_recorded_rewards(trajectory, form)
+                trajectories[index] = with_recorded_rewards(trajectory, form)
         return trajectories
 
     def _record(self, group: int, rollout: int) -> RowRecord:
@@ -150,9 +152,10 @@ async def open_journal(
     Args:
         path: The file.
         key: Identity of the rollout.
-        resume: Whether to resume from the file; otherwise it is replaced.
-        refuse: Whether a file of another rollout is an error. Otherwise it is replaced, with a note.
-        lock: Whether to lock the file; False if its folder or output is locked already.
+        rows: The rows of the rollout.
+        resume: Whether to resume from the file. Otherwise the file is replaced.
+        refuse: Whether a file of another rollout is an error. Otherwise the file is replaced, with a note.
+        lock: Whether to lock the file. Pass False if its folder or output is already locked.
 
     Raises:
         JournalError: The file cannot be read or written, or belongs to another rollout and `refuse` is set.

@@ -1,4 +1,4 @@
-"""Writer of records to a file, in order, in a thread."""
+"""Writer of records to a journal file, in order, in a background thread."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 class JournalWriter:
-    """Writer of one file, in one thread, one batch of records at a time. Use it with `async with`.
+    """Writer of one journal file, in one thread, one batch of records at a time. Use it with `async with`.
 
     Records reach the operating system as soon as the thread writes them. They reach the disk (fsync) when a caller
-    waits for that, and when the writer is closed. If a write fails, the incomplete batch is removed from the file, and
-    nothing more is written.
+    waits with `to_disk`, and when the writer is closed. If a write fails, the incomplete batch is removed from the
+    file, and later records are refused.
 
     Args:
-        path: The file; its folder is made.
+        path: The file. Its folder is created.
         num_bytes: Number of bytes of the existing file to keep; 0 starts a new file.
         write: `os.write`, or a stub.
         sync: `os.fsync`, or a stub.
@@ -100,7 +100,7 @@ class JournalWriter:
             raise self._error
 
     def _start(self) -> None:
-        """Give the queued records to the thread, with an fsync if a caller waits for the disk."""
+        """Write the queued records in the thread, with an fsync if a caller waits for the disk."""
         self._is_due = False
         syncs = bool(self._waiting_for_disk)
         if self._writing is not None or self._error is not None or not (self._queue or syncs):
@@ -116,7 +116,7 @@ class JournalWriter:
             self._num_written += num_records
             self._num_on_disk = self._num_written if is_on_disk else self._num_on_disk
         else:
-            self._error = self._explained(error, "written")
+            self._error = self._describe(error, "written")
         self._wake(self._waiting, self._num_written)
         self._wake(self._waiting_for_disk, self._num_on_disk)
         self._start()
@@ -134,7 +134,7 @@ class JournalWriter:
             try:
                 await self._loop.run_in_executor(self._executor, self._close)
             except OSError as error:
-                raise self._explained(error, "brought to the disk") from error
+                raise self._describe(error, "flushed to the disk") from error
 
     # -- in the thread ---------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class JournalWriter:
             if not self._num_bytes:
                 self._write_batch([HEADER], syncs=False)
         except OSError as error:
-            raise self._explained(error, "written") from error
+            raise self._describe(error, "written") from error
 
     def _write_batch(self, batch: Sequence[bytes], syncs: bool) -> None:
         data = memoryview(b"".join(batch))
@@ -172,10 +172,10 @@ class JournalWriter:
             os.close(self._file)
             self._file = -1
 
-    def _explained(self, error: BaseException, what: str) -> JournalError:
-        explained = JournalError(
-            f"the journal {str(self.path)!r} cannot be {what} ({describe_error(error)}); what it holds is intact. "
-            "Fix that and resume, or switch the journal off with rollout.journal=false"
+    def _describe(self, error: BaseException, operation: str) -> JournalError:
+        described = JournalError(
+            f"the journal {str(self.path)!r} cannot be {operation} ({describe_error(error)}); its earlier records are "
+            "intact. Fix the cause and resume, or disable the journal with rollout.journal=false"
         )
-        explained.__cause__ = error
-        return explained
+        described.__cause__ = error
+        return described

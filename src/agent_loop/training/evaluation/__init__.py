@@ -1,8 +1,8 @@
 """Scores of trajectories: pass@k and rewards with confidence intervals, per category, and compared."""
 
 from agent_loop.training.evaluation.categories import categories_of, score_categories
-from agent_loop.training.evaluation.comparison import Difference, difference, pair_rows
-from agent_loop.training.evaluation.estimates import Estimate, pass_at_k
+from agent_loop.training.evaluation.comparison import EvaluationDifference, difference, pair_rows
+from agent_loop.training.evaluation.estimates import MeanEstimate, pass_at_k
 from agent_loop.training.evaluation.scores import (
     Evaluation,
     RowResult,
@@ -16,10 +16,10 @@ from agent_loop.training.evaluation.summary import SUMMARY_FILE, Comparison, Eva
 __all__ = [
     "SUMMARY_FILE",
     "Comparison",
-    "Difference",
-    "Estimate",
     "Evaluation",
+    "EvaluationDifference",
     "EvaluationSummary",
+    "MeanEstimate",
     "RowResult",
     "Scores",
     "categories_of",

@@ -6,22 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from agent_loop.training.evaluation.estimates import Estimate, estimate_difference, estimate_mean
+from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_difference, estimate_mean
 from agent_loop.training.evaluation.scores import RowResult
 
 Pair = tuple[RowResult, RowResult]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class EvaluationDifference:
     """Difference of two evaluations on the rows that are in both.
 
     Rows that are hard in both cancel out, so that the difference is more certain than either score.
     """
 
     num_rows: int
-    pass_at_1: Estimate
-    mean_reward: Estimate | None
+    pass_at_1: MeanEstimate
+    mean_reward: MeanEstimate | None
     """None if no row was scored in both."""
 
 
@@ -34,7 +34,7 @@ def pair_rows(rows: Sequence[RowResult], *, others: Sequence[RowResult]) -> list
     return [(row, other) for row, other in named if other is not None]
 
 
-def difference(pairs: Sequence[Pair]) -> Difference | None:
+def difference(pairs: Sequence[Pair]) -> EvaluationDifference | None:
     """Return how much better the first row of each pair is; None if there are no pairs."""
     if not pairs:
         return None
@@ -44,7 +44,7 @@ def difference(pairs: Sequence[Pair]) -> Difference | None:
         if row.mean_reward is not None and other.mean_reward is not None
     ]
     num_samples = min(sum(pair[side].num_samples for pair in pairs) for side in (0, 1)) / len(pairs)
-    return Difference(
+    return EvaluationDifference(
         num_rows=len(pairs),
         pass_at_1=estimate_difference(
             [_share(row) - _share(other) for row, other in pairs], num_samples=num_samples

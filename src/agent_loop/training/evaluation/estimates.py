@@ -18,7 +18,7 @@ NORMAL_QUANTILE = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class MeanEstimate:
     """Mean and its 95% confidence interval."""
 
     value: float
@@ -44,19 +44,19 @@ def pass_at_k(num_samples: int, *, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def estimate_mean(values: Sequence[float]) -> Estimate:
+def estimate_mean(values: Sequence[float]) -> MeanEstimate:
     """Return the mean of one value per row, with Student's interval `mean +- t s / sqrt(R)`.
 
     There is no interval if all values are equal.
     """
     mean = float(np.mean(values))
     if min(values) == max(values):
-        return Estimate(mean, None, None)
+        return MeanEstimate(mean, None, None)
     half = _student(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(mean, mean - half, mean + half)
+    return MeanEstimate(mean, mean - half, mean + half)
 
 
-def estimate_share(values: Sequence[float], *, num_draws: float) -> Estimate:
+def estimate_share(values: Sequence[float], *, num_draws: float) -> MeanEstimate:
     """Return the mean of one share per row, with Wilson's interval for the effective number of draws.
 
     A mean p of R shares with variance v (divided by R) is as certain as a share of `p (1 - p) R / v` independent draws:
@@ -82,7 +82,7 @@ def estimate_share(values: Sequence[float], *, num_draws: float) -> Estimate:
     )
 
 
-def estimate_difference(values: Sequence[float], *, num_samples: float) -> Estimate:
+def estimate_difference(values: Sequence[float], *, num_samples: float) -> MeanEstimate:
     """Return the mean of one difference of shares per row, with an interval that is not empty if all are 0.
 
     Two rows are added in which the sides differ by `1 / sqrt(num_samples)`, one for each side. With one sample per row
@@ -97,16 +97,16 @@ def estimate_difference(values: Sequence[float], *, num_samples: float) -> Estim
     mean = float(np.sum(values)) / num_rows
     square = (float(np.sum(np.square(values))) + 2 / num_samples) / num_rows
     half = _student(num_rows - 1) * math.sqrt((square - mean**2) / num_rows)
-    return Estimate(float(np.mean(values)), max(-1.0, mean - half), min(1.0, mean + half))
+    return MeanEstimate(float(np.mean(values)), max(-1.0, mean - half), min(1.0, mean + half))
 
 
-def _wilson(share: float, *, num_draws: float, quantile: float) -> Estimate:
+def _wilson(share: float, *, num_draws: float, quantile: float) -> MeanEstimate:
     """Return Wilson's interval (1927): the shares that a test would not reject."""
     square = quantile**2
     middle = (share + square / (2 * num_draws)) / (1 + square / num_draws)
     spread = math.sqrt(share * (1 - share) / num_draws + square / (4 * num_draws**2))
     half = quantile * spread / (1 + square / num_draws)
-    return Estimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
+    return MeanEstimate(share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half)))
 
 
 def _student(df: int) -> float:

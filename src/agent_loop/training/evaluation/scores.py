@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from agent_loop.recording.values import digest
-from agent_loop.training.evaluation.estimates import Estimate, estimate_mean, estimate_share, pass_at_k
+from agent_loop.training.evaluation.estimates import MeanEstimate, estimate_mean, estimate_share, pass_at_k
 from agent_loop.training.metrics import (
     INCIDENT,
     REWARD_MEAN,
@@ -49,9 +49,9 @@ class Scores:
     num_samples: int
     num_scored: int
     num_correct: int
-    mean_reward: Estimate | None
+    mean_reward: MeanEstimate | None
     """Mean over rows of their mean rewards; None if no sample is scored."""
-    pass_at_k: Mapping[int, Estimate]
+    pass_at_k: Mapping[int, MeanEstimate]
     """For k = 1, 2, 4, ...: the mean over rows with at least k samples."""
 
 
@@ -146,7 +146,7 @@ def _row_result(group: int, trajectories: Iterable[Trajectory], *, success_thres
     )
 
 
-def _pass_at(k: int, *, rows: Sequence[RowResult]) -> Estimate:
+def _pass_at(k: int, *, rows: Sequence[RowResult]) -> MeanEstimate:
     large = [row for row in rows if row.num_samples >= k]
     return estimate_share(
         [pass_at_k(row.num_samples, num_correct=row.num_correct, k=k) for row in large],

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from agent_loop.errors import DataError
 from agent_loop.storage.whole_file import whole_file
 from agent_loop.training.evaluation.categories import score_categories
-from agent_loop.training.evaluation.comparison import Difference, difference, pair_rows
+from agent_loop.training.evaluation.comparison import EvaluationDifference, difference, pair_rows
 from agent_loop.training.evaluation.scores import Evaluation, Scores
 
 SUMMARY_FILE = "summary.json"
@@ -25,8 +25,8 @@ class Comparison(BaseModel):
     path: str
     """Path of the other summary."""
     other_model: str
-    total: Difference
-    categories: Mapping[str, Mapping[str, Difference]]
+    total: EvaluationDifference
+    categories: Mapping[str, Mapping[str, EvaluationDifference]]
     """Differences by column and value."""
 
 
@@ -122,7 +122,7 @@ def _compare(
         raise DataError(
             f"{str(path)!r} has none of the rows that were evaluated; compare evaluations of the same rows"
         )
-    by_column: dict[str, dict[str, Difference]] = {}
+    by_column: dict[str, dict[str, EvaluationDifference]] = {}
     for column, categories in columns.items():
         names = dict.fromkeys(categories[row.group] for row, _ in pairs)
         by_name = {

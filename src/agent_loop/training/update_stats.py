@@ -25,8 +25,8 @@ class StepNames:
     nonfinite_updates: str
 
 
-class UpdateTally:
-    """Collector of the metrics of one update. Single use."""
+class UpdateStats:
+    """Statistics of the optimiser steps of one update. Single use."""
 
     def __init__(self, step_names: StepNames, *, process_group: ProcessGroup = SINGLE_PROCESS) -> None:
         self.num_steps = 0
