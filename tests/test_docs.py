@@ -1,30 +1,161 @@
+"""The documentation names only what exists: pages, sections, files, modules, settings, metrics and commands."""
+
 from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer.main
+from pydantic import BaseModel
+
+from agent_loop.cli import app
+from agent_loop.config import VERL_FIXED_VALUES, VERL_NAMES, VERL_VALUES, Config
+from agent_loop.storage.schema import METADATA
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "agent_loop"
+PAGES = [
+    *ROOT.glob("*.md"),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
+METADATA_KEYS = {getattr(METADATA, name) for name in METADATA.__slots__}
+COMMANDS: Any = typer.main.get_command(app)
+SECTIONS = "|".join(Config.model_fields)
+VERL_CONSTANTS = {"rollout.calculate_log_probs"}
+"""Settings of verl that a loop can read, but that nobody can set."""
+METRIC_SECTIONS = "actor|critic|reward|rollout|perf|storage|time|timing_s|tools|val"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def test_the_page_of_settings_is_what_the_generator_writes() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "generate_reference", ROOT / "docs" / "generate_reference.py"
-    )
+def load_generator(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
+    return generator
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+
+
+def code_spans(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", without_code(page))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as MkDocs and GitHub derive them."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def is_module_or_name(dotted: str) -> bool:
+    """Return whether a dotted name is a module, or a name that occurs in the module before it."""
+    parts = dotted.split(".")[1:]
+    for length in range(len(parts), -1, -1):
+        path = PACKAGE.joinpath(*parts[:length])
+        sources = [path.with_suffix(".py")] if path.with_suffix(".py").is_file() else []
+        if path.is_dir():
+            sources = [path / "__init__.py", *path.glob("*.py")]
+        if sources:
+            texts = [source.read_text(encoding="utf-8") for source in sources if source.is_file()]
+            return all(any(re.search(rf"\b{name}\b", text) for text in texts) for name in parts[length:])
+    return False
+
+
+def is_setting(dotted: str) -> bool:
+    if {dotted, f"actor_rollout_ref.{dotted}"} & {*VERL_NAMES, *VERL_VALUES, *VERL_FIXED_VALUES}:
+        return True
+    if dotted in VERL_CONSTANTS:
+        return True
+    section: Any = Config
+    for name in dotted.split("."):
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            return not isinstance(section, type)  # a key inside a mapping
+        if name not in section.model_fields:
+            return False
+        section = section.model_fields[name].annotation
+    return True
+
+
+def command_names(group: Any = COMMANDS, prefix: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        yield prefix + name
+        yield from command_names(command, f"{prefix}{name} ") if hasattr(command, "commands") else ()
+
+
+@pytest.mark.parametrize("name", ["generate_reference", "generate_metrics"])
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    generator = load_generator(name)
     assert generator.TARGET.read_text(encoding="utf-8") == generator.render()
 
 
-def test_every_link_between_pages_leads_somewhere() -> None:
-    pages = [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("examples/*/README.md"),
-    ]
-    for page in pages:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+@every_page
+def test_every_link_leads_to_a_page_and_a_section(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", without_code(page)):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), f"{target}#{anchor}"
+
+
+@every_page
+def test_every_named_file_exists(page: Path) -> None:
+    for span in code_spans(page):
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+\.(py|md|sh)", span):
+            assert any((folder / span).exists() for folder in (ROOT, PACKAGE, page.parent)), span
+
+
+@every_page
+def test_every_named_module_of_the_package_exists(page: Path) -> None:
+    for dotted in re.findall(r"(?<![\w.])agent_loop(?:\.\w+)+", text_of(page)):
+        assert dotted in METADATA_KEYS or is_module_or_name(dotted), dotted
+
+
+@every_page
+def test_every_named_setting_exists(page: Path) -> None:
+    for span in code_spans(page):
+        for dotted in re.findall(rf"^((?:{SECTIONS})(?:\.(?!py\b)\w+)+)(?:[=:]|$)", span):
+            assert is_setting(dotted), dotted
+
+
+@every_page
+def test_every_named_metric_exists(page: Path) -> None:
+    names = load_generator("generate_metrics").step_metrics()
+    prefixes = tuple(name for name in names if name.endswith("/") and name not in ("actor/", "time/"))
+    for span in code_spans(page):
+        if re.fullmatch(rf"({METRIC_SECTIONS})/[a-z][a-z0-9_/]*", span):
+            assert span in names or span.startswith(prefixes), span
+
+
+@every_page
+def test_every_named_command_exists(page: Path) -> None:
+    names = set(command_names())
+    for span in code_spans(page):
+        if match := re.match(r"agent-loop ([a-z][a-z-]*)(?: ([a-z]+))?", span):
+            name = f"{match[1]} {match[2]}" if match[1] == "check" and match[2] else match[1]
+            assert name in names, span
+
+
+def test_the_architecture_lists_the_layers_and_every_package() -> None:
+    page = text_of(ROOT / "docs" / "architecture.md")
+    contracts = tomllib.loads(text_of(ROOT / "pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    layers = [layer.replace(" | ", ", ") for layer in contracts[0]["layers"] if layer != "__main__"]
+    [shown] = re.findall(r"```\n(cli.*?)```", page, flags=re.DOTALL)
+    assert shown.splitlines() == layers
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    rooms = page.partition("## Rooms")[2].partition("\n## ")[0]
+    assert packages <= set(re.findall(r"`(\w+)`", rooms))
