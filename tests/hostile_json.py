@@ -1,4 +1,4 @@
-"""Requests whose parts are not what they should be."""
+"""Requests with invalid parts."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ RAW = (
     b'{"model": ' + b"9" * 5000 + b"}",
     b'{"max_tokens": 1e999}',
 )
-"""Bodies that are no JSON, or hold what it cannot mean."""
+"""Bodies that are not valid JSON, or that contain values which no field accepts."""
 
 
 def mutated(body: Any) -> Iterator[Any]:
-    """Copies of a body in which one part after the other is replaced by each of `VALUES`, or left out."""
+    """Yield copies of a body, each with one part removed or replaced by one of `VALUES`."""
     for path in _paths(body):
         for value in VALUES:
             yield _with(body, path, value)

@@ -1,4 +1,4 @@
-"""Every example of docs/extending.md is run as it is printed."""
+"""Tests that run every example of docs/extending.md unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Configure = Callable[[str], Path]
 
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """Write the files of a section, and return its configuration as a file."""
+    """Return a function that writes the files of a section and returns the path of its configuration."""
     monkeypatch.chdir(tmp_path)
 
     def write(section: str) -> Path:
@@ -42,12 +42,18 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 
 def roll_out(config_file: Path, row: dict[str, Any], *replies: str) -> Trajectory:
-    """Run one row with a configuration of the page; `replies` are the model's turns if the engine is not the page's."""
+    """Run one row with a configuration of the page.
+
+    Args:
+        config_file: The configuration.
+        row: Columns of the row, without its prompt.
+        *replies: The model's turns. Without replies, the engine of the configuration samples.
+    """
     small_tokenizer().save_pretrained("model")
     overrides = ["model.path=model"]
     if replies:
         Path("script.py").write_text(
-            f"from tests.helpers import says\nscript = [says(text) for text in {list(replies)!r}]\n",
+            f"from tests.helpers import text_reply\nscript = [text_reply(text) for text in {list(replies)!r}]\n",
             encoding="utf-8",
         )
         overrides += ["rollout.engine=scripted", "rollout.engine_kwargs.script=script.py:script"]
@@ -126,7 +132,7 @@ def test_the_reward_scores_a_trajectory(configure: Configure, answer: str, rewar
     assert trajectory.reward_extra["num_tokens"] == len(trajectory.output.response_ids)
 
 
-def test_the_loop_runs_by_its_file_and_by_its_name(configure: Configure) -> None:
+def test_the_loop_can_be_named_by_its_file_and_by_its_name(configure: Configure) -> None:
     config_file = configure("An agent loop")
     assert roll_out(config_file, {}, "407", "408").output.answer == "408"
     config_file.write_text("rollout: {agent: {loop_files: [loops.py]}}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Values per token travel by name, by concatenation and slicing alone."""
+"""Tests that arrays with one entry per token stay with their tokens in chunks, segments, files and batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from agent_loop.distributed.wire import PackedCompletion, pack_trajectories, unpack_trajectories
+from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.episode.ledger import TokenLedger
 from agent_loop.recording.serialization import deserialize_completion, serialize_completion
 from agent_loop.recording.values import pack, unpack
@@ -30,7 +30,7 @@ ROW: dict[str, Any] = {"raw_prompt": [{"role": "user", "content": "?"}]}
 
 
 def top(first: int, num_tokens: int) -> dict[str, NDArray[Any]]:
-    """Return arrays whose entries tell which token they belong to."""
+    """Return arrays whose entries are the positions of their tokens."""
     positions = np.arange(first, first + num_tokens)
     return {
         "position": positions.astype(np.int32),
@@ -54,8 +54,8 @@ def completions(draw: st.DrawFn) -> TokenOutput:
     return TokenOutput.from_chunks([*chunks, TokenChunk([], [], stop_reason="stop")])
 
 
-def assert_tells_positions(token_ids: Any, extras: TokenArrays) -> None:
-    """Check that each entry of each array belongs to its token."""
+def assert_entries_match_tokens(token_ids: Any, extras: TokenArrays) -> None:
+    """Check that every entry of every array belongs to its token."""
     positions = np.asarray(token_ids)
     if not len(positions):
         return
@@ -83,7 +83,7 @@ def test_parts_of_a_chunk_join_to_the_chunk(output: TokenOutput, data: st.DataOb
         head, tail = each.part(0, cut), each.part(cut, len(each.token_ids))
         for part in (head, tail):
             if part.token_ids:
-                assert_tells_positions(part.token_ids, part.extras)
+                assert_entries_match_tokens(part.token_ids, part.extras)
         assert TokenChunk.joined([head, tail]) == each
     assert TokenOutput.from_chunks([token for c in output.chunks for token in c.single_tokens()]) == output
 
@@ -98,7 +98,7 @@ def test_an_aborted_completion_and_its_continuation_join_to_the_whole(
     joined = begun.then(rest)
     assert joined.token_ids == output.token_ids
     if output.token_ids:
-        assert_tells_positions(joined.token_ids, joined.extras)
+        assert_entries_match_tokens(joined.token_ids, joined.extras)
 
 
 @given(completions())
@@ -120,7 +120,7 @@ def test_a_segment_cut_at_a_limit_keeps_the_arrays_of_its_tokens(
         start = data.draw(st.integers(0, len(segment)))
         part = segment.part(start, data.draw(st.integers(start, len(segment))))
         if len(part):
-            assert_tells_positions(part.token_ids, part.extras)
+            assert_entries_match_tokens(part.token_ids, part.extras)
 
 
 def test_a_trajectory_keeps_its_arrays_between_processes_and_in_files(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_column_is_absent_if_a_sampled_token_lacks_the_value() -> None:
     assert not {"position", "pair"} & set(plain.keys())
 
 
-def test_tokens_that_branches_share_have_the_value_where_they_are_trained_on() -> None:
+def test_tokens_shared_by_branches_have_their_value_only_in_the_branch_that_trains_on_them() -> None:
     shared = Segment.of_model(chunk(1, 2))
     prompt = Segment(as_token_ids([1]), Origin.PROMPT)
     both = [

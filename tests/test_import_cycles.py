@@ -1,4 +1,4 @@
-"""The modules of the package import each other without cycles, imports for type checkers included."""
+"""Test that modules import each other without cycles, including imports for type checkers."""
 
 from __future__ import annotations
 

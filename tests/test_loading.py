@@ -9,7 +9,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.loading import load_module, load_object
 
 
-def test_a_file_is_imported_once_and_its_names_are_found(tmp_path: Path) -> None:
+def test_a_file_is_imported_once_and_its_names_resolve(tmp_path: Path) -> None:
     file = tmp_path / "task.py"
     file.write_text("class Outer:\n    inner = 3\nmarker = object()\n", encoding="utf-8")
     first = load_object(f"{file}:marker", key="k")
@@ -18,7 +18,7 @@ def test_a_file_is_imported_once_and_its_names_are_found(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("reference", ["os.path:join", "os.path.join"])
-def test_a_module_is_named_with_a_colon_or_a_dot(reference: str) -> None:
+def test_a_name_follows_its_module_after_a_colon_or_a_dot(reference: str) -> None:
     assert load_object(reference, key="k") is os.path.join
 
 
@@ -32,12 +32,14 @@ def test_a_module_is_named_with_a_colon_or_a_dot(reference: str) -> None:
         ("os.path:", "give file.py:name or module:name"),
     ],
 )
-def test_what_cannot_be_loaded_names_the_key(reference: str, complaint: str) -> None:
+def test_an_object_that_cannot_be_loaded_raises_an_error_that_names_the_key(
+    reference: str, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"reward\.function.*{complaint}"):
         load_object(reference, key="reward.function")
 
 
-def test_a_file_that_raises_is_named_and_can_be_mended(tmp_path: Path) -> None:
+def test_a_file_that_raises_can_be_fixed_and_loaded_again(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("1 / 0\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"broken\.py raised ZeroDivisionError"):

@@ -35,12 +35,12 @@ PUBLIC_NAMES = {
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Run code in a new interpreter and return its standard output."""
     command = [sys.executable, "-W", "error::DeprecationWarning:agent_loop", "-c", textwrap.dedent(code)]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
 
 
-def test_the_public_names_are_these_and_all_of_them_import() -> None:
+def test_the_public_names_are_complete_importable_and_documented() -> None:
     assert set(agent_loop.__all__) == PUBLIC_NAMES
     assert set(dir(agent_loop)) == PUBLIC_NAMES | {"__version__"}
     for name in PUBLIC_NAMES:
@@ -72,7 +72,7 @@ def test_importing_the_package_takes_less_than_a_third_of_a_second() -> None:
     assert min(float(run_python(code)) for _ in range(3)) < 0.3
 
 
-def test_importing_what_loops_tools_and_estimators_need_loads_no_heavy_library() -> None:
+def test_importing_the_classes_of_loops_tools_and_estimators_loads_no_heavy_library() -> None:
     loaded = run_python(
         """
         import sys

@@ -1,4 +1,4 @@
-"""The README's own code is run as it stands."""
+"""Tests that run the README's code unchanged."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def code_blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def readme() -> dict[str, Any]:
-    """The names that the README's Python blocks define, run one after another."""
+    """Run the README's Python blocks in order and return the names that they define."""
     names: dict[str, Any] = {"__name__": "readme"}
     for block in code_blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
     return names
 
 
-def test_tools_only(readme: dict[str, Any]) -> None:
+def test_the_tool_and_the_reward_of_the_readme(readme: dict[str, Any]) -> None:
     reward = RewardFunction(readme["reward"], timeout_s=5)
     harness = WorkerHarness(
         [tool_call_reply("multiply", a=12, b=34), text_reply("It is 408.")],
@@ -45,7 +45,7 @@ def test_tools_only(readme: dict[str, Any]) -> None:
     assert trajectory.reward == 1.0
 
 
-def test_a_loop_of_ones_own(readme: dict[str, Any]) -> None:
+def test_the_custom_loop_of_the_readme(readme: dict[str, Any]) -> None:
     harness = WorkerHarness([text_reply("It is 7."), text_reply("It is 8.")], agent="reflect_once")
     output = harness.run_one().output
     assert output.stop_reason is StopReason.ANSWERED
@@ -53,18 +53,18 @@ def test_a_loop_of_ones_own(readme: dict[str, Any]) -> None:
     assert output.num_turns == 4
 
 
-def test_a_loop_of_ones_own_ends_where_a_limit_ends_it(readme: dict[str, Any]) -> None:
+def test_the_custom_loop_ends_at_a_limit(readme: dict[str, Any]) -> None:
     output = WorkerHarness([text_reply("It is 7.")], agent="reflect_once", response_length=8).run_one().output
     assert output.stop_reason is StopReason.RESPONSE_LENGTH
 
 
-def test_at_the_level_of_token_ids(readme: dict[str, Any]) -> None:
+def test_the_loop_on_token_ids(readme: dict[str, Any]) -> None:
     output = WorkerHarness([text_reply("It is 7.")], agent="bare_tokens").run_one().output
     assert output.response_ids.tolist() == encoded("It is 7.<|im_end|>")
     assert output.response_mask.all()
 
 
-def test_at_the_level_of_token_ids_the_answer_can_be_rewarded_and_the_limits_hold(
+def test_the_loop_on_token_ids_can_be_rewarded_and_respects_the_limits(
     readme: dict[str, Any],
 ) -> None:
     reward = RewardFunction(readme["reward"], timeout_s=5)
@@ -79,15 +79,15 @@ def test_at_the_level_of_token_ids_the_answer_can_be_rewarded_and_the_limits_hol
     assert trajectory.reward == 1.0
 
 
-def test_the_rollout_layer_alone_with_the_readmes_configuration(
+def test_the_rollout_layer_runs_with_the_readme_s_configuration(
     readme: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "task.py").write_text(code_blocks("python")[0], encoding="utf-8")
     (tmp_path / "script.py").write_text(
-        "from tests.helpers import calls, says\n"
+        "from tests.helpers import text_reply, tool_call_reply\n"
         "def script(request):\n"
-        "    return calls('multiply', a=12, b=34) if request.turn == 0 else says('It is 408.')\n",
+        "    return tool_call_reply('multiply', a=12, b=34) if request.turn == 0 else text_reply('It is 408.')\n",
         encoding="utf-8",
     )
     (tmp_path / "config.yaml").write_text(code_blocks("yaml")[0], encoding="utf-8")

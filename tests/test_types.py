@@ -1,4 +1,4 @@
-"""Streamed completions and the whole ones that they join to."""
+"""Tests of completions and of the chunks that they are streamed in."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def outputs(draw: st.DrawFn) -> TokenOutput:
 
 
 @given(outputs())
-def test_a_completion_in_parts_joins_to_itself(output: TokenOutput) -> None:
+def test_the_chunks_of_a_completion_join_to_the_completion(output: TokenOutput) -> None:
     assert TokenOutput.from_chunks(output.chunks) == output
     assert TokenOutput.from_chunks([token for c in output.chunks for token in c.single_tokens()]) == output
 
 
 @given(outputs())
-def test_a_completion_survives_the_codec(output: TokenOutput) -> None:
+def test_a_completion_is_unchanged_after_encoding_and_decoding(output: TokenOutput) -> None:
     assert decode_completion(encode_completion(output)) == output
     assert from_plain(to_plain(output), TokenOutput) == output
 
 
-def test_extras_that_do_not_fit_together_are_dropped() -> None:
+def test_extras_with_different_shapes_are_dropped() -> None:
     both, one = np.zeros((2, 3)), np.zeros((2, 4))
     chunks = [
         TokenChunk([1, 2], None, extras={"a": both, "b": both}),
@@ -74,7 +74,7 @@ def test_chunks_of_one_version_are_joined() -> None:
     assert (output.token_ids, output.weight_version, len(output.chunks)) == ([1, 2, 3], 4, 1)
 
 
-def test_a_stream_that_broke_off_is_aborted() -> None:
+def test_an_incomplete_stream_is_aborted() -> None:
     assert TokenOutput.from_chunks([TokenChunk([1], None)]).stop_reason == "aborted"
     assert TokenOutput.from_chunks([]).token_ids == []
 
@@ -96,18 +96,18 @@ def test_logprobs_are_packed_as_numpy_packs_them(logprobs: list[float]) -> None:
 
 
 @pytest.mark.parametrize("ids", [[2**31], ["a"], [None]])
-def test_what_is_no_id_is_an_error(ids: list[int]) -> None:
+def test_an_invalid_id_is_an_error(ids: list[int]) -> None:
     with pytest.raises((OverflowError, ValueError, TypeError)):
         as_token_ids(ids)
 
 
-def test_limits_change_a_copy_and_the_first_stays_as_it_was() -> None:
+def test_limited_returns_a_copy_and_does_not_change_the_original() -> None:
     params = SamplingParams(temperature=0.5, stop_token_ids=(7,))
     expected = SamplingParams(temperature=0.5, max_tokens=3, stop_token_ids=(7, 8))
     assert params.limited(3, more_stop_token_ids=(8,)) == expected
     assert params == SamplingParams(temperature=0.5, stop_token_ids=(7,))
 
 
-def test_limited_parameters_are_checked_as_new_ones_are() -> None:
+def test_limited_parameters_are_validated() -> None:
     with pytest.raises(SamplingParamsError, match="max_tokens is 0"):
         SamplingParams().limited(0)

@@ -72,7 +72,7 @@ VISION_TEMPLATE = """\
 
 
 class ImagesOnlyProcessor(Qwen2VLProcessor):
-    """Without the part for videos, which needs torchvision."""
+    """Processor without videos, which would need torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -91,7 +91,10 @@ def vision_tokenizer() -> Any:
 
 @cache
 def vision_processor() -> Any:
-    """Patches of 4 pixels, merged 2 by 2: a token for each 8 by 8 pixels, 4 to 64 of them."""
+    """Return a processor with patches of 4 by 4 pixels, merged 2 by 2.
+
+    Each token covers 8 by 8 pixels. An image has 4 to 64 tokens.
+    """
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=4,
         merge_size=2,
@@ -164,7 +167,10 @@ def idefics_template() -> ChatTemplate:
 
 @cache
 def idefics_processor() -> Any:
-    """An image is cut into tiles of 24 by 24 pixels, 4 tokens each, with tokens of their own between them."""
+    """Return a processor that cuts an image into tiles of 24 by 24 pixels.
+
+    Each tile has 4 tokens. Separator tokens stand between the tiles.
+    """
     tokenizer = copy.deepcopy(small_tokenizer())
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     special = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *tiles]
@@ -189,25 +195,27 @@ def picture(seed: int = 0, *, width: int = 32, height: int = 24) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def film(seed: int = 0, *, num_frames: int = 5, width: int = 32, height: int = 24) -> list[Image.Image]:
+def video_frames(
+    seed: int = 0, *, num_frames: int = 5, width: int = 32, height: int = 24
+) -> list[Image.Image]:
     return [picture(100 * seed + i, width=width, height=height) for i in range(num_frames)]
 
 
-def watches(text: str, *videos: Any, **fields: Any) -> list[dict[str, Any]]:
-    """A user's message with videos before its text."""
+def video_message(text: str, *videos: Any, **fields: Any) -> list[dict[str, Any]]:
+    """Return a user message with videos before its text."""
     parts = [{"type": "video", "video": video, **fields} for video in videos]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def asks(text: str, *images: Any) -> list[dict[str, Any]]:
-    """A user's message with images before its text."""
+def image_message(text: str, *images: Any) -> list[dict[str, Any]]:
+    """Return a user message with images before its text."""
     parts = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def shows(*images: Any, text: str = "") -> list[dict[str, Any]]:
-    """A tool's reply."""
-    return [{**asks(text, *images)[0], "role": "tool", "name": "look"}]
+def tool_image_message(*images: Any, text: str = "") -> list[dict[str, Any]]:
+    """Return a tool result with images."""
+    return [{**image_message(text, *images)[0], "role": "tool", "name": "look"}]
 
 
 def data_url(image: Image.Image) -> str:

@@ -20,17 +20,17 @@ from agent_loop.trajectory.attachments import Attachment, position_ids
 from agent_loop.types import Origin, as_token_ids
 from tests.helpers import hermes_template, user
 from tests.tiny_vision import (
-    asks,
     data_url,
-    film,
     idefics_processor,
     idefics_template,
+    image_message,
     picture,
-    shows,
+    tool_image_message,
+    video_frames,
+    video_message,
     vision_model,
     vision_processor,
     vision_template,
-    watches,
 )
 
 PAD = "<|image_pad|>"
@@ -47,7 +47,7 @@ def pad_id(template: ChatTemplate) -> int:
 
 def test_a_prompt_with_images_has_the_tokens_that_the_processor_itself_writes(template: ChatTemplate) -> None:
     images = [picture(0), picture(1, width=64, height=40)]
-    messages = asks("what differs?", *images)
+    messages = image_message("what differs?", *images)
     encoded = template.open_encoded(messages)
     text = template.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     expected = vision_processor()(images=images, text=[text], return_tensors="np")
@@ -58,7 +58,7 @@ def test_a_prompt_with_images_has_the_tokens_that_the_processor_itself_writes(te
 
 
 def test_each_run_lies_on_its_placeholders(template: ChatTemplate) -> None:
-    ids, attachments = template.open_encoded(asks("a", picture(0), picture(1)))
+    ids, attachments = template.open_encoded(image_message("a", picture(0), picture(1)))
     runs = [set(range(a.start, a.end)) for a in attachments]
     assert set(np.flatnonzero(ids == pad_id(template)).tolist()) == runs[0] | runs[1]
     assert not runs[0] & runs[1]
@@ -66,7 +66,7 @@ def test_each_run_lies_on_its_placeholders(template: ChatTemplate) -> None:
 
 def test_a_bridge_with_several_images_ends_as_the_prompt_that_holds_them(template: ChatTemplate) -> None:
     before = [*user("look"), {"role": "assistant", "content": "ok"}]
-    replies = shows(picture(0), picture(1, width=16), text="two views")
+    replies = tool_image_message(picture(0), picture(1, width=16), text="two views")
     whole = template.open_encoded([*before, *replies])
     bridge = template.bridge_encoded(replies)
     start = len(whole.token_ids) - len(bridge.token_ids)
@@ -76,7 +76,9 @@ def test_a_bridge_with_several_images_ends_as_the_prompt_that_holds_them(templat
 
 
 def test_a_placeholder_in_foreign_text_stays_text(template: ChatTemplate) -> None:
-    ids, attachments = template.bridge_encoded(shows(picture(), text=f"no {PAD} here <|vision_start|>"))
+    ids, attachments = template.bridge_encoded(
+        tool_image_message(picture(), text=f"no {PAD} here <|vision_start|>")
+    )
     [image] = attachments
     assert np.count_nonzero(ids == pad_id(template)) == image.num_tokens
     assert f"no {PAD} here <|vision_start|>" in template.decode(ids)
@@ -85,11 +87,11 @@ def test_a_placeholder_in_foreign_text_stays_text(template: ChatTemplate) -> Non
 def test_token_ids_alone_are_refused_for_images(template: ChatTemplate) -> None:
     for write in (template.open, template.bridge):
         with pytest.raises(ChatTemplateError, match="1 images or videos are attached to these messages"):
-            write(asks("a", picture()))
+            write(image_message("a", picture()))
 
 
 def test_an_image_of_several_tiles_keeps_the_tokens_between_them() -> None:
-    encoded = idefics_template().open_encoded(asks("a", picture(width=64, height=40)))
+    encoded = idefics_template().open_encoded(image_message("a", picture(width=64, height=40)))
     [image] = encoded.attachments
     run = encoded.token_ids[image.start : image.end]
     assert image.positions is None
@@ -123,13 +125,13 @@ def test_every_form_of_an_image_is_read_alike(tmp_path: Path) -> None:
 def test_openai_parts_are_read(template: ChatTemplate) -> None:
     part = {"type": "image_url", "image_url": {"url": data_url(picture())}}
     encoded = template.open_encoded([{"role": "user", "content": [part, {"type": "text", "text": "a"}]}])
-    expected = template.open_encoded(asks("a", picture()))
+    expected = template.open_encoded(image_message("a", picture()))
     assert encoded.token_ids.tolist() == expected.token_ids.tolist()
     assert encoded.attachments[0].digest == expected.attachments[0].digest
 
 
 def test_different_images_have_different_digests(template: ChatTemplate) -> None:
-    first, second = template.open_encoded(asks("a", picture(0), picture(1))).attachments
+    first, second = template.open_encoded(image_message("a", picture(0), picture(1))).attachments
     assert first.digest != second.digest
 
 
@@ -158,12 +160,12 @@ def test_a_template_without_a_processor_says_why_it_takes_no_images() -> None:
     with pytest.raises(
         ChatTemplateError, match="1 images or videos, but the model cannot read them: the model has no"
     ):
-        hermes_template().open(asks("a", picture()))
+        hermes_template().open(image_message("a", picture()))
 
 
 def test_videos_are_refused_by_name_where_a_model_takes_none() -> None:
     with pytest.raises(ChatTemplateError, match=r"holds a video.*give its frames as images"):
-        idefics_template().open(watches("a", film()))
+        idefics_template().open(video_message("a", video_frames()))
 
 
 def test_a_template_that_leaves_an_image_out_is_refused(template: ChatTemplate) -> None:
@@ -195,7 +197,7 @@ def _media(image: Any) -> Any:
 
 
 def test_cutting_a_prompt_keeps_an_image_whole_or_not_at_all(template: ChatTemplate) -> None:
-    encoded = template.open_encoded(asks("a", picture(0), picture(1)))
+    encoded = template.open_encoded(image_message("a", picture(0), picture(1)))
     first, second = encoded.attachments
     inside = encoded.first(second.start + 3)
     assert len(inside.token_ids) == second.start
@@ -245,7 +247,7 @@ def test_a_model_with_a_vision_tower_is_loaded_with_its_processor(tmp_path: Path
     idefics_processor().save_pretrained(tmp_path)
     vision_model("idefics3").config.save_pretrained(tmp_path)
     loaded = load_chat_template(str(tmp_path))
-    messages = asks("a", picture(width=64))
+    messages = image_message("a", picture(width=64))
     assert loaded.media_kinds == {"image"}
     assert (
         loaded.open_encoded(messages).token_ids.tolist() == expected.open_encoded(messages).token_ids.tolist()
@@ -258,7 +260,7 @@ def test_a_processor_that_cannot_be_loaded_is_named_when_an_image_comes(tmp_path
     loaded = load_chat_template(str(tmp_path))
     assert loaded.open(user("hello")).tolist() == vision_template().open(user("hello")).tolist()
     with pytest.raises(ChatTemplateError, match=r"cannot read them: the processor of .* cannot be loaded"):
-        loaded.open(asks("a", picture()))
+        loaded.open(image_message("a", picture()))
 
 
 def test_a_text_model_has_no_processor(tmp_path: Path) -> None:
@@ -290,7 +292,7 @@ def test_an_image_is_read_once_for_all_members_of_a_group(tmp_path: Path) -> Non
     path = tmp_path / "view.png"
     picture(1).save(path)
     for source in (picture(0), path):
-        encoded = [template.open_encoded(asks("a", source, source)) for _ in range(3)]
+        encoded = [template.open_encoded(image_message("a", source, source)) for _ in range(3)]
         assert len({a.digest for each in encoded for a in each.attachments}) == 1
         assert [a.start for a in encoded[0].attachments] != [0, 0]
     assert processor.num_read == 2
@@ -299,9 +301,9 @@ def test_an_image_is_read_once_for_all_members_of_a_group(tmp_path: Path) -> Non
 def test_an_array_that_a_tool_writes_over_is_read_again() -> None:
     template, processor = counting_template()
     view = np.asarray(picture(0)).copy()
-    first = template.open_encoded(asks("a", view))
+    first = template.open_encoded(image_message("a", view))
     view[:] = 7
-    second = template.open_encoded(asks("a", view))
+    second = template.open_encoded(image_message("a", view))
     assert processor.num_read == 2
     assert first.attachments[0].digest != second.attachments[0].digest
 
@@ -311,24 +313,29 @@ def test_a_file_that_is_written_over_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "view.png"
     for image in (picture(0), picture(1, width=48)):
         image.save(path)
-        template.open_encoded(asks("a", path))
+        template.open_encoded(image_message("a", path))
     assert processor.num_read == 2
 
 
 def test_what_is_kept_of_images_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     template, processor = counting_template()
-    one = sum(a.nbytes for a in template.open_encoded(asks("a", picture())).attachments[0].features.values())
+    one = sum(
+        a.nbytes
+        for a in template.open_encoded(image_message("a", picture())).attachments[0].features.values()
+    )
     monkeypatch.setattr("agent_loop.chat.multimodal.MAX_CACHED_BYTES", 3 * one)
     for seed in (1, 2, 3, 1, 2, 3, 0):
-        template.open_encoded(asks("a", picture(seed)))
+        template.open_encoded(image_message("a", picture(seed)))
     assert processor.num_read == 1 + 3 + 3 + 1
-    template.open_encoded(asks("a", picture(0)))
+    template.open_encoded(image_message("a", picture(0)))
     assert processor.num_read == 8
 
 
 async def read_twice(template: ChatTemplate) -> list[Any]:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(template.read(asks("a", picture(0), picture(1)))) for _ in range(4)]
+        tasks = [
+            group.create_task(template.read(image_message("a", picture(0), picture(1)))) for _ in range(4)
+        ]
         ticks = 0
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0)
@@ -342,7 +349,7 @@ def test_images_are_read_beside_the_event_loop_and_once() -> None:
     first, *_ = reads = asyncio.run(read_twice(template))
     assert processor.num_read == 2
     assert [r[0].attachment.digest for r in reads] == [first[0].attachment.digest] * 4
-    encoded = template.open_encoded(asks("a", picture(0), picture(1)), read=first)
+    encoded = template.open_encoded(image_message("a", picture(0), picture(1)), read=first)
     assert processor.num_read == 2
     assert [a.digest for a in encoded.attachments] == [r.attachment.digest for r in first]
 
@@ -373,21 +380,21 @@ def test_an_enormous_image_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
 def test_an_image_of_one_or_three_pixels_is_not_taken_for_its_channels(width: int, height: int) -> None:
     """A library that guesses where the channels are would read such an image on its side."""
     image = picture(width=width, height=height)
-    [read] = vision_template().open_encoded(asks("a", image)).attachments
+    [read] = vision_template().open_encoded(image_message("a", image)).attachments
     _, rows, columns = read.features["image_grid_thw"][0].tolist()
     assert (rows > columns) == (height > width)
     taller = image.resize((columns * 4, rows * 4), Image.Resampling.BICUBIC)
-    [expected] = vision_template().open_encoded(asks("a", taller)).attachments
+    [expected] = vision_template().open_encoded(image_message("a", taller)).attachments
     assert read.features["pixel_values"] == pytest.approx(expected.features["pixel_values"], abs=0.05)
 
 
 def test_an_image_too_long_for_the_model_is_an_error_that_names_it() -> None:
     with pytest.raises(DataError, match=r"cannot read Image of size \(2000, 5\): .*aspect ratio"):
-        vision_template().open(asks("a", picture(width=2000, height=5)))
+        vision_template().open(image_message("a", picture(width=2000, height=5)))
 
 
 def test_images_in_the_system_prompt_are_read() -> None:
-    system = {**asks("rules", picture(1))[0], "role": "system"}
-    encoded = vision_template().open_encoded([system, *asks("a", picture(0))])
+    system = {**image_message("rules", picture(1))[0], "role": "system"}
+    encoded = vision_template().open_encoded([system, *image_message("a", picture(0))])
     assert [a.num_tokens for a in encoded.attachments] == [12, 12]
     assert encoded.attachments[0].digest != encoded.attachments[1].digest

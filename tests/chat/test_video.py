@@ -16,15 +16,15 @@ from agent_loop.errors import ChatTemplateError, DataError
 from tests.tiny_vision import (
     FRAME_SIZE,
     TOKENS_PER_SECOND,
-    asks,
-    film,
+    image_message,
     picture,
     template_of,
+    video_frames,
+    video_message,
     vision_model,
     vision_processor,
     vision_template,
     vision_tokenizer,
-    watches,
 )
 
 PAD = "<|video_pad|>"
@@ -63,7 +63,7 @@ def reference_patches(frames: list[Image.Image]) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize(("num_frames", "width", "height"), [(4, 32, 24), (5, 16, 16), (1, 40, 32)])
 def test_patches_are_those_of_the_formula(num_frames: int, width: int, height: int) -> None:
-    frames = film(num_frames=num_frames, width=width, height=height)
+    frames = video_frames(num_frames=num_frames, width=width, height=height)
     made = patches(frames)
     assert made["video_grid_thw"].tolist() == [[-(-num_frames // 2), height // 4, width // 4]]
     assert made["pixel_values_videos"] == pytest.approx(reference_patches(frames), abs=1e-5)
@@ -77,13 +77,13 @@ def test_a_still_video_has_the_patches_of_its_image_once_for_each_step_in_time()
 
 
 def test_an_odd_number_of_frames_repeats_the_last_one() -> None:
-    frames = film(num_frames=3)
+    frames = video_frames(num_frames=3)
     odd, even = patches(frames), patches([*frames, frames[-1]])
     assert np.array_equal(odd["pixel_values_videos"], even["pixel_values_videos"])
 
 
 def test_frames_are_resized_to_the_size_of_videos_not_of_images() -> None:
-    frames = film(num_frames=2, width=96, height=64)
+    frames = video_frames(num_frames=2, width=96, height=64)
     _, height, width = patches(frames)["video_grid_thw"][0].tolist()
     assert FRAME_SIZE["shortest_edge"] <= 16 * height * width <= FRAME_SIZE["longest_edge"]
     assert (height % 2, width % 2) == (0, 0)
@@ -102,7 +102,7 @@ def test_a_models_files_say_how_large_frames_may_be(written: dict[str, Any], siz
 
 
 def test_a_video_is_one_run_of_placeholders(template: ChatTemplate) -> None:
-    ids, attachments = template.open_encoded(watches("what happens?", film(num_frames=5)))
+    ids, attachments = template.open_encoded(video_message("what happens?", video_frames(num_frames=5)))
     [video] = attachments
     pad_id = template.tokenizer.convert_tokens_to_ids(PAD)
     assert (video.kind, video.placeholder_id, video.num_tokens) == ("video", pad_id, 3 * 12)
@@ -111,8 +111,11 @@ def test_a_video_is_one_run_of_placeholders(template: ChatTemplate) -> None:
 
 
 def test_images_and_videos_keep_their_order(template: ChatTemplate) -> None:
-    messages = asks("a", picture(0))
-    messages[0]["content"] += [*watches("b", film())[0]["content"], *asks("c", picture(1))[0]["content"]]
+    messages = image_message("a", picture(0))
+    messages[0]["content"] += [
+        *video_message("b", video_frames())[0]["content"],
+        *image_message("c", picture(1))[0]["content"],
+    ]
     _, attachments = template.open_encoded(messages)
     assert [a.kind for a in attachments] == ["image", "video", "image"]
     assert [a.num_tokens for a in attachments] == [12, 36, 12]
@@ -120,7 +123,7 @@ def test_images_and_videos_keep_their_order(template: ChatTemplate) -> None:
 
 def test_a_bridge_with_a_video_ends_as_the_prompt_that_holds_it(template: ChatTemplate) -> None:
     before = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "ok"}]
-    reply = [{**watches("seen", film())[0], "role": "tool", "name": "look"}]
+    reply = [{**video_message("seen", video_frames())[0], "role": "tool", "name": "look"}]
     whole, bridge = template.open_encoded([*before, *reply]), template.bridge_encoded(reply)
     start = len(whole.token_ids) - len(bridge.token_ids)
     assert whole.token_ids[start:].tolist() == bridge.token_ids.tolist()
@@ -128,14 +131,18 @@ def test_a_bridge_with_a_video_ends_as_the_prompt_that_holds_it(template: ChatTe
 
 
 def test_a_placeholder_of_videos_in_foreign_text_stays_text(template: ChatTemplate) -> None:
-    encoded = template.open_encoded(watches(f"no {PAD} here", film(num_frames=2)))
+    encoded = template.open_encoded(video_message(f"no {PAD} here", video_frames(num_frames=2)))
     pad_id = template.tokenizer.convert_tokens_to_ids(PAD)
     assert np.count_nonzero(encoded.token_ids == pad_id) == 12
 
 
 @pytest.mark.parametrize("said", [PAD, "<|image_pad|>"])
 def test_a_placeholder_in_assistant_text_stays_text(template: ChatTemplate, said: str) -> None:
-    messages = [*asks("a", picture()), {"role": "assistant", "content": said}, *asks("b", picture())]
+    messages = [
+        *image_message("a", picture()),
+        {"role": "assistant", "content": said},
+        *image_message("b", picture()),
+    ]
     encoded = template.open_encoded(messages)
     assert [attachment.kind for attachment in encoded.attachments] == ["image", "image"]
     assert said in template.decode(encoded.token_ids)
@@ -161,7 +168,7 @@ def test_placeholders_that_nothing_was_given_for_are_refused(
 
 
 def test_every_form_of_a_video_is_read_alike(tmp_path: Path) -> None:
-    frames = film(num_frames=2)
+    frames = video_frames(num_frames=2)
     paths = []
     for number, frame in enumerate(frames):
         paths.append(tmp_path / f"{number}.png")
@@ -182,9 +189,9 @@ def test_every_form_of_a_video_is_read_alike(tmp_path: Path) -> None:
         ([picture(width=16), picture(width=8)], "frames of several sizes"),
         (picture(), r"a video is given as Image of size \(32, 24\); give its frames"),
         (np.zeros((4, 4, 3), np.uint8), r"an array of shape \[4, 4, 3\]"),
-        ({"frames": film(), "fps": -1}, "the fps of a video is -1"),
-        ({"frames": film(), "fps": "fast"}, "the fps of a video is 'fast'"),
-        ({"frames": film(), "fps": float("nan")}, "the fps of a video is nan"),
+        ({"frames": video_frames(), "fps": -1}, "the fps of a video is -1"),
+        ({"frames": video_frames(), "fps": "fast"}, "the fps of a video is 'fast'"),
+        ({"frames": video_frames(), "fps": float("nan")}, "the fps of a video is nan"),
         ({"fps": 2}, "a video is given as NoneType"),
     ],
 )
@@ -195,7 +202,7 @@ def test_a_video_that_cannot_be_read_is_an_error_that_names_it(source: Any, comp
 
 def test_time_goes_on_with_the_seconds_of_the_video() -> None:
     """Five frames at 2 per second are three steps of a second each; the model counts four positions in a second."""
-    encoded = template_of("qwen2_5_vl").open_encoded(watches("a", film(num_frames=5), fps=2.0))
+    encoded = template_of("qwen2_5_vl").open_encoded(video_message("a", video_frames(num_frames=5), fps=2.0))
     [video] = encoded.attachments
     assert video.positions is not None
     assert sorted(set(video.positions[0].tolist())) == [0, TOKENS_PER_SECOND, 2 * TOKENS_PER_SECOND]
@@ -211,7 +218,7 @@ def test_steps_in_time_are_rounded_down_as_the_model_does() -> None:
 def test_the_own_part_of_a_processor_reads_videos_where_it_has_one() -> None:
     media = MediaProcessor(_WithVideos())
     template = ChatTemplate(vision_tokenizer(), media=media)
-    [video] = template.open_encoded(watches("a", film(num_frames=2))).attachments
+    [video] = template.open_encoded(video_message("a", video_frames(num_frames=2))).attachments
     assert video.num_tokens == 1
     assert video.features["pixel_values_videos"].shape == (4, 6)
 
@@ -244,11 +251,11 @@ def saved_model(folder: Path, kind: str, **files: Any) -> Path:
 def test_a_published_model_is_read_without_torchvision(kind: str, tmp_path: Path) -> None:
     loaded = load_chat_template(str(saved_model(tmp_path, kind)))
     assert loaded.media_kinds == {"image", "video"}
-    messages = watches("a", film(), fps=1.0)
+    messages = video_message("a", video_frames(), fps=1.0)
     got, expected = loaded.open_encoded(messages), template_of(kind).open_encoded(messages)
     assert_equal(got, expected)
-    images = loaded.open_encoded(asks("a", picture(), picture(1, width=16)))
-    assert_equal(images, template_of(kind).open_encoded(asks("a", picture(), picture(1, width=16))))
+    images = loaded.open_encoded(image_message("a", picture(), picture(1, width=16)))
+    assert_equal(images, template_of(kind).open_encoded(image_message("a", picture(), picture(1, width=16))))
 
 
 def assert_equal(got: Encoded, expected: Encoded) -> None:

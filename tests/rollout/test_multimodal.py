@@ -34,17 +34,17 @@ from agent_loop.types import Origin, ParsedCompletion, StopReason, ToolCall
 from tests.helpers import call_text, user
 from tests.rollout.harness import SCHEMA, WorkerHarness
 from tests.tiny_vision import (
-    asks,
     data_url,
-    film,
     idefics_template,
+    image_message,
     picture,
     template_of,
+    video_frames,
+    video_message,
     vision_model,
     vision_processor,
     vision_template,
     vision_tokenizer,
-    watches,
 )
 
 PAD_ID = vision_tokenizer().convert_tokens_to_ids("<|image_pad|>")
@@ -64,19 +64,19 @@ class Camera(BaseTool):
         return self._response, None, {}
 
 
-def says(text: str) -> ScriptedReply:
+def vision_reply(text: str) -> ScriptedReply:
     template = vision_template()
     return ScriptedReply(template.encoder.encode(text + "<|im_end|>"))
 
 
 def make_harness(response: ToolResponse, **limits: Any) -> WorkerHarness:
-    script = [says(call_text("look", a=1, b=2)), says("a cat")]
+    script = [vision_reply(call_text("look", a=1, b=2)), vision_reply("a cat")]
     return WorkerHarness(script, tools=[Camera(response)], template=vision_template(), **limits)
 
 
 def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
     harness = make_harness(ToolResponse(text="two views", image=[picture(1), picture(2, width=16)]))
-    trajectory = harness.run_one(raw_prompt=asks("what is it?", picture(0)))
+    trajectory = harness.run_one(raw_prompt=image_message("what is it?", picture(0)))
     output = trajectory.output
     assert output.stop_reason is StopReason.ANSWERED
     first, second = harness.server.requests
@@ -89,7 +89,11 @@ def test_images_of_prompts_and_tools_reach_the_server_and_the_record() -> None:
 
 
 def test_placeholders_are_never_trained_on() -> None:
-    output = make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=asks("a", picture(0))).output
+    output = (
+        make_harness(ToolResponse(image=[picture(1)]))
+        .run_one(raw_prompt=image_message("a", picture(0)))
+        .output
+    )
     whole = np.concatenate([output.prompt_ids, output.response_ids])
     mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
     image, view = output.attachments
@@ -100,7 +104,7 @@ def test_placeholders_are_never_trained_on() -> None:
 
 def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
     harness = make_harness(ToolResponse(image=[picture(1)]))
-    output = harness.run_one(raw_prompt=asks("a", picture(0))).output
+    output = harness.run_one(raw_prompt=image_message("a", picture(0))).output
     sent = harness.server.requests[-1].prompt_ids
     recorded = np.concatenate([s.token_ids for s in output.segments])
     assert sent.tolist() == recorded[: len(sent)].tolist()
@@ -108,7 +112,7 @@ def test_the_engine_gets_exactly_the_tokens_of_the_record() -> None:
 
 
 def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
-    script = [says(call_text("look", a=1, b=2))]
+    script = [vision_reply(call_text("look", a=1, b=2))]
     output = WorkerHarness(script, tools=[Camera(ToolResponse(image=[picture()]))]).run_one().output
     assert output.failure is not None
     assert (
@@ -118,9 +122,9 @@ def test_a_text_only_model_refuses_an_image_by_the_tools_name() -> None:
 
 def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     harness = make_harness(
-        ToolResponse(text="seen", video=[{"frames": film(1), "fps": 4.0}], image=[picture(2)])
+        ToolResponse(text="seen", video=[{"frames": video_frames(1), "fps": 4.0}], image=[picture(2)])
     )
-    output = harness.run_one(raw_prompt=watches("what happens?", film(0, num_frames=2))).output
+    output = harness.run_one(raw_prompt=video_message("what happens?", video_frames(0, num_frames=2))).output
     assert output.stop_reason is StopReason.ANSWERED
     assert [(a.kind, a.num_tokens) for a in output.attachments] == [
         ("video", 12),
@@ -130,7 +134,7 @@ def test_a_video_of_a_tool_reaches_the_server_and_the_record() -> None:
     whole = np.concatenate([output.prompt_ids, output.response_ids])
     mask = np.concatenate([np.zeros(len(output.prompt_ids)), output.response_mask])
     assert not mask[np.isin(whole, [PAD_ID, VIDEO_PAD_ID])].any()
-    record = to_record(harness.run_one(raw_prompt=watches("a", film(0), fps=3)))
+    record = to_record(harness.run_one(raw_prompt=video_message("a", video_frames(0), fps=3)))
     [video, _] = record["messages"][0]["content"]
     assert video["video"] == "5 frames, the first Image of size (32, 24) at 3 per second"
     assert json.loads(json.dumps(record)) == record
@@ -159,13 +163,13 @@ def test_a_deadline_while_images_are_loaded_ends_the_episode() -> None:
 
     template = ChatTemplate(vision_tokenizer(), media=Slow(vision_processor()))
     harness = WorkerHarness([], template=template, deadline_s=0.05)
-    output = harness.run_one(raw_prompt=asks("a", picture())).output
+    output = harness.run_one(raw_prompt=image_message("a", picture())).output
     assert output.stop_reason is StopReason.DEADLINE
     assert output.failure is None
 
 
 def test_an_image_that_does_not_fit_is_reported() -> None:
-    length = len(says(call_text("look", a=1, b=2)).token_ids) + 12
+    length = len(vision_reply(call_text("look", a=1, b=2)).token_ids) + 12
     output = make_harness(ToolResponse(image=[picture(1)]), response_length=length).run_one().output
     assert output.stop_reason is StopReason.RESPONSE_LENGTH
     assert [incident.kind for incident in output.incidents] == [IncidentKind.DROPPED_OBSERVATION]
@@ -174,14 +178,16 @@ def test_an_image_that_does_not_fit_is_reported() -> None:
 
 def test_an_unreadable_image_fails_its_trajectory_alone() -> None:
     harness = make_harness(ToolResponse())
-    bad, good = harness.run([{"raw_prompt": asks("a", "nowhere.png")}, {"raw_prompt": asks("a", picture())}])
+    bad, good = harness.run(
+        [{"raw_prompt": image_message("a", "nowhere.png")}, {"raw_prompt": image_message("a", picture())}]
+    )
     assert bad.output.failure is not None
     assert "'nowhere.png'" in bad.output.failure.error
     assert good.output.stop_reason is StopReason.ANSWERED
 
 
 def test_records_describe_images_without_their_pixels() -> None:
-    messages = asks("a", picture(0), data_url(picture(1)))
+    messages = image_message("a", picture(0), data_url(picture(1)))
     record = to_record(make_harness(ToolResponse(image=[picture(1)])).run_one(raw_prompt=messages))
     image, _ = record["segments"][0]["attachments"]
     assert (image["kind"], image["num_tokens"]) == ("image", 12)
@@ -197,7 +203,7 @@ def test_records_describe_images_without_their_pixels() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_prompt_is_cut_beside_an_image_not_through_it(side: str) -> None:
     harness = make_harness(ToolResponse(), prompt_length=20, truncate_prompt=side)
-    output = harness.run_one(raw_prompt=asks("what is it?", picture(0))).output
+    output = harness.run_one(raw_prompt=image_message("what is it?", picture(0))).output
     assert output.failure is None
     assert len(output.prompt_ids) <= 20
     pads = np.count_nonzero(output.prompt_ids == PAD_ID)
@@ -210,12 +216,17 @@ def test_a_batch_has_the_models_own_positions_and_the_features(kind: str) -> Non
     views = ToolResponse(
         text="views",
         image=[picture(1, width=64), picture(2, width=16)],
-        video=[film(3, num_frames=14, width=16)],
+        video=[video_frames(3, num_frames=14, width=16)],
     )
-    script = [says(call_text("look", a=1, b=2)), says("a cat")]
+    script = [vision_reply(call_text("look", a=1, b=2)), vision_reply("a cat")]
     trajectories = WorkerHarness(script, tools=[Camera(views)], template=template).run(
         [
-            {"raw_prompt": [*asks("what is it?", picture(0)), *watches("and this?", film(1), film(2))]},
+            {
+                "raw_prompt": [
+                    *image_message("what is it?", picture(0)),
+                    *video_message("and this?", video_frames(1), video_frames(2)),
+                ]
+            },
             {"raw_prompt": user("no image in this one")},
         ]
     )
@@ -285,12 +296,16 @@ async def rollout_on_an_engine(kind: str = "qwen2_vl") -> tuple[list[Trajectory]
         ),
         tools={
             "look": Camera(
-                ToolResponse(text="seen from above", image=[picture(7, height=48)], video=[film(8)])
+                ToolResponse(text="seen from above", image=[picture(7, height=48)], video=[video_frames(8)])
             )
         },
     )
     worker = AgentLoopWorker(context, loops=LoopRegistry(), default_agent_loop="tool_agent")
-    prompts = [watches("a", film(0)), user("nothing yet"), asks("b", picture(5, width=64), picture(6))]
+    prompts = [
+        video_message("a", video_frames(0)),
+        user("nothing yet"),
+        image_message("b", picture(5, width=64), picture(6)),
+    ]
     jobs = [
         Job({"raw_prompt": prompt}, i, 0, {"temperature": 1.0, "seed": i}) for i, prompt in enumerate(prompts)
     ]

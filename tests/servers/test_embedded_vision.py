@@ -20,15 +20,15 @@ from agent_loop.trajectory.attachments import position_ids
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import joined, serving, tiny_model
 from tests.tiny_vision import (
-    asks,
-    film,
     idefics_template,
+    image_message,
     picture,
-    shows,
     template_of,
+    tool_image_message,
+    video_frames,
+    video_message,
     vision_model,
     vision_template,
-    watches,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -44,7 +44,7 @@ def on_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..
 
 
 def prompt(*images: Any, text: str = "what is it?") -> Encoded:
-    return vision_template().open_encoded(asks(text, *images))
+    return vision_template().open_encoded(image_message(text, *images))
 
 
 def as_inputs(encoded: Encoded, token_ids: Sequence[int] = ()) -> dict[str, torch.Tensor]:
@@ -111,7 +111,7 @@ async def test_logprobs_are_those_of_a_full_forward_for_images_and_text_side_by_
 @on_event_loop
 async def test_every_kind_of_model_agrees_with_its_own_forward(kind: str) -> None:
     model = vision_model(kind, seed=1)
-    encoded = template_of(kind).open_encoded(asks("what is it?", picture(0, width=64, height=40)))
+    encoded = template_of(kind).open_encoded(image_message("what is it?", picture(0, width=64, height=40)))
     async with serving(model, prefill_chunk_tokens=11) as server:
         output = await ask(server, encoded, "a")
     assert output.log_probs == pytest.approx(own_logprobs(model, encoded, output.token_ids), abs=TOLERANCE)
@@ -125,7 +125,7 @@ async def test_a_second_turn_with_another_image_computes_only_what_it_adds() -> 
     async with serving(model) as server:
         said = (await ask(server, first, "s")).token_ids
         before = server.stats
-        bridge = template.bridge_encoded(shows(picture(1)), last_token_id=said[-1])
+        bridge = template.bridge_encoded(tool_image_message(picture(1)), last_token_id=said[-1])
         start = len(first.token_ids) + len(said)
         second = Encoded(
             joined(first.token_ids, said, bridge.token_ids),
@@ -285,11 +285,11 @@ def test_positions_are_those_of_the_model_itself(kind: str) -> None:
 
 def mixed(kind: str) -> Encoded:
     """An image, a video of odd length, text, a longer video, and another image."""
-    messages = asks("what is it?", picture(0))
-    messages[0]["content"] += watches("and this", film(1), film(2, num_frames=18, width=16), fps=3.0)[0][
-        "content"
-    ]
-    messages[0]["content"] += asks("then", picture(4, width=64))[0]["content"]
+    messages = image_message("what is it?", picture(0))
+    messages[0]["content"] += video_message(
+        "and this", video_frames(1), video_frames(2, num_frames=18, width=16), fps=3.0
+    )[0]["content"]
+    messages[0]["content"] += image_message("then", picture(4, width=64))[0]["content"]
     return template_of(kind).open_encoded(messages)
 
 
@@ -299,11 +299,13 @@ def mixed(kind: str) -> Encoded:
 async def test_logprobs_behind_videos_are_those_of_the_model_itself(kind: str, chunk_tokens: int) -> None:
     model = vision_model(kind, seed=1)
     template = template_of(kind)
-    first = template.open_encoded(watches("what happens?", film(1)))
-    two = template.open_encoded(watches("what differs?", film(1), film(2, num_frames=2, width=64)))
+    first = template.open_encoded(video_message("what happens?", video_frames(1)))
+    two = template.open_encoded(
+        video_message("what differs?", video_frames(1), video_frames(2, num_frames=2, width=64))
+    )
     async with serving(model, prefill_chunk_tokens=chunk_tokens, max_model_len=512) as server:
         async with asyncio.TaskGroup() as group:
-            prompts = [first, two, mixed(kind), template.open_encoded(asks("no film"))]
+            prompts = [first, two, mixed(kind), template.open_encoded(image_message("no film"))]
             tasks = [
                 group.create_task(ask(server, encoded, f"r{i}", temperature=1.0, seed=40 + i))
                 for i, encoded in enumerate(prompts)
@@ -318,11 +320,11 @@ async def test_logprobs_behind_videos_are_those_of_the_model_itself(kind: str, c
 @on_event_loop
 async def test_a_tools_reply_with_a_video_computes_only_what_it_adds(kind: str) -> None:
     model, template = vision_model(kind), template_of(kind)
-    first = template.open_encoded(watches("look", film(1)))
+    first = template.open_encoded(video_message("look", video_frames(1)))
     async with serving(model) as server:
         said = (await ask(server, first, "s")).token_ids
         before = server.stats
-        reply = [{**watches("seen", film(2))[0], "role": "tool", "name": "look"}]
+        reply = [{**video_message("seen", video_frames(2))[0], "role": "tool", "name": "look"}]
         bridge = template.bridge_encoded(reply, last_token_id=said[-1])
         start = len(first.token_ids) + len(said)
         second = Encoded(
@@ -339,8 +341,8 @@ async def test_a_tools_reply_with_a_video_computes_only_what_it_adds(kind: str) 
 async def test_the_same_frames_at_another_rate_share_no_prefix() -> None:
     """Positions in time differ, so keys and values do."""
     model, template = vision_model("qwen2_5_vl"), template_of("qwen2_5_vl")
-    slow = template.open_encoded(watches("a long question behind the film", film(1), fps=1.0))
-    fast = template.open_encoded(watches("a long question behind the film", film(1), fps=8.0))
+    slow = template.open_encoded(video_message("a long question behind the film", video_frames(1), fps=1.0))
+    fast = template.open_encoded(video_message("a long question behind the film", video_frames(1), fps=8.0))
     assert slow.token_ids.tolist() == fast.token_ids.tolist()
     async with serving(model) as server:
         await ask(server, slow, "a")
@@ -363,7 +365,7 @@ def test_positions_of_videos_are_those_of_the_model_itself(kind: str) -> None:
 
 @on_event_loop
 async def test_a_model_of_images_refuses_a_video_by_name() -> None:
-    encoded = idefics_template().open_encoded(asks("a", picture()))
+    encoded = idefics_template().open_encoded(image_message("a", picture()))
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], kind="video"),))
     async with serving(vision_model("idefics3")) as server:
         with pytest.raises(ServerError, match="idefics3 supports images only; send frames as images"):
@@ -373,7 +375,9 @@ async def test_a_model_of_images_refuses_a_video_by_name() -> None:
 @on_event_loop
 async def test_a_video_with_more_features_than_placeholders_is_refused() -> None:
     template = vision_template()
-    encoded, longer = (template.open_encoded(watches("a", film(1, num_frames=n))) for n in (4, 8))
+    encoded, longer = (
+        template.open_encoded(video_message("a", video_frames(1, num_frames=n))) for n in (4, 8)
+    )
     features = longer.attachments[0].features
     wrong = Encoded(encoded.token_ids, (replace(encoded.attachments[0], features=features),))
     async with serving(vision_model()) as server:
@@ -386,7 +390,7 @@ async def test_a_video_with_more_features_than_placeholders_is_refused() -> None
 @on_event_loop
 async def test_text_counts_on_behind_a_video_that_ends_the_prompt() -> None:
     model, template = vision_model(), vision_template()
-    whole = template.open_encoded(watches("a", film(1, num_frames=18, width=16)))
+    whole = template.open_encoded(video_message("a", video_frames(1, num_frames=18, width=16)))
     cut = whole.first(whole.attachments[0].end)
     assert len(cut.token_ids) == cut.attachments[0].end
     async with serving(model) as server:

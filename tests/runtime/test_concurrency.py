@@ -49,7 +49,7 @@ def test_a_deadlock_in_virtual_time_is_an_error() -> None:
         run_virtual(scenario())
 
 
-def test_the_first_error_comes_out_as_it_is_and_the_others_are_cancelled() -> None:
+def test_the_first_error_is_raised_unchanged_and_the_other_calls_are_cancelled() -> None:
     cancelled = []
 
     async def fails() -> None:
@@ -68,7 +68,7 @@ def test_the_first_error_comes_out_as_it_is_and_the_others_are_cancelled() -> No
     assert cancelled == [True, True]
 
 
-def test_shielded_cleanup_ends_before_the_cancellation_goes_on() -> None:
+def test_shielded_cleanup_completes_before_the_cancellation_continues() -> None:
     done = []
 
     async def cleanup() -> None:
@@ -84,21 +84,21 @@ def test_shielded_cleanup_ends_before_the_cancellation_goes_on() -> None:
     assert done == ["cleaned up"]
 
 
-def test_shielded_cleanup_is_bounded() -> None:
+def test_shielded_cleanup_has_a_time_limit() -> None:
     with pytest.raises(TimeoutError):
         run_virtual(run_shielded(lambda: asyncio.sleep(100), timeout_s=1))
 
 
-def test_a_cancelled_call_hands_over_what_it_has() -> None:
+def test_a_cancelled_call_keeps_its_partial_result() -> None:
     kept = []
-    asked = asyncio.Event()
+    is_aborted = asyncio.Event()
 
     async def call() -> str:
-        await asked.wait()
+        await is_aborted.wait()
         return "half"
 
     async def abort() -> None:
-        asked.set()
+        is_aborted.set()
 
     async def scenario() -> None:
         async with asyncio.timeout(1):
@@ -109,7 +109,7 @@ def test_a_cancelled_call_hands_over_what_it_has() -> None:
     assert kept == ["half"]
 
 
-def test_a_call_that_ignores_the_abort_is_cut() -> None:
+def test_a_call_that_ignores_the_abort_is_cancelled_after_the_grace_period() -> None:
     kept = []
 
     async def abort() -> None:
@@ -126,16 +126,16 @@ def test_a_call_that_ignores_the_abort_is_cut() -> None:
     assert kept == []
 
 
-def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
+def test_a_signal_aborts_a_call_and_its_result_is_returned() -> None:
     async def scenario() -> None:
-        event, asked = asyncio.Event(), asyncio.Event()
+        event, is_aborted = asyncio.Event(), asyncio.Event()
 
         async def call() -> str:
-            await asked.wait()
+            await is_aborted.wait()
             return "half"
 
         async def abort() -> None:
-            asked.set()
+            is_aborted.set()
 
         async def run(call: Callable[[], Coroutine[Any, Any, str]]) -> str | None:
             with suppress(CallAborted):
@@ -154,14 +154,14 @@ def test_a_signal_has_a_call_end_by_itself_and_gives_what_it_returns() -> None:
     run_virtual(scenario())
 
 
-def test_a_signal_calls_those_who_listen_and_no_others() -> None:
+def test_a_signal_calls_its_callbacks_in_order_except_the_removed_ones() -> None:
     async def scenario() -> None:
         event = asyncio.Event()
         signal, called = Signal(event), list[str]()
-        left = signal.add_callback(lambda: called.append("left"))
+        removed = signal.add_callback(lambda: called.append("removed"))
         signal.add_callback(lambda: called.append("first"))
-        signal.remove_callback(left)
-        signal.remove_callback(signal.add_callback(lambda: called.append("left too")))
+        signal.remove_callback(removed)
+        signal.remove_callback(signal.add_callback(lambda: called.append("removed too")))
         signal.add_callback(lambda: called.append("second"))
         event.set()
         await asyncio.sleep(0)
@@ -171,7 +171,8 @@ def test_a_signal_calls_those_who_listen_and_no_others() -> None:
     run_virtual(scenario())
 
 
-async def counting(to: int, *, every_s: float, closed: list[int]) -> AsyncGenerator[int]:
+async def count(to: int, *, every_s: float, closed: list[int]) -> AsyncGenerator[int]:
+    """Yield the numbers below `to`, and append `to` to `closed` at the end."""
     try:
         for number in range(to):
             await asyncio.sleep(every_s)
@@ -180,20 +181,20 @@ async def counting(to: int, *, every_s: float, closed: list[int]) -> AsyncGenera
         closed.append(to)
 
 
-def test_merged_streams_yield_as_it_comes_and_are_all_closed() -> None:
+def test_merged_streams_yield_values_as_they_arrive_and_close_every_stream() -> None:
     async def scenario() -> None:
         closed: list[int] = []
-        streams = [counting(3, every_s=1.0, closed=closed), counting(2, every_s=1.6, closed=closed)]
+        streams = [count(3, every_s=1.0, closed=closed), count(2, every_s=1.6, closed=closed)]
         assert [number async for number in merged(streams)] == [0, 0, 1, 2, 1]
         assert sorted(closed) == [2, 3]
-        async with aclosing(merged(counting(9, every_s=1.0, closed=closed) for _ in range(3))) as left:
-            await anext(left)
+        async with aclosing(merged(count(9, every_s=1.0, closed=closed) for _ in range(3))) as stream:
+            await anext(stream)
         assert closed[2:] == [9, 9, 9]
 
     run_virtual(scenario())
 
 
-def test_merged_streams_fail_with_the_first_that_fails() -> None:
+def test_merged_streams_raise_the_first_error_and_close_every_stream() -> None:
     async def fails() -> AsyncGenerator[int]:
         await asyncio.sleep(1.5)
         raise ValueError("broken")
@@ -203,14 +204,14 @@ def test_merged_streams_fail_with_the_first_that_fails() -> None:
         closed: list[int] = []
         seen = -1
         with pytest.raises(ValueError, match="broken"):
-            async for number in merged([fails(), counting(9, every_s=1.0, closed=closed)]):
+            async for number in merged([fails(), count(9, every_s=1.0, closed=closed)]):
                 seen = number
         assert (seen, closed) == (0, [9])
 
     run_virtual(scenario())
 
 
-def test_a_call_runs_while_its_condition_lasts() -> None:
+def test_run_while_cancels_a_call_when_its_condition_ends() -> None:
     async def scenario() -> None:
         assert await run_while(asyncio.sleep(1, "done"), condition=asyncio.sleep(2)) == "done"
         assert await run_while(asyncio.sleep(2, "done"), condition=asyncio.sleep(1)) is None

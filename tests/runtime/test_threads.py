@@ -14,10 +14,10 @@ from agent_loop.testing import run_virtual
 
 
 class Large:
-    """Something whose end can be seen."""
+    """Object that supports weak references."""
 
 
-def test_an_exception_in_a_thread_arrives() -> None:
+def test_an_exception_in_a_thread_is_raised_in_the_caller() -> None:
     def fails() -> None:
         raise LookupError("nothing there")
 
@@ -25,21 +25,21 @@ def test_an_exception_in_a_thread_arrives() -> None:
         run_virtual(run_in_thread(fails))
 
 
-def test_threads_that_are_done_are_used_again_and_hold_nothing_meanwhile() -> None:
+def test_idle_threads_are_reused_and_hold_no_reference_to_arguments() -> None:
     async def main() -> None:
         large = Large()
-        gone = weakref.ref(large)
+        reference = weakref.ref(large)
         idents = {await run_in_thread(lambda _: threading.get_ident(), large) for _ in range(50)}
         assert len(idents) < 50
         del large
-        while gone() is not None or not num_idle_threads():
+        while reference() is not None or not num_idle_threads():
             gc.collect()
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_a_function_that_hangs_hangs_alone() -> None:
+def test_hanging_functions_do_not_block_other_functions() -> None:
     release = threading.Event()
 
     async def main() -> None:
@@ -53,7 +53,7 @@ def test_a_function_that_hangs_hangs_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
+def test_a_forked_process_starts_its_own_threads() -> None:
     asyncio.run(run_in_thread(abs, -1))
     pid = os.fork()
     if not pid:
@@ -61,7 +61,7 @@ def test_a_process_that_was_forked_has_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_one_thread_runs_what_it_is_given_in_order_and_hands_errors_over() -> None:
+def test_one_thread_runs_functions_in_order_and_raises_their_errors() -> None:
     async def main() -> None:
         thread, idents = OneThread("test"), []
 
@@ -82,7 +82,7 @@ def test_one_thread_runs_what_it_is_given_in_order_and_hands_errors_over() -> No
     run_virtual(main())
 
 
-def test_what_waits_in_one_thread_behind_something_that_hangs_can_be_left() -> None:
+def test_a_call_queued_behind_a_hanging_one_can_be_cancelled() -> None:
     release = threading.Event()
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_what_waits_in_one_thread_behind_something_that_hangs_can_be_left() -> N
     asyncio.run(main())
 
 
-def test_results_of_several_threads_come_in_order_and_so_many_run_at_once() -> None:
+def test_results_of_several_threads_are_in_order_and_num_threads_run_concurrently() -> None:
     running: set[int] = set()
     most = 0
 
@@ -120,16 +120,16 @@ def test_results_of_several_threads_come_in_order_and_so_many_run_at_once() -> N
     assert most == 3
 
 
-def test_what_fails_is_raised_when_those_that_run_have_ended() -> None:
+def test_an_error_is_raised_after_the_running_calls_have_ended() -> None:
     has_failed, ended = threading.Event(), threading.Event()
 
     def call(name: str) -> None:
-        if name == "fails":
+        if name == "failing":
             has_failed.set()
             raise LookupError("nothing there")
         assert has_failed.wait(20)
         ended.set()
 
     with pytest.raises(LookupError, match="nothing there"):
-        list(run_in_threads(call, ["fails", "runs on", "never begun"], num_threads=2))
+        list(run_in_threads(call, ["failing", "running", "never started"], num_threads=2))
     assert ended.is_set()

@@ -8,7 +8,7 @@ import pytest
 from agent_loop.runtime.identifiers import new_id
 
 
-def test_ids_differ_whatever_a_program_seeds() -> None:
+def test_ids_differ_although_a_program_seeds_random() -> None:
     random.seed(0)
     before = new_id()
     random.seed(0)
@@ -17,7 +17,7 @@ def test_ids_differ_whatever_a_program_seeds() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_process_that_was_forked_makes_other_ids() -> None:
+def test_a_forked_process_creates_different_ids() -> None:
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

@@ -1,4 +1,4 @@
-"""The collector is slowed down while rollouts run, and only then."""
+"""Tests that garbage collections are less frequent during rollouts only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def usual_threshold() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-def test_collections_are_rare_until_the_last_body_ends() -> None:
+def test_the_threshold_is_raised_until_the_last_context_exits() -> None:
     first, second = infrequent_collections(), infrequent_collections()
     with first:
         second.__enter__()
@@ -35,14 +35,14 @@ def test_collections_are_rare_until_the_last_body_ends() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0, 1_000_000])
-def test_a_collector_that_is_off_or_slower_is_left_as_it_is(threshold: int) -> None:
+def test_a_disabled_or_higher_threshold_is_not_changed(threshold: int) -> None:
     gc.set_threshold(threshold, 5, 5)
     with infrequent_collections():
         assert gc.get_threshold() == (threshold, 5, 5)
     assert gc.get_threshold() == (threshold, 5, 5)
 
 
-def test_a_rollout_has_rare_collections_and_puts_them_back() -> None:
+def test_a_rollout_raises_the_threshold_and_restores_it() -> None:
     seen: list[int] = []
 
     def answer(_: object) -> object:
@@ -55,7 +55,7 @@ def test_a_rollout_has_rare_collections_and_puts_them_back() -> None:
     assert gc.get_threshold()[0] == 700
 
 
-def test_frozen_objects_are_left_alone_while_the_body_lasts() -> None:
+def test_objects_are_frozen_only_within_the_context() -> None:
     before = gc.get_freeze_count()
     with frozen_objects():
         assert gc.get_freeze_count() > before + 1000

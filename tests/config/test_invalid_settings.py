@@ -1,4 +1,4 @@
-"""The loader accepts a value of a setting or refuses it with a ConfigError, and raises nothing else."""
+"""Tests that the loader accepts a value of a setting or raises a ConfigError, and no other error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agent_loop.tools.web.http import HttpConfig
 from agent_loop.tools.web.openapi import OpenApiConfig
 
 HUGE = 10**4200
-ODD = [
+UNUSUAL_VALUES = [
     None,
     True,
     "",
@@ -88,7 +88,7 @@ def tree(key: str, value: Any) -> dict[str, Any]:
 
 
 def numbers(values: Any) -> Iterator[float]:
-    """Yield the numbers in all settings with a type, which options of engines do not have."""
+    """Yield the numbers in all typed settings. Options of engines have no type."""
     if isinstance(values, BaseModel):
         for name, info in type(values).model_fields.items():
             if "Any" not in str(info.annotation):
@@ -104,7 +104,7 @@ def numbers(values: Any) -> Iterator[float]:
 
 
 def check(section: type[Section], values: dict[str, Any]) -> None:
-    """Check that the values are refused with a ConfigError, or that all numbers are in range."""
+    """Check that the values raise a ConfigError, or that all numbers are in range."""
     try:
         read = parse_section(section, values, where="settings")
     except ConfigError:
@@ -113,23 +113,23 @@ def check(section: type[Section], values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("section", Config.model_fields)
-def test_an_unusual_value_of_any_setting_is_accepted_or_refused(section: str) -> None:
+def test_an_unusual_value_of_any_setting_is_accepted_or_rejected(section: str) -> None:
     keys = [section, *(key for key in all_keys(Config) if key.startswith(f"{section}."))]
     for key in keys:
-        for value in ODD:
+        for value in UNUSUAL_VALUES:
             check(Config, tree(key, value))
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_an_unusual_value_of_any_key_of_an_entry_is_accepted_or_refused(section: type[Section]) -> None:
+def test_an_unusual_value_of_any_key_of_an_entry_is_accepted_or_rejected(section: type[Section]) -> None:
     for key in all_keys(section):
-        for value in ODD:
+        for value in UNUSUAL_VALUES:
             check(section, tree(key, value))
 
 
-def test_an_unusual_option_of_the_embedded_engine_is_accepted_or_refused() -> None:
+def test_an_unusual_option_of_the_embedded_engine_is_accepted_or_rejected() -> None:
     for name in EmbeddedConfig.__dataclass_fields__:
-        for value in ODD:
+        for value in UNUSUAL_VALUES:
             spec = ServerSpec("embedded", model=ModelConfig(), max_model_len=64, engine_kwargs={name: value})
             with suppress(ConfigError):
                 assert isinstance(getattr(embedded_config(spec), name), int | str)
@@ -143,7 +143,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(key=st.sampled_from(all_keys(Config)) | st.text(), value=VALUES)
-def test_any_tree_of_values_is_accepted_or_refused(key: str, value: Any) -> None:
+def test_any_tree_of_values_is_accepted_or_rejected(key: str, value: Any) -> None:
     check(Config, tree(key, value))
 
 
@@ -152,7 +152,7 @@ def test_any_tree_of_values_is_accepted_or_refused(key: str, value: Any) -> None
     key=st.sampled_from(all_keys(Config)) | st.text("abn.[]=${}\\ ", max_size=12),
     text=st.text("[]{}:,&*!?|>'\"${}#-\n\\0 ainrolut.59e", max_size=30) | st.text(max_size=12),
 )
-def test_any_override_is_accepted_or_refused(key: str, text: str) -> None:
+def test_any_override_is_accepted_or_rejected(key: str, text: str) -> None:
     with suppress(ConfigError):
         load_config(overrides=[f"{key}={text}"])
 
@@ -185,12 +185,12 @@ def test_any_override_is_accepted_or_refused(key: str, text: str) -> None:
         ),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_its_range(override: str, complaint: str) -> None:
+def test_a_number_out_of_range_raises_an_error_with_its_range(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_config(overrides=[override])
 
 
-def test_interpolation_sees_the_defaults() -> None:
+def test_interpolations_can_refer_to_defaults() -> None:
     config = load_config(overrides=["rollout.trace.path=${trainer.run_dir}/traces.jsonl"])
     assert config.rollout.trace.path == "runs/train/traces.jsonl"
     config = load_config(overrides=["rollout.trace.path=${trainer.run_dir}/x", "trainer.run_dir=other"])
@@ -207,7 +207,7 @@ def test_interpolation_sees_the_defaults() -> None:
         "rollout.seed=${nothing.there}",
     ],
 )
-def test_circular_or_missing_interpolation_is_refused_on_one_line(override: str) -> None:
-    with pytest.raises(ConfigError, match=override.partition("=")[0]) as refused:
+def test_a_circular_or_missing_interpolation_raises_an_error_of_one_line(override: str) -> None:
+    with pytest.raises(ConfigError, match=override.partition("=")[0]) as raised:
         load_config(overrides=[override])
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)

@@ -20,7 +20,7 @@ LIMIT_S = 3.0
 COLOR: ContextVar[str] = ContextVar("color")
 
 
-class Deaf:
+class Uncancellable:
     """Swallows every cancellation until it is released."""
 
     def __init__(self) -> None:
@@ -44,16 +44,16 @@ def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_gr
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario() -> float:
-        deaf = Deaf()
-        with IncidentCollector("group=0/rollout=0") as notes:
+        call = Uncancellable()
+        with IncidentCollector("group=0/rollout=0") as collector:
             with pytest.raises(Abandoned, match=r"longer than 3 s, still ran 5 s after it was cancelled"):
-                await run_bounded(deaf, timeout_s=LIMIT_S, name="tool 'x'")
+                await run_bounded(call, timeout_s=LIMIT_S, name="tool 'x'")
             took_s = asyncio.get_running_loop().time()
         assert num_abandoned() == 1
-        [incident] = notes.incidents
+        [incident] = collector.incidents
         assert incident.kind is IncidentKind.ABANDONED
         assert incident.detail == "tool 'x' still ran 5 s after it was cancelled and was abandoned"
-        await deaf.release()
+        await call.release()
         assert num_abandoned() == 0
         return took_s
 
@@ -62,49 +62,49 @@ def test_code_that_swallows_its_cancellation_is_abandoned_after_its_limit_and_gr
     assert "group=0/rollout=0: tool 'x' still ran 5 s after it was cancelled" in caplog.text
 
 
-def test_a_caller_that_is_cancelled_leaves_code_that_swallows_the_cancellation_after_its_grace() -> None:
+def test_a_cancelled_caller_abandons_code_that_swallows_the_cancellation_after_its_grace() -> None:
     async def scenario() -> None:
-        deaf = Deaf()
-        caller = asyncio.create_task(run_bounded(deaf, timeout_s=None))
+        call = Uncancellable()
+        caller = asyncio.create_task(run_bounded(call, timeout_s=None))
         await asyncio.sleep(1)
         caller.cancel()
         await asyncio.sleep(1)
-        caller.cancel()  # once more, while it waits
+        caller.cancel()  # a second time, while the caller waits for the grace period
         await asyncio.wait({caller})
         assert caller.cancelled()
         assert asyncio.get_running_loop().time() == 1 + ABANDON_GRACE_S
-        await deaf.release()
+        await call.release()
 
     run_virtual(scenario())
 
 
 def test_shielded_cleanup_that_swallows_its_cancellation_is_abandoned() -> None:
     async def scenario() -> None:
-        deaf = Deaf()
+        call = Uncancellable()
         with pytest.raises(TimeoutError):
-            await run_shielded(deaf, timeout_s=LIMIT_S)
+            await run_shielded(call, timeout_s=LIMIT_S)
         assert asyncio.get_running_loop().time() == LIMIT_S + SHIELD_GRACE_S
         assert num_abandoned() == 1
-        await deaf.release()
+        await call.release()
 
     run_virtual(scenario())
 
 
-def test_the_loop_ends_although_an_abandoned_task_still_runs() -> None:
-    deaf: list[Deaf] = []
+def test_the_event_loop_ends_although_an_abandoned_task_still_runs() -> None:
+    call: list[Uncancellable] = []
 
     async def scenario() -> str:
-        deaf.append(Deaf())
+        call.append(Uncancellable())
         with pytest.raises(Abandoned):
-            await run_bounded(deaf[0], timeout_s=0.01, grace_s=0.01)
+            await run_bounded(call[0], timeout_s=0.01, grace_s=0.01)
         assert num_abandoned() == 1
         return "ended"
 
     assert asyncio.run(scenario()) == "ended"
-    assert num_abandoned() == 0  # its event loop is closed
+    assert num_abandoned() == 0  # the task's event loop is closed
 
 
-def test_code_that_ends_in_its_grace_is_not_abandoned() -> None:
+def test_code_that_ends_within_its_grace_is_not_abandoned() -> None:
     async def slow_to_end() -> None:
         try:
             await asyncio.sleep(100)
@@ -145,7 +145,7 @@ class Panic(BaseException):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_no_exception_of_the_code_is_more_than_an_error_of_its_call(
+def test_any_exception_of_the_code_becomes_an_error_of_its_call(
     raise_it: Callable[[BaseException], Awaitable[None]], error: BaseException
 ) -> None:
     async def scenario() -> None:
@@ -155,7 +155,7 @@ def test_no_exception_of_the_code_is_more_than_an_error_of_its_call(
     run_virtual(scenario())
 
 
-def test_code_that_cancels_its_own_task_cancels_nobody_else() -> None:
+def test_code_that_cancels_its_own_task_does_not_cancel_its_caller() -> None:
     async def cancels_itself() -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -166,12 +166,12 @@ def test_code_that_cancels_its_own_task_cancels_nobody_else() -> None:
         with pytest.raises(RuntimeError, match="although nobody cancelled it"):
             await run_bounded(cancels_itself, timeout_s=LIMIT_S)
         await asyncio.sleep(1)
-        return "goes on"
+        return "completed"
 
-    assert run_virtual(scenario()) == "goes on"
+    assert run_virtual(scenario()) == "completed"
 
 
-def test_context_variables_flow_into_the_code_and_back() -> None:
+def test_context_variables_are_passed_to_the_code_and_back() -> None:
     async def code() -> str:
         seen = COLOR.get()
         COLOR.set("blue")
@@ -184,7 +184,7 @@ def test_context_variables_flow_into_the_code_and_back() -> None:
     assert run_virtual(scenario()) == ("red", "blue")
 
 
-def test_what_the_code_awaits_is_cancelled_with_its_caller() -> None:
+def test_nested_code_is_cancelled_with_its_caller() -> None:
     async def scenario() -> list[str]:
         seen: list[str] = []
 

@@ -43,22 +43,22 @@ CHAIN = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1,
     ],
     ids=range(13),
 )
-def test_yaml_that_a_parser_fails_on_is_refused_by_name(tmp_path: Path, text: str, complaint: str) -> None:
+def test_invalid_yaml_raises_an_error_that_names_the_file(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "given.yaml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=complaint) as refused:
+    with pytest.raises(ConfigError, match=complaint) as raised:
         read_yaml(path, what="tool file")
-    assert str(refused.value).startswith(f"tool file {str(path)!r} ")
-    assert "\n" not in str(refused.value)
+    assert str(raised.value).startswith(f"tool file {str(path)!r} ")
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "."])
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_path_that_is_not_a_file_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="give the path of a YAML file"):
         read_yaml(tmp_path / name, what="tool file")
 
 
-def test_yaml_as_deep_as_allowed_is_read_and_its_aliases_are_expanded(tmp_path: Path) -> None:
+def test_yaml_of_the_maximum_depth_is_read_and_its_aliases_are_expanded(tmp_path: Path) -> None:
     path = tmp_path / "given.yaml"
     path.write_text(
         f"a: &a {'[' * (MAX_DEPTH - 2)}1{']' * (MAX_DEPTH - 2)}\nb: *a\nc: 1e-4", encoding="utf-8"
@@ -84,11 +84,11 @@ def test_yaml_as_deep_as_allowed_is_read_and_its_aliases_are_expanded(tmp_path: 
     ],
     ids=range(10),
 )
-def test_an_override_that_cannot_be_read_is_refused_on_one_line(override: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_an_invalid_override_raises_an_error_of_one_line(override: str) -> None:
+    with pytest.raises(ConfigError) as raised:
         parse_override(override)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 500
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_an_override_that_cannot_be_read_is_refused_on_one_line(override: str) -
     ],
     ids=range(4),
 )
-def test_json_that_cannot_be_read_says_why(text: str, complaint: str) -> None:
+def test_invalid_json_raises_an_error_that_names_the_fault(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         parse_json(text)
 
 
-def test_values_that_hold_themselves_are_too_deep() -> None:
-    circle: list[Any] = []
-    circle.append({"again": circle})
-    assert depth_fault({"extra": circle}) is not None
+def test_values_that_contain_themselves_are_too_deep() -> None:
+    cycle: list[Any] = []
+    cycle.append({"again": cycle})
+    assert depth_fault({"extra": cycle}) is not None
     flat: list[Any] = []
     for _ in range(MAX_DATA_DEPTH - 1):
         flat = [flat]
@@ -117,11 +117,11 @@ def test_values_that_hold_themselves_are_too_deep() -> None:
     assert depth_fault([flat, [flat]]) is not None
 
 
-def test_a_value_whose_repr_fails_can_still_be_named() -> None:
-    class Evil:
+def test_a_value_with_a_failing_repr_can_be_described() -> None:
+    class Unprintable:
         def __repr__(self) -> str:
             raise RuntimeError("no")
 
-    assert shown(Evil()) == "<a Evil that cannot be shown: RuntimeError>"
+    assert shown(Unprintable()) == "<a Unprintable that cannot be shown: RuntimeError>"
     assert shown(1 << 20_000).startswith("<a int that cannot be shown")
     assert len(shown("x" * 10_000)) <= 200

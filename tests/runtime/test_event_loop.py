@@ -20,7 +20,7 @@ def _raise(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_a_callback_that_raises_does_not_end_the_loop(error: BaseException) -> None:
+def test_an_error_in_a_callback_does_not_end_the_event_loop(error: BaseException) -> None:
     async def main() -> str:
         asyncio.get_running_loop().call_soon(partial(_raise, error))
         await asyncio.sleep(0.01)
@@ -29,7 +29,7 @@ def test_a_callback_that_raises_does_not_end_the_loop(error: BaseException) -> N
     assert run_to_end(main()) == "ended"
 
 
-def test_a_task_that_exits_does_not_end_the_loop() -> None:
+def test_system_exit_in_a_task_does_not_end_the_event_loop() -> None:
     async def exits() -> None:
         raise SystemExit(3)
 
@@ -42,7 +42,7 @@ def test_a_task_that_exits_does_not_end_the_loop() -> None:
     assert run_to_end(main()) == "ended"
 
 
-def test_code_that_stops_the_loop_does_not_end_it() -> None:
+def test_a_call_of_stop_does_not_end_the_event_loop() -> None:
     async def main() -> str:
         asyncio.get_running_loop().stop()
         await asyncio.sleep(0.01)
@@ -52,7 +52,7 @@ def test_code_that_stops_the_loop_does_not_end_it() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("x")])
-def test_what_the_coroutine_itself_raises_is_raised(error: BaseException) -> None:
+def test_an_error_of_the_main_coroutine_is_raised(error: BaseException) -> None:
     async def main() -> None:
         raise error
 
@@ -60,7 +60,7 @@ def test_what_the_coroutine_itself_raises_is_raised(error: BaseException) -> Non
         run_to_end(main())
 
 
-def test_ctrl_c_ends_the_loop() -> None:
+def test_ctrl_c_cancels_the_main_coroutine_and_ends_the_event_loop() -> None:
     cancelled: list[bool] = []
 
     async def main() -> None:
@@ -76,10 +76,10 @@ def test_ctrl_c_ends_the_loop() -> None:
     assert cancelled == [True]
 
 
-def test_a_task_that_swallows_its_cancellation_is_left_behind_at_the_end() -> None:
+def test_a_task_that_swallows_its_cancellation_does_not_keep_the_event_loop_open() -> None:
     released: list[asyncio.Event] = []
 
-    async def deaf() -> None:
+    async def uncancellable() -> None:
         while not released[0].is_set():
             try:
                 await released[0].wait()
@@ -88,17 +88,17 @@ def test_a_task_that_swallows_its_cancellation_is_left_behind_at_the_end() -> No
 
     async def main() -> asyncio.Task[None]:
         released.append(asyncio.Event())
-        task = asyncio.create_task(deaf())
+        task = asyncio.create_task(uncancellable())
         await asyncio.sleep(0)
         return task
 
     task = run_to_end(main(), grace_s=GRACE_S)
     assert not task.done()
-    assert num_abandoned() == 0  # its loop is closed
+    assert num_abandoned() == 0  # the task's event loop is closed
     task.get_coro().close()
 
 
-def test_a_thread_of_the_default_executor_that_hangs_does_not_keep_the_loop() -> None:
+def test_a_hanging_thread_of_the_default_executor_does_not_keep_the_event_loop_open() -> None:
     released = threading.Event()
 
     async def main() -> str:

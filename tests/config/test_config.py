@@ -22,12 +22,12 @@ def test_a_file_and_overrides_are_merged(tmp_path: Path) -> None:
     assert config.data.train_files == ["a.jsonl", "b.jsonl"]
 
 
-def test_interpolation_is_resolved(tmp_path: Path) -> None:
+def test_an_interpolation_takes_the_overridden_value(tmp_path: Path) -> None:
     path = write(tmp_path, "trainer: {seed: 7}\nrollout: {seed: '${trainer.seed}'}\n")
     assert load_config(path, overrides=["trainer.seed=9"]).rollout.seed == 9
 
 
-def test_verl_names_set_the_same_keys(tmp_path: Path) -> None:
+def test_verl_names_set_the_corresponding_keys(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         """
@@ -68,7 +68,7 @@ def test_verl_names_set_the_same_keys(tmp_path: Path) -> None:
         ("trainer.mode=async", "trainer.mode is 'async'.* set trainer.mode=sync"),
     ],
 )
-def test_settings_with_random_effects_are_refused_for_deterministic_runs(setting: str, message: str) -> None:
+def test_settings_with_random_effects_are_rejected_for_deterministic_runs(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=["rollout.deterministic=true", setting])
     load_config(overrides=[setting])
@@ -111,7 +111,7 @@ def test_engine_kwargs_are_passed_on_unchanged(tmp_path: Path) -> None:
         ("rollout.seed=${nothing.there}", "nothing.there"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_the_remedy(override: str, complaint: str) -> None:
+def test_an_invalid_setting_raises_an_error_with_the_remedy(override: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_config(overrides=[override])
 
@@ -120,14 +120,14 @@ def test_a_wrong_setting_is_refused_with_the_remedy(override: str, complaint: st
     ("text", "complaint"),
     [("a: [", "not valid YAML"), ("- a\n- b\n", "holds a list"), ("rollout: 3", "rollout")],
 )
-def test_a_file_that_is_not_a_configuration_is_refused_by_name(
+def test_a_file_that_is_not_a_configuration_raises_an_error_that_names_the_file(
     tmp_path: Path, text: str, complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
         load_config(write(tmp_path, text))
 
 
-def test_a_missing_file_is_named() -> None:
+def test_a_missing_file_raises_an_error_that_names_it() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml.*does not exist"):
         load_config("nowhere.yaml")
 
