@@ -165,7 +165,7 @@ class Client:
         return output.token_ids
 
     def _note(self, server: str, num_requests: int) -> None:
-        self._pool.balancer.set_outside_requests(server, num_requests)
+        self._pool.balancer.set_external_requests(server, num_requests)
 
 
 async def measure_balancer(

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, a manager on it, and ways to break both."""
+"""Ray cluster of several nodes on this machine, a manager on it, and faults for both."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEAD = {**NODE, "num_cpus": 1}
 
 @contextmanager
 def cluster_of(num_nodes: int) -> Generator[Any]:
-    """So many nodes beside the one of the driver."""
+    """Start a cluster with `num_nodes` nodes in addition to the driver's node."""
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -42,7 +42,7 @@ def cluster_of(num_nodes: int) -> Generator[Any]:
 
 
 class ClusterHarness:
-    """A manager that is up, and its event loop."""
+    """Manager that has started, and its event loop."""
 
     def __init__(self, config: Config, *, folder: Path, cluster: Any) -> None:
         self.folder = folder
@@ -61,7 +61,7 @@ class ClusterHarness:
     async def run(
         self, work: list[Any], *, breaks: Any = None, after: int = 0, **options: Any
     ) -> list[Trajectory]:
-        """Runs rows, and awaits `breaks()` when `after` trajectories have ended."""
+        """Run rows, and await `breaks()` once `after` trajectories have ended."""
         enough = asyncio.Event()
         num_ended = 0
 
@@ -83,26 +83,26 @@ class ClusterHarness:
             breaking.cancel()
         return running.result()
 
-    # -- ways to break it ------------------------------------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------------------------------
 
     async def kill_server(self, index: int = 0) -> None:
         await self._kill(self.manager.remote_servers[index].actor)
 
     async def kill_worker(self, index: int = 0) -> None:
-        with suppress(ProcessLookupError):  # it has died with something else
+        with suppress(ProcessLookupError):  # already dead
             os.kill(self.manager.remote_workers.workers[index].pid, signal.SIGKILL)
 
     async def kill_node(self) -> None:
-        """With `kill -9`, and with whatever runs on it."""
+        """Kill a node and all its processes with SIGKILL."""
         victim = self.cluster.list_all_nodes()[-1]
         self.cluster.remove_node(victim, allow_graceful=False)
 
     async def _kill(self, actor: Any) -> None:
-        with suppress(ActorLost, ProcessLookupError):  # it has died with something else
+        with suppress(ActorLost, ProcessLookupError):  # already dead
             os.kill(await await_result(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
     async def recovered(self) -> None:
-        """Runs small batches until everything that was killed is back."""
+        """Run small batches until all killed processes have been restarted."""
         while not self.is_whole:
             await self.manager.run(rows(8))
 
@@ -114,10 +114,10 @@ class ClusterHarness:
             worker.is_alive for worker in manager.remote_workers.workers
         )
 
-    # -- what is left ----------------------------------------------------------------------------------------------
+    # -- cleanup ---------------------------------------------------------------------------------------------------
 
     async def held(self) -> dict[str, int]:
-        """What servers and workers hold; all zero between batches."""
+        """Return counts of what servers and workers hold. All are zero between batches."""
 
         async def of(name: str, call: Any) -> dict[str, int]:
             try:

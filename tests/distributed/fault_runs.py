@@ -1,7 +1,7 @@
-"""Kills servers, workers and nodes at random, over and over: `python -m tests.distributed.fault_runs --runs 20`.
+"""Kill servers, workers and nodes at random, many times: `python -m tests.distributed.fault_runs --runs 20`.
 
-Each run is a tool rollout of 512 rows on 4 server actors and 4 workers, during which one to three things are
-killed with `kill -9`. Its trajectories are compared, token by token, with those of a run in one process.
+Each run is a tool rollout of 512 rows on 4 server actors and 4 workers. During the run, one to three processes or nodes
+are killed with SIGKILL. The trajectories are compared, token by token, with those of a run in one process.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ async def reference(folder: Path) -> list[tuple[object, ...]]:
         return [tokens_of(trajectory) for trajectory in await manager.run(rows(NUM_ROWS))]
 
 
-class Mischief:
-    """What a random generator makes of a run."""
+class RandomFaults:
+    """Faults of one run, chosen by a random generator."""
 
     def __init__(self, harness: ClusterHarness, *, seed: int) -> None:
         self._harness = harness
@@ -68,30 +68,30 @@ class Mischief:
 
 
 async def run_journaled(
-    harness: ClusterHarness, mischief: Mischief, *, after: int
+    harness: ClusterHarness, faults: RandomFaults, *, after: int
 ) -> tuple[list[Trajectory], int]:
-    """The trajectories, and how many turns are on record twice: none, since rows go on where they were."""
+    """Return the trajectories, and the number of turns that were recorded twice, which must be 0."""
     work, path = rows(NUM_ROWS), harness.folder / "step.journal"
     key = StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
     async with open_journal(path, key=key, rows=work, resume=False) as journal:
-        trajectories = await harness.run(work, breaks=mischief.run, after=after, journal=journal)
+        trajectories = await harness.run(work, breaks=faults.run, after=after, journal=journal)
     places = Counter((r["row"], *r["at"], r["is"]) for r in records_of(path.read_bytes()) if "at" in r)
     return trajectories, sum(count - 1 for count in places.values())
 
 
 def fault_run(harness: ClusterHarness, expected: list[tuple[object, ...]], *, seed: int) -> str | None:
-    """One run, every second one with a journal; what is wrong with it, if anything is."""
-    mischief, after = Mischief(harness, seed=seed), seed % 300
+    """Run rows with faults, with a journal if the seed is odd. Return what is wrong with the result, if anything is."""
+    faults, after = RandomFaults(harness, seed=seed), seed % 300
     started, num_repeated = time.perf_counter(), 0
     if seed % 2:
-        trajectories, num_repeated = harness.runner.run(run_journaled(harness, mischief, after=after))
+        trajectories, num_repeated = harness.runner.run(run_journaled(harness, faults, after=after))
     else:
-        trajectories = harness.runner.run(harness.run(rows(NUM_ROWS), breaks=mischief.run, after=after))
+        trajectories = harness.runner.run(harness.run(rows(NUM_ROWS), breaks=faults.run, after=after))
     seconds = time.perf_counter() - started
     found = [tokens_of(trajectory) for trajectory in trajectories]
     held = {name: count for name, count in harness.runner.run(harness.held()).items() if count}
     same = sum(a == b for a, b in zip(found, expected, strict=False))
-    killed = ", ".join(mischief.done) or "nothing"
+    killed = ", ".join(faults.done) or "nothing"
     print(f"run {seed}: killed {killed}; {len(found)} rows, {same} the same, {seconds:.1f} s")
     if found != expected:
         wrong = next((a, b) for a, b in zip(trajectories, expected, strict=False) if tokens_of(a) != b)
@@ -100,7 +100,7 @@ def fault_run(harness: ClusterHarness, expected: list[tuple[object, ...]], *, se
         )
     if num_repeated:
         return f"{num_repeated} turns were recorded twice"
-    return f"left behind: {held}" if held else None
+    return f"not cleaned up: {held}" if held else None
 
 
 def main() -> None:
@@ -116,15 +116,15 @@ def main() -> None:
             cluster_of(3) as cluster,
             ClusterHarness(make_config(folder), folder=folder, cluster=cluster) as harness,
         ):
-            troubles = 0
+            num_failed = 0
             for seed in range(arguments.first, arguments.first + arguments.runs):
-                trouble = fault_run(harness, expected, seed=seed)
-                troubles += trouble is not None
-                if trouble is not None:
-                    print(f"run {seed}: {trouble}")
+                error = fault_run(harness, expected, seed=seed)
+                num_failed += error is not None
+                if error is not None:
+                    print(f"run {seed}: {error}")
                 harness.runner.run(harness.recovered())
-    print(f"{arguments.runs} runs of {NUM_ROWS} rows, {troubles} with lost, doubled or changed rows")
-    if troubles:
+    print(f"{arguments.runs} runs of {NUM_ROWS} rows, {num_failed} with lost, repeated or changed rows")
+    if num_failed:
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""A folder with a tokenizer, a scripted model, a tool and a configuration: a rollout whose every token is known."""
+"""Project folder with a tokenizer, a scripted model, a tool and a configuration, for rollouts with known tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reply_to(number, turn, num_turns):
 
 
 def answer(request, *, num_turns=3, latency_s=0.0):
-    """Follows from the prompt alone, whichever server is asked: how often the tool answered, and the row's number."""
+    """Depends only on the prompt: on the number of tool results and the row's number."""
     ids = request.prompt_ids
     turn = int((ids == tokenizer().token_to_id("<tool_response>")).sum())
     text = tokenizer().decode(ids.tolist(), skip_special_tokens=False)
@@ -57,8 +57,8 @@ def slow_answer(request):
     return answer(request, latency_s=float((FOLDER / "latency.txt").read_text()))
 
 
-def whatever(request):
-    """As `slow_answer`, but begins with what nobody can foresee."""
+def random_answer(request):
+    """As `slow_answer`, but begins with random tokens."""
     reply = slow_answer(request)
     thought = tokenizer().encode(f"I think {random.random()}", add_special_tokens=False).ids
     token_ids = [*thought, *reply.token_ids]
@@ -66,7 +66,7 @@ def whatever(request):
 
 
 def counts(request):
-    """To 60, from where the prompt ends if that is a count; 4 numbers a second."""
+    """Count to 60, from the last token of the prompt if it is a count; 4 numbers a second."""
     last = int(request.prompt_ids[-1]) - FIRST
     start = last + 1 if 0 <= last < 60 else 0
     with open(FOLDER / "counted_from.log", "a") as file:
@@ -99,8 +99,8 @@ def reward(output, row):
     return {"reward": float(row["number"]), "pid": os.getpid()}
 
 
-@register("brings_what_cannot_be_stored")
-class BringsWhatCannotBeStored(AgentLoopBase):
+@register("returns_a_function")
+class ReturnsAFunction(AgentLoopBase):
     async def run(self, sampling_params, **row):
         async with self.episode(row["raw_prompt"]) as episode:
             await episode.generate(sampling_params)
@@ -133,7 +133,7 @@ def make_project(folder: Path) -> Path:
 
 
 def set_latency(folder: Path, seconds: float) -> None:
-    """Of each completion from here on, give or take a half."""
+    """Set the mean latency of the next completions. Latencies vary by half of the mean."""
     (folder / "latency.txt").write_text(str(seconds), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Groups whose rollouts run on several workers of a cluster, scored by the driver."""
+"""Rewards of whole groups, whose rollouts run on several workers of a cluster, are computed by the driver."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Generator[ClusterHarnes
 
 
 def judged(harness: ClusterHarness) -> list[list[int]]:
-    """What the function was asked since the last time."""
+    """Return the rows of each call of the reward function since the last call of this helper."""
     log = harness.folder / "judged.log"
     lines = log.read_text().splitlines()
     log.unlink()
@@ -72,7 +72,7 @@ def test_each_group_is_scored_by_one_call_in_the_driver(harness: ClusterHarness)
     assert not any(harness.runner.run(harness.held()).values())
 
 
-def test_groups_are_whole_although_a_worker_dies(harness: ClusterHarness) -> None:
+def test_groups_stay_whole_when_a_worker_dies(harness: ClusterHarness) -> None:
     set_latency(harness.folder, 0.3)
 
     trajectories = harness.runner.run(harness.run(rows(8), n=N, breaks=harness.kill_worker, after=N))
@@ -82,7 +82,9 @@ def test_groups_are_whole_although_a_worker_dies(harness: ClusterHarness) -> Non
     harness.runner.run(harness.recovered())
 
 
-def test_a_function_of_the_other_form_is_refused_before_the_cluster_is_started(tmp_path: Path) -> None:
+def test_a_reward_function_with_the_wrong_signature_is_refused_before_the_cluster_starts(
+    tmp_path: Path,
+) -> None:
     config: Config = make_config(make_project(tmp_path))
     reward = config.reward.model_copy(update={"batch": True})
     with pytest.raises(ConfigError, match=r"it is called as \(outputs, rows\)"):

@@ -1,4 +1,4 @@
-"""A manager on a cluster of its own: what it runs, what it cancels, what it leaves."""
+"""Manager on a local cluster: rollouts, cancellation, restarts, and cleanup."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def held(harness: ClusterHarness) -> dict[str, int]:
     return {name: count for name, count in harness.runner.run(harness.held()).items() if count}
 
 
-def test_a_cluster_that_is_started_here_listens_on_loopback_alone(harness: ClusterHarness) -> None:
+def test_a_cluster_that_the_run_starts_listens_on_loopback_only(harness: ClusterHarness) -> None:
     addresses = listening_addresses(process_tree(os.getpid()))
     assert len(addresses) > 4
     assert all(map(is_loopback, addresses)), addresses
@@ -87,7 +87,7 @@ def test_a_control_call_is_answered_while_thousands_of_completions_hang(harness:
                 task.cancel()
         for n in range(5000):
             server.end_session(f"hangs-{n}")
-        await server.settled()
+        await server.flush()
         while (await server.health()).num_running:
             pass
         return answered - asked
@@ -96,7 +96,7 @@ def test_a_control_call_is_answered_while_thousands_of_completions_hang(harness:
     assert not held(harness)
 
 
-def test_a_cancelled_batch_of_a_thousand_leaves_nothing_and_the_next_one_works(
+def test_a_cancelled_batch_of_a_thousand_rows_is_cleaned_up_and_the_next_batch_works(
     harness: ClusterHarness,
 ) -> None:
     set_latency(harness.folder, 3600.0)
@@ -143,12 +143,12 @@ def test_the_first_groups_are_kept_and_the_others_cancelled(harness: ClusterHarn
     assert not held(harness)
 
 
-def test_branches_come_together_and_what_cannot_be_stored_is_named_on_its_row(
+def test_branches_are_returned_together_and_a_value_that_cannot_be_stored_is_an_incident_of_its_row(
     harness: ClusterHarness,
 ) -> None:
     set_latency(harness.folder, 0.0)
     work = rows(6)
-    work[2]["agent_name"], work[4]["agent_name"] = "two_ways", "brings_what_cannot_be_stored"
+    work[2]["agent_name"], work[4]["agent_name"] = "two_ways", "returns_a_function"
     trajectories = harness.runner.run(harness.run(work))
     assert [(t.group, t.branch) for t in trajectories] == [
         (0, None),
@@ -174,7 +174,7 @@ def test_a_row_that_kills_its_workers_fails_and_the_others_do_not(harness: Clust
     assert [t.group for t in trajectories] == list(range(8))
     [(group, failure)] = [(t.group, t.output.failure) for t in trajectories if t.output.failure is not None]
     assert group == 3
-    assert "workers died while they ran this row, the last one alone with it" in failure.error
+    assert "workers died while they ran this row, the last one without other rows" in failure.error
     assert not held(harness)
 
 
@@ -211,7 +211,7 @@ def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: P
         trajectories = new_harness.runner.run(new_harness.run(rows(32), breaks=kill_in_the_middle))
     assert {t.output.stop_reason for t in trajectories} == {StopReason.ANSWERED}
     assert set(Counter(calls()).values()) == {1}
-    # A call that was on record and may not have begun is not made again either, which its row says.
+    # A call that was recorded and may not have begun is not made either. Its row has an incident.
     kinds = Counter(incident.kind for t in trajectories for incident in t.output.incidents)
     assert 32 * 3 - kinds[IncidentKind.INTERRUPTED_CALL] <= len(calls()) <= 32 * 3
 
@@ -219,7 +219,7 @@ def test_a_tool_that_runs_once_is_not_run_again_when_its_worker_dies(tmp_path: P
 # -- a real engine -----------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_engine_comes_back_with_the_weights_of_the_others(
+def test_a_killed_engine_is_restarted_with_the_weights_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Faults cost time, never data: the same tokens come out, each row once, whatever is killed."""
+"""Faults cost time and no data: each row ends once, with the same tokens, when processes are killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(project: Path) -> dict[tuple[Any, ...], Any]:
-    """What the rows give in one process, where nothing breaks."""
+    """Results of the rows in one process without faults."""
 
     async def main() -> list[Trajectory]:
         async with AgentLoopManager.from_config(
@@ -33,7 +33,7 @@ def expected(project: Path) -> dict[tuple[Any, ...], Any]:
         ) as manager:
             return await manager.run(rows(NUM_ROWS))
 
-    return {facts(trajectory)[0]: facts(trajectory)[1] for trajectory in asyncio.run(main())}
+    return {id_and_tokens(trajectory)[0]: id_and_tokens(trajectory)[1] for trajectory in asyncio.run(main())}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def harness(project: Path) -> Generator[ClusterHarness]:
         yield harness
 
 
-def facts(trajectory: Trajectory) -> tuple[tuple[int, int], Any]:
-    """Who it is, and every token of it."""
+def id_and_tokens(trajectory: Trajectory) -> tuple[tuple[int, int], Any]:
+    """Return group and rollout of a trajectory, and its tokens, stop reason and reward."""
     output = trajectory.output
     assert output.failure is None, output.failure
     assert output.response_logprobs is not None
@@ -62,30 +62,32 @@ def facts(trajectory: Trajectory) -> tuple[tuple[int, int], Any]:
 def run_and_compare(harness: ClusterHarness, expected: dict[tuple[Any, ...], Any], **fault: Any) -> None:
     set_latency(harness.folder, 0.3)
     trajectories = harness.runner.run(harness.run(rows(NUM_ROWS), **fault))
-    assert [facts(trajectory)[0] for trajectory in trajectories] == list(expected)
-    assert dict(map(facts, trajectories)) == expected
+    assert [id_and_tokens(trajectory)[0] for trajectory in trajectories] == list(expected)
+    assert dict(map(id_and_tokens, trajectories)) == expected
     held = harness.runner.run(harness.held())
     assert held
     assert not any(held.values()), held
 
 
-def test_a_rollout_on_a_cluster_is_the_same_to_the_token(harness: ClusterHarness, expected: Any) -> None:
+def test_a_rollout_on_a_cluster_gives_the_same_tokens_as_one_process(
+    harness: ClusterHarness, expected: Any
+) -> None:
     run_and_compare(harness, expected)
 
 
-def test_rows_of_a_killed_server_go_on_at_the_others(harness: ClusterHarness, expected: Any) -> None:
+def test_rows_of_a_killed_server_are_resumed_at_the_others(harness: ClusterHarness, expected: Any) -> None:
     run_and_compare(harness, expected, breaks=harness.kill_server, after=100)
 
 
-def test_rows_of_a_killed_worker_are_run_again_by_the_others(harness: ClusterHarness, expected: Any) -> None:
+def test_rows_of_a_killed_worker_are_resumed_by_the_others(harness: ClusterHarness, expected: Any) -> None:
     run_and_compare(harness, expected, breaks=harness.kill_worker, after=100)
 
 
-def test_a_killed_node_takes_no_row_with_it(harness: ClusterHarness, expected: Any) -> None:
+def test_no_row_is_lost_with_a_killed_node(harness: ClusterHarness, expected: Any) -> None:
     run_and_compare(harness, expected, breaks=harness.kill_node, after=100)
 
 
-def test_what_was_killed_takes_part_again(harness: ClusterHarness, expected: Any) -> None:
+def test_killed_processes_are_restarted_and_used_again(harness: ClusterHarness, expected: Any) -> None:
     harness.runner.run(harness.recovered())
     run_and_compare(harness, expected)
     assert harness.is_whole

@@ -1,4 +1,4 @@
-"""The journal of a rollout on a cluster: a worker's death costs no turn, the driver's no step."""
+"""Journal of a rollout on a cluster: no turn is lost when a worker dies, and no step when the driver dies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ON_RAY = [
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Generator[ClusterHarness]:
     folder = make_project(tmp_path_factory.mktemp("project"))
-    config = make_config(folder, script="whatever", num_servers=2, num_workers=2)
+    config = make_config(folder, script="random_answer", num_servers=2, num_workers=2)
     with ClusterHarness(config, folder=folder, cluster=None) as harness:
         yield harness
 
@@ -47,8 +47,8 @@ def key_of(work: list[dict[str, Any]]) -> StepKey:
     return StepKey.of(work, step=1, weight_version=0, num_samples=1, settings={})
 
 
-def test_rows_that_were_cancelled_go_on_from_what_came_back(harness: ClusterHarness) -> None:
-    """The model never says the same twice."""
+def test_cancelled_rows_are_resumed_from_their_partial_outputs(harness: ClusterHarness) -> None:
+    """The model never samples the same completion twice."""
     set_latency(harness.folder, 0.8)
     work = [{**row, "agent_name": "partial_tool_agent"} for row in rows(16)]
 
@@ -70,8 +70,10 @@ def test_rows_that_were_cancelled_go_on_from_what_came_back(harness: ClusterHarn
     assert not any(harness.runner.run(harness.held()).values())
 
 
-def test_rows_of_a_killed_worker_go_on_from_their_last_turn(harness: ClusterHarness, tmp_path: Path) -> None:
-    """The model never says the same twice, so that a turn which was sampled again would show."""
+def test_rows_of_a_killed_worker_are_resumed_from_their_last_turn(
+    harness: ClusterHarness, tmp_path: Path
+) -> None:
+    """The model never samples the same completion twice, so that a repeated turn is detected."""
     set_latency(harness.folder, 0.8)
     work, path = rows(64), tmp_path / "step.journal"
 
@@ -80,7 +82,7 @@ def test_rows_of_a_killed_worker_go_on_from_their_last_turn(harness: ClusterHarn
             return await harness.run(work, breaks=kill_in_the_middle, journal=journal)
 
     async def kill_in_the_middle() -> None:
-        await holds(path, RecordKind.OBSERVATION, 40)
+        await wait_for_records(path, RecordKind.OBSERVATION, 40)
         await harness.kill_worker()
 
     trajectories = harness.runner.run(main())
@@ -94,8 +96,8 @@ def test_rows_of_a_killed_worker_go_on_from_their_last_turn(harness: ClusterHarn
     assert not any(harness.runner.run(harness.held()).values())
 
 
-async def holds(path: Path, kind: RecordKind, count: int) -> None:
-    """Waits until the journal has so many records."""
+async def wait_for_records(path: Path, kind: RecordKind, count: int) -> None:
+    """Wait until the journal has at least `count` records of a kind."""
     while sum(record["is"] == kind for record in read(path)) < count:  # noqa: ASYNC110  (another thread writes it)
         await asyncio.sleep(0.05)
 
@@ -116,7 +118,7 @@ def test_a_rollout_that_was_cancelled_resumes_from_its_journal(
             asyncio.TaskGroup() as group,
         ):
             running = group.create_task(harness.manager.run(work, journal=journal))
-            await holds(path, RecordKind.END, 4)
+            await wait_for_records(path, RecordKind.END, 4)
             running.cancel()
 
     async def resumed() -> list[Trajectory]:

@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
 class Fetching:
-    """What a server's actor does with published weights."""
+    """Actor that fetches published weights as a server's actor does."""
 
     def __init__(self) -> None:
         self._fetcher = WeightFetcher()
         self._bases: list[Any] = []
 
     async def fetch(self, published: PublishedWeights) -> tuple[str, list[Arrived], int]:
-        """The base's name, merged weights, and how many bases came so far."""
+        """Return the id of the base, the merged weights, and the number of bases fetched so far."""
         weights = await self._fetcher.fetch(published)
         assert isinstance(weights, AdaptedWeights)
         if not any(base is weights.base for base in self._bases):
@@ -36,7 +36,7 @@ def num_bytes(published: PublishedWeights) -> int:
     return sum(spec.num_bytes for spec in published.tensors)
 
 
-def test_the_base_is_stored_once_and_an_actor_that_begins_anew_gets_it_too() -> None:
+def test_the_base_is_stored_once_and_a_restarted_actor_gets_it_too() -> None:
     async def main() -> None:
         store, actor = WeightStore(), ray.remote(Fetching).remote()
         references = set[Any]()

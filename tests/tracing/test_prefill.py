@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.distributed.wire import PackedCompletion
-from agent_loop.runtime.activity import Board, WaitKind
+from agent_loop.distributed.messages import PackedCompletion
+from agent_loop.runtime.activity import ActivityMonitor, WaitKind
 from agent_loop.servers.base import Ability
 from agent_loop.servers.manager import AsyncLLMServerManager
 from agent_loop.servers.scripted import ScriptedReply, ScriptedServer
@@ -34,7 +34,7 @@ def details_of(*servers: Any) -> dict[str, Any]:
     """Of the span of one completion."""
 
     async def main() -> dict[str, Any]:
-        with Board().trajectory("group=0") as activity:
+        with ActivityMonitor().trajectory("group=0") as activity:
             manager = AsyncLLMServerManager(servers)
             await manager.generate("one", prompt_ids=PROMPT, sampling_params={})
         [span] = [span for span in activity.spans if span.kind == WaitKind.GENERATE]

@@ -7,11 +7,12 @@ from agent_loop.rollout.manager import AgentLoopManager
 
 
 def create_manager(config: Config) -> AgentLoopManager:
-    """The manager that `trainer.runtime` asks for.
+    """Create the manager for the runtime in `trainer.runtime`.
 
     Raises:
-        ConfigError: Something named does not exist or does not fit, or Ray is asked for and not installed.
-        ChatTemplateError: The model's chat template cannot write the conversations of this run.
+        ConfigError: A component that the configuration names does not exist or does not fit, or the runtime is Ray and
+            Ray is not installed.
+        ChatTemplateError: The model's chat template cannot render the conversations of this run.
     """
     if config.trainer.runtime == "local":
         return AgentLoopManager.from_config(config)

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: the one that is there, or one of our own."""
+"""Ray cluster of a run: an existing cluster, or a cluster that the run starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from agent_loop.config import Config
+from agent_loop.distributed.messages import ServerInfo
 from agent_loop.distributed.placement import Node, place_servers
 from agent_loop.distributed.ray_module import load_ray, on_loopback
 from agent_loop.distributed.remote_worker import RemoteWorker
@@ -18,39 +19,39 @@ from agent_loop.distributed.server_actor import (
     NUM_CONTROL_CALLS,
     ServerActor,
 )
-from agent_loop.distributed.wire import ServerFacts
 from agent_loop.distributed.worker_actor import NUM_CALLS, WorkerActor, WorkerSetup
 from agent_loop.errors import ConfigError
 from agent_loop.runtime.describe import describe_error
 from agent_loop.servers.base import ServerSpec
 
-FOR_EVER: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
-"""Ray starts a process again; what it was doing is for us to repeat, or not."""
+RESTART_OPTIONS: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
+"""Ray restarts processes without limit, and repeats no calls."""
 
 
 class Cluster:
-    """Makes actors; connects to Ray before and disconnects behind."""
+    """Connection to Ray that creates the actors of a run."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ray_config = config.trainer.ray
         self._ray = load_ray()
-        self._is_ours = False
+        self._is_started_here = False
         self._server_nodes: list[str | None] = []
 
     def connect(self) -> None:
-        """Joins the cluster that `trainer.ray.address` names, or starts one. Where this process has joined one before,
-        that one is used.
+        """Connect to the cluster at `trainer.ray.address`, or start a cluster if no address is set.
+
+        A process that is connected to Ray already keeps its connection.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is no cluster at the address.
         """
         if not self._ray.is_initialized():
             options: dict[str, Any] = {"address": self._ray_config.address}
             host = self._ray_config.host
             is_local = self._ray_config.address is None
             if is_local:
-                # What telemetry there is, is for whoever runs a cluster to decide.
+                # Only the operator of a cluster should switch Ray's telemetry on.
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
                 options = {"address": "local", "num_cpus": self._num_cpus, "include_dashboard": False}
                 if host is not None:
@@ -64,7 +65,7 @@ class Cluster:
                 raise ConfigError(
                     f"no Ray cluster at trainer.ray.address {self._ray_config.address!r}: {describe_error(error)}"
                 ) from error
-            self._is_ours = True
+            self._is_started_here = True
         rollout, cpus = self._config.rollout, self._ray_config.num_cpus_per_server
         self._server_nodes = place_servers(
             len(rollout.server_urls) or rollout.num_servers,
@@ -78,13 +79,13 @@ class Cluster:
         )
 
     def disconnect(self) -> None:
-        """Leaves the cluster, and ends it if it was started here."""
-        if self._is_ours:
-            self._is_ours = False
+        """Disconnect, and stop the cluster if `connect` started it."""
+        if self._is_started_here:
+            self._is_started_here = False
             self._ray.shutdown()
 
     def make_server(self, spec: ServerSpec, *, index: int) -> Any:
-        """The actor of a server: on a node that has what it needs, and there again after a restart if it can."""
+        """Create the actor of a server, on a node with enough resources. A restart prefers the same node."""
         node = self._server_nodes[index]
         strategy: Any = "SPREAD"
         if node is not None:
@@ -96,17 +97,17 @@ class Cluster:
             max_concurrency=NUM_COMPLETIONS,
             concurrency_groups={CONTROL_GROUP: NUM_CONTROL_CALLS},
             scheduling_strategy=strategy,
-            **FOR_EVER,
+            **RESTART_OPTIONS,
         )(ServerActor)
         return actor_class.remote(spec, rollout=self._config.rollout, folder=os.getcwd())
 
-    def make_workers(self, servers: Sequence[tuple[Any, ServerFacts]]) -> list[RemoteWorker]:
-        """The workers' actors, spread over the nodes."""
+    def make_workers(self, servers: Sequence[tuple[Any, ServerInfo]]) -> list[RemoteWorker]:
+        """Create the actors of the workers, spread over the nodes."""
         actor_class = self._ray.remote(
             num_cpus=self._ray_config.num_cpus_per_worker,
             max_concurrency=NUM_CALLS,
             scheduling_strategy="SPREAD",
-            **FOR_EVER,
+            **RESTART_OPTIONS,
         )(WorkerActor)
         return [
             RemoteWorker(
@@ -119,7 +120,7 @@ class Cluster:
 
     @property
     def _num_cpus(self) -> int:
-        """Of a cluster of our own: Ray's CPUs are tickets, so there are enough for all actors."""
+        """CPUs of a cluster that the run starts. Ray only counts CPUs, so this is enough for all actors."""
         rollout, ray = self._config.rollout, self._ray_config
         wanted = (
             rollout.num_servers * ray.num_cpus_per_server

@@ -1,7 +1,7 @@
-"""What a server has seen of each session, so that a turn carries only what is new. Pure: no I/O.
+"""Contexts of the sessions at a server, so that a turn sends only its new tokens. Pure: no I/O.
 
-Both sides keep the tokens of a session and their checksum. A server that does not hold what the client thinks it does
-says so, and gets everything again.
+The client and the server both keep the tokens of a session and their checksum. If the checksums differ, the client
+sends the whole context again.
 """
 
 from __future__ import annotations
@@ -19,41 +19,43 @@ from agent_loop.types import IntArray, as_token_ids
 INITIAL_CAPACITY = 1024
 
 
-class Delta(NamedTuple):
-    """What a context adds to the one before."""
+class ContextDelta(NamedTuple):
+    """New tokens and attachments of a context, relative to the context before."""
 
     num_held: int
-    """Tokens that the server has. 0 begins anew."""
+    """Tokens that the server has. 0 replaces the server's context."""
     checksum: int
-    """Of those."""
+    """CRC-32 of the tokens that the server has."""
     new_tokens: bytes
-    """int32."""
+    """Token ids as int32."""
     num_attachments_held: int = 0
     new_attachments: tuple[Attachment, ...] = ()
 
 
 class UnknownContext(Exception):
-    """The server does not hold what a delta adds to."""
+    """The server does not have the context that a delta extends."""
 
 
 class SentContexts:
-    """The client's side.
+    """Contexts that a client has sent.
 
-    What was sent is kept by reference: token arrays do not change.
+    Token arrays are kept by reference, because they do not change.
     """
 
     def __init__(self) -> None:
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _SentContext] = {}
 
     def __len__(self) -> int:
         return len(self._sent)
 
-    def delta(self, session: str, prompt_ids: IntArray, attachments: Sequence[Attachment] = ()) -> Delta:
-        """What a server must be told for this context."""
+    def delta(
+        self, session: str, prompt_ids: IntArray, attachments: Sequence[Attachment] = ()
+    ) -> ContextDelta:
+        """Return what the server needs for this context."""
         sent = self._sent.get(session)
-        if sent is None or not sent.begins(prompt_ids, attachments):
-            return Delta(0, 0, prompt_ids.tobytes(), 0, tuple(attachments))
-        return Delta(
+        if sent is None or not sent.is_prefix_of(prompt_ids, attachments):
+            return ContextDelta(0, 0, prompt_ids.tobytes(), 0, tuple(attachments))
+        return ContextDelta(
             num_held=len(sent),
             checksum=sent.checksum,
             new_tokens=prompt_ids[len(sent) :].tobytes(),
@@ -65,22 +67,22 @@ class SentContexts:
         self,
         session: str,
         *,
-        delta: Delta,
+        delta: ContextDelta,
         prompt_ids: IntArray,
         attachments: Sequence[Attachment],
         completion: bytes,
     ) -> None:
-        """Takes note that a server has this context and what it answered."""
+        """Record that the server has this context and its completion."""
         checksum = zlib.crc32(completion, zlib.crc32(delta.new_tokens, delta.checksum))
         digests = tuple(attachment.digest for attachment in attachments)
-        self._sent[session] = _Sent(prompt_ids, np.frombuffer(completion, np.int32), checksum, digests)
+        self._sent[session] = _SentContext(prompt_ids, np.frombuffer(completion, np.int32), checksum, digests)
 
     def forget(self, session: str) -> None:
         self._sent.pop(session, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sent:
+class _SentContext:
     prompt_ids: IntArray
     completion_ids: IntArray
     checksum: int
@@ -89,8 +91,8 @@ class _Sent:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def begins(self, prompt_ids: IntArray, attachments: Sequence[Attachment]) -> bool:
-        """Whether a context goes on from this one."""
+    def is_prefix_of(self, prompt_ids: IntArray, attachments: Sequence[Attachment]) -> bool:
+        """Return whether a context starts with this context."""
         middle, end = len(self.prompt_ids), len(self)
         return (
             len(prompt_ids) >= end
@@ -100,43 +102,45 @@ class _Sent:
         )
 
 
-class HeldContexts:
-    """The server's side."""
+class ReceivedContexts:
+    """Contexts that a server has received."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _Held] = {}
+        self._contexts: dict[str, _ReceivedContext] = {}
         self._sessions_of: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._contexts)
 
-    def extend(self, session: str, delta: Delta, *, client: str) -> tuple[IntArray, tuple[Attachment, ...]]:
-        """The whole context, and everything attached to it.
+    def extend(
+        self, session: str, delta: ContextDelta, *, client: str
+    ) -> tuple[IntArray, tuple[Attachment, ...]]:
+        """Extend a session's context, and return all its tokens and attachments.
 
         Raises:
-            UnknownContext: The delta is to another context than the one that is here.
+            UnknownContext: The delta extends another context than the session has.
         """
-        held = self._held.get(session)
+        context = self._contexts.get(session)
         if not delta.num_held:
             self.end(session)
-            held = self._held[session] = _Held(client)
+            context = self._contexts[session] = _ReceivedContext(client)
             self._sessions_of.setdefault(client, set()).add(session)
-        elif held is None or (len(held), held.checksum) != (delta.num_held, delta.checksum):
+        elif context is None or (len(context), context.checksum) != (delta.num_held, delta.checksum):
             raise UnknownContext
-        held.append(delta.new_tokens)
-        held.attachments = held.attachments[: delta.num_attachments_held] + delta.new_attachments
-        return held.token_ids, held.attachments
+        context.append(delta.new_tokens)
+        context.attachments = context.attachments[: delta.num_attachments_held] + delta.new_attachments
+        return context.token_ids, context.attachments
 
     def append(self, session: str, completion: bytes) -> None:
-        """Adds what was answered."""
-        held = self._held.get(session)
-        if held is not None:
-            held.append(completion)
+        """Append a completion to a session's context."""
+        context = self._contexts.get(session)
+        if context is not None:
+            context.append(completion)
 
     def end(self, session: str) -> None:
-        held = self._held.pop(session, None)
-        if held is not None:
-            self._sessions_of[held.client].discard(session)
+        context = self._contexts.pop(session, None)
+        if context is not None:
+            self._sessions_of[context.client].discard(session)
 
     def sessions_of(self, client: str) -> tuple[str, ...]:
         return tuple(self._sessions_of.get(client, ()))
@@ -147,8 +151,8 @@ class HeldContexts:
         self._sessions_of.pop(client, None)
 
 
-class _Held:
-    """Tokens in a growing buffer; what was handed out never changes."""
+class _ReceivedContext:
+    """Tokens in a growing buffer. Views that were returned never change."""
 
     def __init__(self, client: str) -> None:
         self.client = client

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Self
 
@@ -16,22 +17,22 @@ from agent_loop.errors import ServerError
 from agent_loop.rollout.components import load_reward_function, load_template
 from agent_loop.rollout.manager import AgentLoopManager
 from agent_loop.runtime.concurrency import run_together
-from agent_loop.servers.factory import server_specs
+from agent_loop.servers.factory import make_server_specs
 from agent_loop.tracing.tracer import with_trace_names
 
 START_GRACE_S = 60.0
-"""Beyond `rollout.start_timeout_s`, which the engine itself keeps: to find a place in the cluster."""
+"""Seconds for Ray to schedule the actor, in addition to `rollout.start_timeout_s`, which limits the engine's start."""
 
 
 class ClusterManager(AgentLoopManager):
-    """An `AgentLoopManager` on a Ray cluster. Rows in, trajectories out, as ever; what dies is started again."""
+    """An `AgentLoopManager` on a Ray cluster. Processes that die are restarted."""
 
     def __init__(self, config: Config) -> None:
-        """Starts nothing yet.
+        """Create a manager. Nothing is started yet.
 
         Raises:
-            ConfigError: Something named does not exist or does not fit.
-            ChatTemplateError: The model's chat template cannot write the conversations of this run.
+            ConfigError: A component that the configuration names does not exist, or does not fit.
+            ChatTemplateError: The model's chat template cannot render the conversations of this run.
         """
         rollout, ray = config.rollout, config.trainer.ray
         template = load_template(config)
@@ -45,11 +46,11 @@ class ClusterManager(AgentLoopManager):
                 store=store,
                 start_timeout_s=rollout.start_timeout_s + START_GRACE_S,
             )
-            for index, spec in enumerate(server_specs(config.model, rollout=rollout))
+            for index, spec in enumerate(make_server_specs(config.model, rollout=rollout))
         ]
         self.remote_workers = RemoteWorkers(
             self._make_workers,
-            on_death=self._free,
+            on_death=self._drop_client,
             restart_timeout_s=ray.restart_timeout_s,
             max_row_restarts=ray.max_row_restarts,
         )
@@ -81,15 +82,13 @@ class ClusterManager(AgentLoopManager):
             self.cluster.disconnect()
 
     def _make_workers(self) -> list[RemoteWorker]:
-        return self.cluster.make_workers([(server.actor, server.facts) for server in self.remote_servers])
+        return self.cluster.make_workers([(server.actor, server.info) for server in self.remote_servers])
 
-    async def _free(self, client: str) -> None:
-        """Has the servers free what a dead worker had there. One that cannot is lost itself."""
+    async def _drop_client(self, client: str) -> None:
+        """Free the sessions and requests of a dead worker at all servers. Servers that are lost are skipped."""
 
-        async def free(server: OwnedServer) -> None:
-            try:
+        async def drop(server: OwnedServer) -> None:
+            with suppress(ServerError):
                 await server.drop_client(client)
-            except ServerError:
-                return
 
-        await run_together(free(server) for server in self.remote_servers)
+        await run_together(drop(server) for server in self.remote_servers)

@@ -1,4 +1,4 @@
-"""Which node a server goes to. Pure: no I/O."""
+"""Assignment of servers to nodes. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Node:
 def place_servers(
     num_servers: int, *, nodes: Sequence[Node], num_cpus: float, num_gpus: float
 ) -> list[str | None]:
-    """A node for each server: where most of what it needs is left, and the same at each start.
+    """Return the id of a node for each server: the node with the most free GPUs, then CPUs. Deterministic.
 
-    None where no node has a place: then Ray waits for one.
+    The id is None if no node has enough resources. Ray then waits for a node.
     """
     free = {node.id: [node.num_gpus, node.num_cpus] for node in nodes}
     placed: list[str | None] = []

@@ -1,4 +1,4 @@
-"""Ray, which is optional."""
+"""Import of Ray, which is an optional dependency, and helpers around Ray."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from agent_loop.runtime.describe import describe_error
 
 
 class ActorLost(Exception):
-    """The process at the other end is gone, or cannot be reached: what was asked may have been done or not."""
+    """An actor's process is gone or cannot be reached. The call may or may not have run."""
 
 
 def load_ray() -> Any:
-    """The package.
+    """Import Ray.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         return import_module("ray")
@@ -51,17 +51,17 @@ def on_loopback() -> Generator[None]:
 
 
 def enter_folder(folder: str) -> None:
-    """Goes to where the driver was started, which relative paths of the configuration start from."""
-    with suppress(OSError):  # it is another machine's, which got the files by trainer.ray.runtime_env
+    """Change to the driver's working directory, which relative paths of the configuration refer to."""
+    with suppress(OSError):  # on another machine, which gets the files by trainer.ray.runtime_env
         os.chdir(folder)
 
 
-async def answer_of(call: Awaitable[Any]) -> Any:
-    """Awaits what an actor was asked.
+async def await_result(call: Awaitable[Any]) -> Any:
+    """Await a call of an actor and return its result.
 
     Raises:
-        ActorLost: See there.
-        Exception: What the actor's method raised.
+        ActorLost: The actor's process is gone or cannot be reached.
+        Exception: The actor's method raised it.
     """
     errors: Any = import_module("ray.exceptions")
     try:

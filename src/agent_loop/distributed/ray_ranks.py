@@ -7,7 +7,7 @@ import os
 from typing import Any, Protocol, Self
 
 from agent_loop.config import Config
-from agent_loop.distributed.ray_module import answer_of, enter_folder, load_ray
+from agent_loop.distributed.ray_module import await_result, enter_folder, load_ray
 from agent_loop.runtime.describe import describe_error
 
 
@@ -48,7 +48,8 @@ class RayRanks:
 
     async def wait_for_exit(self) -> str:
         exits = {
-            asyncio.ensure_future(_exit_of(call, rank=rank)) for rank, call in enumerate(self._calls, start=1)
+            asyncio.ensure_future(_wait_for_exit(call, rank=rank))
+            for rank, call in enumerate(self._calls, start=1)
         }
         try:
             done, _ = await asyncio.wait(exits, return_when=asyncio.FIRST_COMPLETED)
@@ -56,6 +57,7 @@ class RayRanks:
         finally:
             for each in exits:
                 each.cancel()
+            await asyncio.wait(exits)
 
     def __enter__(self) -> Self:
         return self
@@ -75,9 +77,9 @@ class RankActor:
         run_rank(config, host=host, port=port, rank=rank, local_rank=0)  # Ray shows each actor its own GPUs
 
 
-async def _exit_of(call: Any, *, rank: int) -> str:
+async def _wait_for_exit(call: Any, *, rank: int) -> str:
     try:
-        await answer_of(call)
+        await await_result(call)
     except Exception as error:  # noqa: BLE001  (any error ends the process)
         return f"process {rank} ended: {describe_error(error)}"
     return f"process {rank} ended"

@@ -1,4 +1,4 @@
-"""Servers in other processes, as the worker and the driver see them."""
+"""Clients of servers in other processes, for workers and for the driver."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from agent_loop.distributed.client_channel import ClientChannel
 from agent_loop.distributed.contexts import SentContexts, token_bytes
-from agent_loop.distributed.mailbox import Mailbox
-from agent_loop.distributed.progress import Parts, Progress
-from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
+from agent_loop.distributed.messages import (
+    ChannelLost,
+    ContextMissing,
+    GenerationRequest,
+    PackedCompletion,
+    PackedError,
+    ServerInfo,
+)
+from agent_loop.distributed.partial_completions import PartialCompletionPoller, PartialCompletions
+from agent_loop.distributed.ray_module import ActorLost, await_result, load_ray
 from agent_loop.distributed.server_actor import CONTROL_GROUP
 from agent_loop.distributed.weights import PublishedWeights, WeightStore
-from agent_loop.distributed.wire import Ask, LineLost, PackedCompletion, Refusal, Resend, ServerFacts
 from agent_loop.errors import AgentLoopError, ServerDied, ServerError, ServerTimeout
 from agent_loop.runtime.concurrency import run_shielded
 from agent_loop.servers.base import Ability, AsyncServerBase, ServerHealth
@@ -28,16 +35,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_ACROSS_PROCESSES = frozenset({Ability.STREAMING})
-"""A message per token costs too much: what running completions have is asked for now and then, all together."""
+LOCAL_ABILITIES = frozenset({Ability.STREAMING})
+"""Abilities that are not offered across processes. A message per token costs too much: chunks are polled instead."""
 CLOSE_TIMEOUT_S = 10.0
 
 
 class RemoteServer(AsyncServerBase):
-    """A server in a Ray actor, as one client of several sees it.
+    """Client of a server in a Ray actor, which has other clients, too.
 
-    Ray starts its process again when it has died. A completion carries what the server has not seen of the session;
-    those of one moment share a message.
+    Ray restarts the server's process if the process dies. A request carries the tokens that the server does not have
+    yet. Concurrent requests share a message.
     """
 
     restarts = True
@@ -47,27 +54,31 @@ class RemoteServer(AsyncServerBase):
         actor: Any,
         *,
         client: str,
-        facts: ServerFacts,
+        info: ServerInfo,
         on_other_requests: Callable[[str, int], None] | None = None,
     ) -> None:
-        """Args:
-        actor: The handle of a `ServerActor`.
-        client: Names this client among all; what it holds at the server falls if it dies.
-        on_other_requests: Told, with each answer, how many requests of other clients the server has.
+        """Create a client. Nothing is sent yet.
+
+        Args:
+            actor: The handle of a `ServerActor`.
+            client: Unique name of this client. The server frees the client's sessions if the client dies.
+            info: What the server offers.
+            on_other_requests: Called after each response with the server's name and its number of in-flight requests
+                of other clients.
         """
-        self.name = facts.name
+        self.name = info.name
         self._actor = actor
         self._client = client
         self._on_other_requests = on_other_requests
-        self._calls = count()
+        self._call_ids = count()
         self._contexts = SentContexts()
-        self._progress = Progress(self._ask_for_parts)
-        self._mailbox = Mailbox(
-            open_line=self._open_line,
+        self._poller = PartialCompletionPoller(self._poll_partial_completions)
+        self._channel = ClientChannel(
+            open_channel=self._open_channel,
             exchange=self._exchange,
-            on_reply=lambda r: self._note_others(r.num_others),
+            on_responses=lambda batch: self._report_others(batch.num_others),
         )
-        self._take(facts)
+        self._set_info(info)
 
     async def generate(
         self,
@@ -78,12 +89,16 @@ class RemoteServer(AsyncServerBase):
         attachments: Sequence[Attachment] = (),
     ) -> TokenOutput:
         delta = self._contexts.delta(request_id, prompt_ids, attachments)
-        response = await self._ask(Ask.pack(next(self._calls), request_id, delta, sampling_params))
-        if isinstance(response, Resend):
+        response = await self._send(
+            GenerationRequest.pack(next(self._call_ids), request_id, delta, sampling_params)
+        )
+        if isinstance(response, ContextMissing):
             self._contexts.forget(request_id)
             delta = self._contexts.delta(request_id, prompt_ids, attachments)
-            response = await self._ask(Ask.pack(next(self._calls), request_id, delta, sampling_params))
-        if isinstance(response, Resend):
+            response = await self._send(
+                GenerationRequest.pack(next(self._call_ids), request_id, delta, sampling_params)
+            )
+        if isinstance(response, ContextMissing):
             raise ServerError("it does not keep the session", server=self.name, request_id=request_id)
         output = response.unpack()
         self._contexts.keep(
@@ -100,12 +115,12 @@ class RemoteServer(AsyncServerBase):
 
     def end_session(self, request_id: str) -> None:
         self._contexts.forget(request_id)
-        self._mailbox.end(request_id)
+        self._channel.end_session(request_id)
 
-    async def settled(self) -> None:
-        """Waits until the server has done all that it was told so far, if it lives."""
-        with suppress(LineLost):
-            await self._mailbox.settled()
+    async def flush(self) -> None:
+        """Wait until the server has processed the cancellations and the ends of sessions so far, if it is alive."""
+        with suppress(ChannelLost):
+            await self._channel.flush()
 
     async def wake_up(self) -> None:
         await self._control("wake_up")
@@ -116,109 +131,116 @@ class RemoteServer(AsyncServerBase):
     async def update_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], *, weight_version: int
     ) -> None:
-        raise ServerError("weights are published by whoever owns the server", server=self.name)
+        raise ServerError("only the driver, which owns the server, publishes weights", server=self.name)
 
     async def health(self) -> ServerHealth:
         health, num_others = await self._control("health", self._client)
-        self._note_others(num_others)
+        self._report_others(num_others)
         return health
 
     async def close(self) -> None:
-        """The server is not this client's to end."""
+        """Close the channel to the server. The server continues to run."""
+        await self._channel.close()
 
-    def _take(self, facts: ServerFacts) -> None:
-        self.facts = facts
-        self.abilities = facts.abilities - NOT_ACROSS_PROCESSES
-        self.max_concurrent = facts.max_concurrent
+    def _set_info(self, info: ServerInfo) -> None:
+        self.info = info
+        self.abilities = info.abilities - LOCAL_ABILITIES
+        self.max_concurrent = info.max_concurrent
 
-    async def _ask(self, ask: Ask) -> PackedCompletion | Resend:
-        """Raises: ServerDied: With what the server had sampled, as far as it is known."""
-        if Ability.STREAMING not in self.facts.abilities:
-            return await self._ask_once(ask)
-        with self._progress.watching(ask.call) as chunks:
+    async def _send(self, request: GenerationRequest) -> PackedCompletion | ContextMissing:
+        """Send a request and return its response.
+
+        Raises:
+            ServerDied: With the chunks that the server is known to have sampled.
+        """
+        if Ability.STREAMING not in self.info.abilities:
+            return await self._send_once(request)
+        async with self._poller.polling(request.call_id) as chunks:
             try:
-                return await self._ask_once(ask)
+                return await self._send_once(request)
             except ServerDied as error:
-                error.chunks = error.chunks or chunks  # one that was started anew knows of none
+                error.chunks = error.chunks or chunks  # a restarted server knows no chunks
                 raise
 
-    async def _ask_once(self, ask: Ask) -> PackedCompletion | Resend:
+    async def _send_once(self, request: GenerationRequest) -> PackedCompletion | ContextMissing:
         is_kept = False
         try:
-            response = await self._mailbox.ask(ask)
-            is_kept = not isinstance(response, Refusal)
-        except LineLost as error:
-            raise ServerDied(str(error), server=self.name, request_id=ask.session) from None
+            response = await self._channel.send(request)
+            is_kept = not isinstance(response, PackedError)
+        except ChannelLost as error:
+            raise ServerDied(str(error), server=self.name, request_id=request.session) from None
         finally:
             if not is_kept:
-                self._contexts.forget(ask.session)
-        if isinstance(response, Refusal):
+                self._contexts.forget(request.session)
+        if isinstance(response, PackedError):
             raise response.error
         return response
 
-    async def _ask_for_parts(self, num_known: Mapping[int, int]) -> Parts:
-        return await self._control("parts", self._client, num_known)
+    async def _poll_partial_completions(self, num_known: Mapping[int, int]) -> PartialCompletions:
+        return await self._control("partial_completions", self._client, num_known)
 
-    async def _open_line(self) -> str:
-        return await self._line_of(self._actor.open_line.remote(self._client))
+    async def _open_channel(self) -> str:
+        return await self._await_channel_call(self._actor.open_channel.remote(self._client))
 
     async def _exchange(self, packed: bytes) -> bytes:
-        return await self._line_of(self._actor.exchange.remote(packed))
+        return await self._await_channel_call(self._actor.exchange.remote(packed))
 
-    async def _line_of(self, call: Any) -> Any:
+    async def _await_channel_call(self, call: Any) -> Any:
         try:
-            return await answer_of(call)
+            return await await_result(call)
         except ActorLost as error:
-            raise LineLost(str(error)) from None
+            raise ChannelLost(str(error)) from None
 
     async def _control(self, method: str, *args: Any) -> Any:
         call = getattr(self._actor, method).options(concurrency_group=CONTROL_GROUP)
-        return await self._answer_of(call.remote(*args))
+        return await self._await_call(call.remote(*args))
 
-    async def _answer_of(self, call: Any) -> Any:
+    async def _await_call(self, call: Any) -> Any:
         try:
-            return await answer_of(call)
+            return await await_result(call)
         except ActorLost as error:
             raise ServerDied(str(error), server=self.name) from None
 
-    def _note_others(self, num_requests: int) -> None:
+    def _report_others(self, num_requests: int) -> None:
         if self._on_other_requests is not None:
             self._on_other_requests(self.name, num_requests)
 
 
 class OwnedServer(RemoteServer):
-    """The same for whoever made the actor: starts it, publishes weights, and brings it up again when it was started
-    anew."""
+    """Client that owns its server's actor: creates the actor, publishes weights, and restores a restarted server."""
 
     def __init__(
         self, name: str, *, make_actor: Callable[[], Any], store: WeightStore, start_timeout_s: float
     ) -> None:
-        """Args:
-        make_actor: Makes the actor; called by `start`.
-        store: Shared by all servers of the run.
-        start_timeout_s: How long it may take to find a place in the cluster and to come up.
+        """Create a client. The actor is created by `start`.
+
+        Args:
+            name: Name of the server.
+            make_actor: Called by `start`; returns the handle of a new actor.
+            store: Weight store that all servers of the run share.
+            start_timeout_s: Time limit of Ray for scheduling the actor and of the server for starting.
         """
-        super().__init__(None, client="driver", facts=ServerFacts(name, frozenset(), None))
+        super().__init__(None, client="driver", info=ServerInfo(name, frozenset(), None))
         self._make_actor = make_actor
         self._store = store
         self._start_timeout_s = start_timeout_s
         self._published: PublishedWeights | None = None
-        self._coming_up: Future[Any] | None = None
+        self._restoring: Future[Any] | None = None
 
     @property
     def actor(self) -> Any:
-        """The handle; None before `start` and after `close`."""
+        """Handle of the actor; None before `start` and after `close`."""
         return self._actor
 
     async def start(self) -> None:
         self._actor = self._make_actor()
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self._take(await self._answer_of(self._actor.come_up.remote(None)))
+                self._set_info(await self._await_call(self._actor.ensure_started.remote(None)))
         except TimeoutError:
             raise ServerTimeout(
-                f"it did not come up in {self._start_timeout_s:g} s; see with `ray status` whether the cluster has "
-                "what trainer.ray asks for, or raise rollout.start_timeout_s",
+                f"it did not start in {self._start_timeout_s:g} s; check with `ray status` whether the cluster has "
+                "the resources that trainer.ray requests, or raise rollout.start_timeout_s",
                 server=self.name,
             ) from None
 
@@ -229,44 +251,45 @@ class OwnedServer(RemoteServer):
         await self._control("update_weights", self._published)
 
     async def health(self) -> ServerHealth:
-        """As the server says; one that lacks the weights, or was started anew, is brought up meanwhile."""
+        """Return the server's health. A server that was restarted, or lacks weights, is restored in the background."""
         if self._actor is None:
             return ServerHealth(
                 is_alive=False, num_running=0, num_waiting=0, weight_version=-1, detail="it was closed"
             )
-        if (trouble := await self._look_at_coming_up()) is not None:
-            logger.warning("server %s did not come up again: %s", self.name, trouble)
+        if (reason := await self._check_restoring()) is not None:
+            logger.warning("server %s could not be restored after its restart: %s", self.name, reason)
         health = await super().health()
         is_behind = self._published is not None and health.weight_version != self._published.weight_version
-        if (not health.is_alive or is_behind) and self._coming_up is None:
-            self._coming_up = self._actor.come_up.remote(self._published).future()
+        if (not health.is_alive or is_behind) and self._restoring is None:
+            self._restoring = self._actor.ensure_started.remote(self._published).future()
         return health
 
     async def drop_client(self, client: str) -> None:
-        """Frees what a client that died had here."""
+        """Free the sessions and requests of a client that died."""
         if self._actor is not None:
             await self._control("drop_client", client)
 
     async def close(self) -> None:
+        await super().close()
         actor, self._actor = self._actor, None
         if actor is None:
             return
         try:
             call = actor.close.options(concurrency_group=CONTROL_GROUP).remote()
-            await run_shielded(lambda: answer_of(call), timeout_s=CLOSE_TIMEOUT_S)
+            await run_shielded(lambda: await_result(call), timeout_s=CLOSE_TIMEOUT_S)
         except (ActorLost, AgentLoopError, TimeoutError) as error:
-            logger.debug("server %s did not end by itself: %s", self.name, error)
+            logger.debug("server %s is killed, because it did not close: %s", self.name, error)
         finally:
             load_ray().kill(actor)
 
-    async def _look_at_coming_up(self) -> str | None:
-        """Why the last attempt failed, if it did."""
-        attempt = self._coming_up
+    async def _check_restoring(self) -> str | None:
+        """Return why the last attempt to restore the server failed; None if it did not."""
+        attempt = self._restoring
         if attempt is None or not attempt.done():
             return None
-        self._coming_up = None
+        self._restoring = None
         try:
-            await self._answer_of(asyncio.wrap_future(attempt))
+            await self._await_call(asyncio.wrap_future(attempt))
         except AgentLoopError as error:
             return str(error)
         return None

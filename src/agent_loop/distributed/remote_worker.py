@@ -1,4 +1,4 @@
-"""One worker in another process, as the driver sees it."""
+"""Driver's handle of one worker in another process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-from agent_loop.distributed.ray_module import ActorLost, answer_of, load_ray
-from agent_loop.distributed.wire import unpack_trajectories
+from agent_loop.distributed.messages import unpack_trajectories
+from agent_loop.distributed.ray_module import ActorLost, await_result, load_ray
 from agent_loop.distributed.worker_actor import WorkerSetup
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.concurrency import run_shielded
@@ -20,7 +20,7 @@ CANCEL_TIMEOUT_S = 30.0
 
 
 class RemoteWorker:
-    """One worker actor."""
+    """Worker in a Ray actor."""
 
     def __init__(self, name: str, *, actor: Any, setup: WorkerSetup) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class RemoteWorker:
             ActorLost: The actor is gone, or its process is just being restarted.
             AgentLoopError: The worker cannot load the components that the configuration names.
         """
-        self.client, self.pid = await answer_of(self._actor.start.remote(self._setup))
+        self.client, self.pid = await await_result(self._actor.start.remote(self._setup))
         self.is_alive = True
 
     async def run(
@@ -59,12 +59,12 @@ class RemoteWorker:
         is_over = False
         try:
             while not is_over:
-                update = await answer_of(self._actor.take.remote(client, run_id))
+                update = await await_result(self._actor.fetch_update.remote(client, run_id))
                 if update is None:
-                    raise ActorLost("its process was started again")
+                    raise ActorLost("its process was restarted")
                 is_over = update.is_last
                 yield update.records, unpack_trajectories(update.trajectories, jobs=by_id)
-            await answer_of(running)
+            await await_result(running)
         except ActorLost:
             is_over = True
             raise
@@ -80,7 +80,7 @@ class RemoteWorker:
 
     async def set_weight_version(self, weight_version: int) -> None:
         with suppress(ActorLost):
-            await answer_of(self._actor.set_weight_version.remote(weight_version))
+            await await_result(self._actor.set_weight_version.remote(weight_version))
 
     def call(self, method: str) -> Any:
         """Call a method of the actor, for tests. Return a reference to its result."""
@@ -92,4 +92,4 @@ class RemoteWorker:
 
     async def _cancel_run(self, client: str, run_id: str) -> None:
         with suppress(ActorLost):
-            await answer_of(self._actor.cancel_run.remote(client, run_id))
+            await await_result(self._actor.cancel_run.remote(client, run_id))

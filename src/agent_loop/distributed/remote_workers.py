@@ -1,4 +1,4 @@
-"""All workers in other processes, as the driver sees them. A row whose worker dies is resumed by another worker."""
+"""Driver's handle of all workers in other processes. A row whose worker dies is resumed by another worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
-from agent_loop.distributed.batch import Batch, Chunk
+from agent_loop.distributed.job_batch import JobBatch, JobChunk
 from agent_loop.distributed.ray_module import ActorLost
 from agent_loop.distributed.remote_worker import RemoteWorker
 from agent_loop.errors import AgentLoopError, RolloutError
@@ -22,10 +22,10 @@ from agent_loop.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-RETRY_EVERY_S = 0.5
+RETRY_INTERVAL_S = 0.5
 
 
-def _recorded(job: Job) -> Job:
+def _with_log(job: Job) -> Job:
     """Return the job with a log, also where no journal is kept.
 
     The batch remembers what a row's worker recorded, so that the row's next worker resumes it, and does not repeat
@@ -45,11 +45,13 @@ class RemoteWorkers:
         restart_timeout_s: float,
         max_row_restarts: int,
     ) -> None:
-        """Args:
-        make_workers: Makes the actors; called by `start`, when the servers are up.
-        on_death: Told the client's name of a worker that died, so that the servers free what it had there.
-        restart_timeout_s: How long a batch waits for a worker while none is alive.
-        max_row_restarts: A row that is run again so often, at last alone, and still loses its worker has failed.
+        """Create the handle. No worker is started yet.
+
+        Args:
+            make_workers: Creates the actors. Called by `start`, once the servers have started.
+            on_death: Called with the client name of a worker that died, to free the worker's sessions at the servers.
+            restart_timeout_s: Seconds that a batch waits for a worker while no worker is alive.
+            max_row_restarts: Restarts of a row, the last ones without other rows, before the row fails.
         """
         self.workers: Sequence[RemoteWorker] = ()
         self._make_workers = make_workers
@@ -57,7 +59,7 @@ class RemoteWorkers:
         self._restart_timeout_s = restart_timeout_s
         self._max_row_restarts = max_row_restarts
         self._weight_version = 0
-        self._batches: list[Batch] = []
+        self._batches: list[JobBatch] = []
 
     async def start(self) -> None:
         self.workers = self._make_workers()
@@ -70,7 +72,11 @@ class RemoteWorkers:
         budget: FailureBudget | None = None,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> list[Trajectory]:
-        """As `Workers.run`. Raises: RolloutError: No worker is left, and none came back in time."""
+        """Run jobs. See `Workers.run`.
+
+        Raises:
+            RolloutError: All workers died, and none was restarted in time.
+        """
 
         def note(trajectory: Trajectory) -> None:
             if on_trajectory is not None:
@@ -78,14 +84,14 @@ class RemoteWorkers:
             if budget is not None:
                 budget.count(trajectory)
 
-        batch = Batch([_recorded(job) for job in jobs], note)
+        batch = JobBatch([_with_log(job) for job in jobs], note)
         self._batches.append(batch)
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in self.workers:
                     if not worker.is_alive:
-                        group.create_task(self._bring_back(worker, batch))
-                await self._hand_out(batch, group)
+                        group.create_task(self._restart(worker, batch))
+                await self._assign_jobs(batch, group)
         except BaseExceptionGroup as failures:
             raise cast(BaseException, failures.exceptions[0]) from None
         finally:
@@ -119,50 +125,51 @@ class RemoteWorkers:
     def _alive(self) -> list[RemoteWorker]:
         return [worker for worker in self.workers if worker.is_alive]
 
-    async def _hand_out(self, batch: Batch, group: asyncio.TaskGroup) -> None:
-        """Shares what nobody runs among the workers that are alive, until the batch is complete."""
+    async def _assign_jobs(self, batch: JobBatch, group: asyncio.TaskGroup) -> None:
+        """Assign unassigned jobs to the workers that are alive, until the batch is complete."""
         clock = asyncio.get_running_loop().time
-        waits_since: float | None = None
+        waiting_since: float | None = None
         while not batch.is_complete:
             for chunk in batch.next_chunks(self._alive):
                 group.create_task(self._run_chunk(chunk, batch))
-            nobody = batch.num_unassigned > 0 and not self._alive
-            waits_since = (waits_since or clock()) if nobody else None
-            if waits_since is not None and clock() - waits_since > self._restart_timeout_s:
+            is_stuck = batch.num_unassigned > 0 and not self._alive
+            waiting_since = (waiting_since or clock()) if is_stuck else None
+            if waiting_since is not None and clock() - waiting_since > self._restart_timeout_s:
                 raise RolloutError(
-                    f"all {len(self.workers)} workers died and none came back in {self._restart_timeout_s:g} s, with "
-                    f"{batch.num_unassigned} rows to run; see Ray's logs, or raise trainer.ray.restart_timeout_s"
+                    f"all {len(self.workers)} workers died, and none was restarted in {self._restart_timeout_s:g} s; "
+                    f"{batch.num_unassigned} rows have not ended; see Ray's logs, or raise "
+                    "trainer.ray.restart_timeout_s"
                 )
-            await batch.wait_for_change(timeout_s=RETRY_EVERY_S if nobody else None)
+            await batch.wait_for_change(timeout_s=RETRY_INTERVAL_S if is_stuck else None)
 
-    async def _run_chunk(self, chunk: Chunk, batch: Batch) -> None:
+    async def _run_chunk(self, chunk: JobChunk, batch: JobBatch) -> None:
         worker, client = chunk.worker, chunk.worker.client
         try:
-            async with aclosing(worker.run(chunk.jobs, weight_version=self._weight_version)) as news:
-                async for records, trajectories in news:
+            async with aclosing(worker.run(chunk.jobs, weight_version=self._weight_version)) as updates:
+                async for records, trajectories in updates:
                     await batch.keep(records)
                     batch.add(trajectories)
             batch.close(chunk)
         except ActorLost as error:
-            is_news = worker.is_alive and worker.client == client
-            worker.is_alive = worker.is_alive and not is_news
+            is_first_report = worker.is_alive and worker.client == client
+            worker.is_alive = worker.is_alive and not is_first_report
             num_left = await batch.put_back(chunk, max_restarts=self._max_row_restarts, reason=str(error))
-            logger.warning("%s is lost (%s); others go on with %d of its rows", worker.name, error, num_left)
-            if is_news:
+            logger.warning("%s died (%s); other workers resume %d of its rows", worker.name, error, num_left)
+            if is_first_report:
                 await self._on_death(client)
-                await self._bring_back(worker, batch)
+                await self._restart(worker, batch)
 
-    async def _bring_back(self, worker: RemoteWorker, batch: Batch) -> None:
-        """Tries again and again, as long as there is something to do."""
+    async def _restart(self, worker: RemoteWorker, batch: JobBatch) -> None:
+        """Start a worker whose process Ray restarts. Retry until the batch is complete."""
         while not batch.is_complete:
             try:
                 await worker.start()
             except ActorLost:
-                await batch.wait_for_change(timeout_s=RETRY_EVERY_S)
+                await batch.wait_for_change(timeout_s=RETRY_INTERVAL_S)
             except AgentLoopError as error:
-                logger.warning("%s did not come back: %s", worker.name, error)
+                logger.warning("%s could not be restarted: %s", worker.name, error)
                 return
             else:
-                logger.warning("%s is back", worker.name)
+                logger.warning("%s was restarted", worker.name)
                 batch.changed.set()
                 return

@@ -1,4 +1,4 @@
-"""A server in a process of its own: what runs inside its Ray actor."""
+"""Ray actor of one server."""
 
 from __future__ import annotations
 
@@ -8,149 +8,163 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from agent_loop.config import RolloutConfig
-from agent_loop.distributed.progress import Parts
+from agent_loop.distributed.messages import ChannelLost, ServerInfo
+from agent_loop.distributed.partial_completions import PartialCompletions
 from agent_loop.distributed.ray_module import enter_folder
-from agent_loop.distributed.serving import Serving
+from agent_loop.distributed.server_frontend import ServerFrontend
 from agent_loop.distributed.weights import PublishedWeights, WeightFetcher
-from agent_loop.distributed.wire import LineLost, ServerFacts
 from agent_loop.errors import ServerDied
 from agent_loop.servers.base import ServerHealth, ServerSpec
-from agent_loop.servers.factory import create_server, server_class_of
+from agent_loop.servers.factory import create_server, find_server_class
 
 ResultT = TypeVar("ResultT")
 
 CONTROL_GROUP = "control"
-"""Calls of this group have a queue and a thread of their own, so that they are heard however many completions wait."""
+"""Ray concurrency group with a queue and a thread of its own, so that control calls do not wait for completions."""
+NOT_STARTED = "it has not started yet"
 NUM_CONTROL_CALLS = 256
 NUM_COMPLETIONS = 100_000
-"""At once. Completions wait in the engine or in the clients' lines, not in the actor's queue."""
+"""Concurrent calls. Completions wait in the engine or in the clients' channels, not in the actor's queue."""
 
 
 class ServerActor:
-    """Owns one `AsyncServerBase`, whose methods are all called on the event loop of the completions' group.
+    """Owns one `AsyncServerBase`, whose methods are all called on the event loop of the default concurrency group.
 
-    A process that Ray has started again is empty: `come_up` makes the server, with the weights of the others.
+    A process that Ray has restarted has no server: `ensure_started` creates it, with the weights of the others.
     """
 
     def __init__(self, spec: ServerSpec, *, rollout: RolloutConfig, folder: str) -> None:
-        """Args: folder: Where the driver was started."""
+        """Create the actor without its server.
+
+        Args:
+            spec: What the server is created from.
+            rollout: Names the server's class.
+            folder: Working directory of the driver.
+        """
         self._spec = spec
         self._folder = folder
         self._rollout = rollout
-        self._serving: Serving | None = None
+        self._frontend: ServerFrontend | None = None
         self._fetcher = WeightFetcher()
-        self._trouble = "it is not up yet"
-        self._home: asyncio.AbstractEventLoop | None = None
-        self._coming_up = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._start_lock = asyncio.Lock()
 
-    # -- the completions' group ------------------------------------------------------------------------------------
+    # -- the default group -----------------------------------------------------------------------------------------
 
-    async def come_up(self, weights: PublishedWeights | None) -> ServerFacts:
-        """Makes and starts the server unless it is up, and gives it the weights unless it has them.
+    async def ensure_started(self, weights: PublishedWeights | None) -> ServerInfo:
+        """Create and start the server if it has not started, and load the weights if it does not have them.
 
         Raises:
-            AgentLoopError: It does not come up.
+            AgentLoopError: The server does not start.
         """
-        self._home = asyncio.get_running_loop()
-        async with self._coming_up:
-            if self._serving is not None:
-                server = self._serving.server
+        self._loop = asyncio.get_running_loop()
+        async with self._start_lock:
+            if self._frontend is not None:
+                server = self._frontend.server
             else:
                 enter_folder(self._folder)
-                server = create_server(server_class_of(self._rollout), self._spec)
+                server = create_server(find_server_class(self._rollout), self._spec)
                 await server.start()
             health = await server.health()
             if weights is not None and health.weight_version != weights.weight_version:
                 tensors = await self._fetcher.fetch(weights)
                 await server.update_weights(tensors, weight_version=weights.weight_version)
-            self._serving = self._serving or Serving(server)
-        return ServerFacts(server.name, server.abilities, server.max_concurrent)
+            self._frontend = self._frontend or ServerFrontend(server)
+        return ServerInfo(server.name, server.abilities, server.max_concurrent)
 
-    async def open_line(self, client: str) -> str:
-        """Begins anew with a client, whose earlier line ends with all it had here. Gives the line's name.
+    async def open_channel(self, client: str) -> str:
+        """Open a channel and return its name. The client's earlier channel, sessions and requests end.
 
         Raises:
-            LineLost: The server is not up, or the client was given up.
+            ChannelLost: The server has not started, or the client was dropped.
         """
-        if self._serving is None:
-            raise LineLost(self._trouble)
-        return await self._serving.open_line(client)
+        if self._frontend is None:
+            raise ChannelLost(NOT_STARTED)
+        return await self._frontend.open_channel(client)
 
     async def exchange(self, packed: bytes) -> bytes:
-        """Takes a `Post`, holds it until there are answers, and gives a `Reply`.
+        """Accept a packed `RequestBatch`, and return a packed `ResponseBatch` once there are responses.
 
         Raises:
-            LineLost: There is no such line any more.
+            ChannelLost: The channel is closed.
         """
-        if self._serving is None:
-            raise LineLost(self._trouble)
-        return pickle.dumps(await self._serving.exchange(pickle.loads(packed)), protocol=5)
+        if self._frontend is None:
+            raise ChannelLost(NOT_STARTED)
+        return pickle.dumps(await self._frontend.exchange(pickle.loads(packed)), protocol=5)
 
     # -- the control group -----------------------------------------------------------------------------------------
 
-    async def parts(self, client: str, num_known: Mapping[int, int]) -> Parts:
-        """What a client's running completions have beyond the chunks of each that it knows."""
+    async def partial_completions(self, client: str, num_known: Mapping[int, int]) -> PartialCompletions:
+        """Return the new chunks of a client's in-flight completions. See `ServerFrontend.partial_completions`."""
 
-        async def at_home() -> Parts:
-            return self._up.parts(client, num_known)
+        async def on_loop() -> PartialCompletions:
+            return self._started.partial_completions(client, num_known)
 
-        return await self._go_home(at_home)
+        return await self._run_on_loop(on_loop)
 
     async def abort(self, session: str) -> None:
-        await self._go_home(lambda: self._up.server.abort(session))
+        await self._run_on_loop(lambda: self._started.server.abort(session))
 
     async def drop_client(self, client: str) -> None:
-        """Ends whatever a client that died had here."""
+        """End all channels, sessions and requests of a client that died."""
 
-        await self._go_home(lambda: self._up.drop_client(client))
+        await self._run_on_loop(lambda: self._started.drop_client(client))
 
     async def health(self, client: str) -> tuple[ServerHealth, int]:
-        """How it is, and how many requests of others it has."""
-        if self._serving is None:
+        """Return the server's health, and its number of in-flight requests of other clients."""
+        if self._frontend is None:
             health = ServerHealth(
-                is_alive=False, num_running=0, num_waiting=0, weight_version=-1, detail=self._trouble
+                is_alive=False, num_running=0, num_waiting=0, weight_version=-1, detail=NOT_STARTED
             )
             return health, 0
-        return await self._go_home(lambda: self._up.server.health()), self._serving.num_others(client)
+        return await self._run_on_loop(lambda: self._started.server.health()), self._frontend.num_others(
+            client
+        )
 
     async def wake_up(self) -> None:
-        await self._go_home(lambda: self._up.server.wake_up())
+        await self._run_on_loop(lambda: self._started.server.wake_up())
 
     async def sleep(self) -> None:
-        await self._go_home(lambda: self._up.server.sleep())
+        await self._run_on_loop(lambda: self._started.server.sleep())
 
     async def update_weights(self, weights: PublishedWeights) -> None:
-        async def at_home() -> None:
-            async with self._coming_up:
-                await self._up.server.update_weights(tensors, weight_version=weights.weight_version)
+        async def on_loop() -> None:
+            async with self._start_lock:
+                await self._started.server.update_weights(tensors, weight_version=weights.weight_version)
 
         tensors = await self._fetcher.fetch(weights)
-        await self._go_home(at_home)
+        await self._run_on_loop(on_loop)
 
     async def close(self) -> None:
-        if self._serving is not None:
-            await self._go_home(lambda: self._up.server.close())
+        async def on_loop() -> None:
+            try:
+                await self._started.close()
+            finally:
+                await self._started.server.close()
+
+        if self._frontend is not None:
+            await self._run_on_loop(on_loop)
 
     async def inspect(self) -> dict[str, int]:
-        """What is held, for tests: all zero when nobody is served."""
-        return {} if self._serving is None else self._serving.inspect()
+        """Return counts of what is held, for tests. All are zero if no client is served."""
+        return {} if self._frontend is None else self._frontend.inspect()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
     @property
-    def _up(self) -> Serving:
-        if self._serving is None:
-            raise ServerDied(self._trouble, server=self._spec.name)
-        return self._serving
+    def _started(self) -> ServerFrontend:
+        if self._frontend is None:
+            raise ServerDied(NOT_STARTED, server=self._spec.name)
+        return self._frontend
 
-    async def _go_home(self, call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
-        """Runs a call on the loop that the server belongs to."""
-        if self._home is None:
-            raise ServerDied(self._trouble, server=self._spec.name)
-        if self._home is asyncio.get_running_loop():
+    async def _run_on_loop(self, call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+        """Run a call on the event loop that the server belongs to."""
+        if self._loop is None:
+            raise ServerDied(NOT_STARTED, server=self._spec.name)
+        if self._loop is asyncio.get_running_loop():
             return await call()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_called(call), self._home))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await_call(call), self._loop))
 
 
-async def _called(call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+async def _await_call(call: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
     return await call()

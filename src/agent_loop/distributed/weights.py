@@ -1,7 +1,7 @@
-"""Weights by Ray's object store: one copy per node, which all servers of the node read where it lies.
+"""Weight transfer by Ray's object store: one copy per node, which all servers of the node read in place.
 
-What was published last stays there until the next time, for servers that are started again meanwhile. What lies below
-adapters stays until another base comes.
+The last published weights stay in the store until the next update, for servers that are restarted. The base weights of
+adapters stay until another base is published.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ BUCKET_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """A few hundred bytes per tensor, and references to the rest."""
+    """Weights in the object store. Holds only the tensors' specs and references to their data."""
 
     weight_version: int
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[Any, ...]
     """References to arrays of bytes in the object store."""
     base: PublishedWeights | None = None
-    """Set if the tensors are factors of adapters."""
+    """Base weights, if the tensors are factors of adapters."""
     base_id: str = ""
-    """Of that base; see `AdaptedWeights`."""
+    """Id of the base weights; see `AdaptedWeights`."""
 
 
 class WeightStore:
-    """The driver's side. Servers of one update share what the first of them publishes."""
+    """Publishes weights from the driver. All servers of one update share what is published for the first server."""
 
     def __init__(self) -> None:
         self.current: PublishedWeights | None = None
@@ -52,7 +52,7 @@ class WeightStore:
     async def publish(
         self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int
     ) -> PublishedWeights:
-        """The weights in the object store; the ones before are given up.
+        """Put weights into the object store and release the previous weights.
 
         Raises:
             WeightsError: A tensor cannot be sent.
@@ -80,13 +80,13 @@ class WeightStore:
 
 
 class WeightFetcher:
-    """A server's side. Keeps the last base, so that the node does not fetch it again."""
+    """Reads published weights in a server's process. Keeps the last base weights, to fetch them only once."""
 
     def __init__(self) -> None:
         self._base: tuple[str, dict[str, Tensor]] = ("", {})
 
     async def fetch(self, published: PublishedWeights) -> Iterable[tuple[str, Tensor]]:
-        """Names and tensors. They may show the object store's memory: who writes to them crashes."""
+        """Return names and tensors. The tensors may be views of the object store: writing to them crashes."""
         if published.base is None:
             return await _read(published)
         base_id, base = self._base
@@ -104,7 +104,7 @@ async def _read(published: PublishedWeights) -> list[tuple[str, Tensor]]:
 
 def _put(weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> PublishedWeights:
     import numpy as np
-    import torch  # late: driving a cluster needs no torch until somebody publishes
+    import torch  # late: the driver needs torch only to publish weights
 
     from agent_loop.weights.handle import refuse_duplicates
     from agent_loop.weights.packing import pack, to_bytes

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: what runs inside its Ray actor."""
+"""Ray actor of one worker."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from uuid import uuid4
 
 from agent_loop.config import Config
+from agent_loop.distributed.messages import ServerInfo, WorkerUpdate, pack_trajectories
 from agent_loop.distributed.ray_module import enter_folder
-from agent_loop.distributed.relay import Relay
+from agent_loop.distributed.record_buffer import RecordBuffer
 from agent_loop.distributed.remote_server import RemoteServer
-from agent_loop.distributed.wire import News, ServerFacts, pack_trajectories
 from agent_loop.recording.record import RowRecord
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.components import (
@@ -40,57 +40,60 @@ from agent_loop.trajectory import Trajectory
 logger = logging.getLogger(__name__)
 
 NUM_CALLS = 1000
-NEWS_EVERY_S = 0.02
-SETTLE_TIMEOUT_S = 10.0
+UPDATE_INTERVAL_S = 0.02
+FLUSH_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What a worker is made from, each time its process is started."""
+    """What a worker is created from, each time its process is started."""
 
     config: Config
-    servers: tuple[tuple[Any, ServerFacts], ...]
-    """Handles of server actors, and what they are."""
+    servers: tuple[tuple[Any, ServerInfo], ...]
+    """Handles of server actors, and what the servers offer."""
     index: int
-    """Of this worker; each begins with another server."""
+    """Index of the worker. Each worker lists the servers from another first server on."""
     folder: str
-    """Where the driver was started."""
+    """Working directory of the driver."""
 
 
-class _Run:
-    """Some jobs of a batch."""
+class _JobRun:
+    """Jobs of a batch that the worker runs."""
 
     def __init__(self) -> None:
-        self.has_news = asyncio.Event()
+        self.has_update = asyncio.Event()
         self.is_cancelled = asyncio.Event()
         self.is_over = asyncio.Event()
-        self.relay = Relay(self.has_news.set)
+        self.records = RecordBuffer(self.has_update.set)
         self._ended: list[Trajectory] = []
-        self._told_at = -math.inf
+        self._updated_at = -math.inf
 
     def add(self, trajectory: Trajectory) -> None:
-        """Those of one job are added together."""
+        """Add a trajectory that ended. The trajectories of one job are added without a pause."""
         self._ended.append(trajectory)
-        self.has_news.set()
+        self.has_update.set()
 
-    async def news(self) -> News:
-        """What there is since the last time, as soon as there is something; but not too often before the end."""
-        self.relay.confirm()
-        await self.has_news.wait()
+    async def next_update(self) -> WorkerUpdate:
+        """Wait for something to report, and return everything since the last update.
+
+        Updates are at least `UPDATE_INTERVAL_S` apart, except the last one.
+        """
+        self.records.confirm()
+        await self.has_update.wait()
         clock = asyncio.get_running_loop().time
-        if (wait_s := self._told_at + NEWS_EVERY_S - clock()) > 0:
+        if (wait_s := self._updated_at + UPDATE_INTERVAL_S - clock()) > 0:
             with suppress(DeadlineExpired):
                 await run_bounded(self.is_over.wait, timeout_s=wait_s)
-        self._told_at = clock()
-        self.has_news.clear()
+        self._updated_at = clock()
+        self.has_update.clear()
         ended, self._ended = self._ended, []
-        return News(pack_trajectories(ended), self.relay.fetch(), is_last=self.is_over.is_set())
+        return WorkerUpdate(pack_trajectories(ended), self.records.fetch(), is_last=self.is_over.is_set())
 
 
 class WorkerActor:
-    """Owns one `AgentLoopWorker` and its view of the servers.
+    """Owns one `AgentLoopWorker` and its clients of the servers.
 
-    Each worker balances its own sessions over all servers: their answers tell it how busy they are with others.
+    Each worker balances its own sessions over all servers. Responses report how busy a server is with other clients.
     """
 
     def __init__(self) -> None:
@@ -99,19 +102,22 @@ class WorkerActor:
         self._pool = ServerPool(())
         self._worker: AgentLoopWorker | None = None
         self._manager: AsyncLLMServerManager | None = None
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _JobRun] = {}
 
     async def start(self, setup: WorkerSetup) -> tuple[str, int]:
-        """Loads what the configuration names. A worker that was given up, but lives, ends what it ran.
+        """Load the components that the configuration names.
+
+        If the process was started before and survived, its runs are cancelled first.
 
         Returns:
-            The client's name at the servers, which is another one each time, and the process's id.
+            The worker's client name at the servers, which is new each time, and the id of the process.
 
         Raises:
-            AgentLoopError: It cannot be loaded.
+            AgentLoopError: A component cannot be loaded.
         """
         for run_id in list(self._runs):
             await self.cancel_run(self._client, run_id)
+        await run_together(server.close() for server in self._servers)
         enter_folder(setup.folder)
         rollout = setup.config.rollout
         self._client = f"worker-{setup.index}/{uuid4().hex}"
@@ -125,7 +131,7 @@ class WorkerActor:
             template=template,
             settings=setup.config,
         )
-        # Whole groups are scored by the driver, so that no worker loads what only the function needs.
+        # The driver scores whole groups, so that no worker loads the dependencies of the reward function.
         reward = None if setup.config.reward.batch else load_reward_function(setup.config)
         self._worker = make_worker(rollout, context=context, loops=load_loops(rollout), reward=reward)
         freeze_objects()
@@ -139,42 +145,46 @@ class WorkerActor:
         records: Mapping[str, RowRecord],
         weight_version: int,
     ) -> None:
-        """Runs jobs to their ends; `take` hands out what ended, and what was recorded of the jobs that have records.
+        """Run jobs until they end. `fetch_update` returns their trajectories, and new records of jobs with records.
 
-        Ray may start the two in any order. Both do nothing for a client that is no more: the process was started
-        again since.
+        Ray may start the two calls in any order. Both do nothing if the process was restarted since, and `client` is
+        not the worker's name any more.
         """
         if client != self._client or self._worker is None or self._manager is None:
             return
-        run = self._runs.setdefault(run_id, _Run())
+        run = self._runs.setdefault(run_id, _JobRun())
         self._pool.weight_version = weight_version
-        jobs = [_logged(job, records, run.relay) for job in jobs]
+        jobs = [_with_log(job, records, run.records) for job in jobs]
         try:
             async with self._manager.watching():
                 await run_until(self._worker.run(jobs, on_trajectory=run.add), run.is_cancelled)
         finally:
             try:
-                await run_shielded(self._settle, timeout_s=SETTLE_TIMEOUT_S)
+                await run_shielded(self._flush_servers, timeout_s=FLUSH_TIMEOUT_S)
             except TimeoutError:
-                logger.warning("a server did not hear in %g s which sessions ended", SETTLE_TIMEOUT_S)
+                logger.warning(
+                    "a server did not confirm within %g s that it ended this run's sessions", FLUSH_TIMEOUT_S
+                )
             finally:
                 run.is_over.set()
-                run.has_news.set()
+                run.has_update.set()
 
-    async def take(self, client: str, run_id: str) -> News | None:
-        """What there is since the last time, as soon as there is something; to ask is to say that what was taken
-        before is kept. None if the client is no more."""
+    async def fetch_update(self, client: str, run_id: str) -> WorkerUpdate | None:
+        """Wait for an update of a run, and return it. The call confirms that the driver stored the previous update.
+
+        Returns None if the process was restarted, and `client` is not the worker's name any more.
+        """
         if client != self._client:
             return None
-        news = await self._runs.setdefault(run_id, _Run()).news()
-        if news.is_last:
+        update = await self._runs.setdefault(run_id, _JobRun()).next_update()
+        if update.is_last:
             self._runs.pop(run_id, None)
-        return news
+        return update
 
     async def cancel_run(self, client: str, run_id: str) -> None:
-        """Ends a run; when this returns, nothing of it is left."""
+        """Cancel a run, and wait until all of it has ended."""
         if client == self._client:
-            run = self._runs.setdefault(run_id, _Run())
+            run = self._runs.setdefault(run_id, _JobRun())
             run.is_cancelled.set()
             await run.is_over.wait()
             self._runs.pop(run_id, None)
@@ -191,48 +201,48 @@ class WorkerActor:
         self._pool.weight_version = weight_version
 
     async def inspect(self) -> dict[str, int]:
-        """What is held, for tests: all zero between batches, and nothing in a process that was just started again."""
+        """Return counts of what is held, for tests. All are zero between batches; empty if `start` was not called."""
         if self._worker is None:
             return {}
         balancer = self._pool.balancer
         return {
             "leases": balancer.num_leases,
-            "waiting": balancer.num_waiting,
+            "waiting": balancer.num_queued,
             "sessions": balancer.num_sessions,
             "running": len(self._worker.running),
             "runs": len(self._runs),
             "tasks": len(asyncio.all_tasks()) - 1,
         }
 
-    async def _settle(self) -> None:
-        """Has the servers hear what they were not told yet: which sessions ended."""
-        await run_together(server.settled() for server in self._servers if server.name not in self._pool.lost)
+    async def _flush_servers(self) -> None:
+        """Wait until all servers have ended the sessions that ended here."""
+        await run_together(server.flush() for server in self._servers if server.name not in self._pool.lost)
 
     def _remote_servers(self, setup: WorkerSetup) -> list[RemoteServer]:
-        share = setup.config.rollout.agent.num_workers
+        num_workers = setup.config.rollout.agent.num_workers
         first = setup.index % max(len(setup.servers), 1)
         return [
             RemoteServer(
                 actor,
                 client=self._client,
-                facts=replace(
-                    facts,
+                info=replace(
+                    info,
                     max_concurrent=None
-                    if facts.max_concurrent is None
-                    else -(-facts.max_concurrent // share),
+                    if info.max_concurrent is None
+                    else -(-info.max_concurrent // num_workers),
                 ),
                 on_other_requests=self._note_other_requests,
             )
-            for actor, facts in [*setup.servers[first:], *setup.servers[:first]]
+            for actor, info in [*setup.servers[first:], *setup.servers[:first]]
         ]
 
     def _note_other_requests(self, server: str, num_requests: int) -> None:
-        self._pool.balancer.set_outside_requests(server, num_requests)
+        self._pool.balancer.set_external_requests(server, num_requests)
 
 
-def _logged(job: Job, records: Mapping[str, RowRecord], relay: Relay) -> Job:
+def _with_log(job: Job, records: Mapping[str, RowRecord], buffer: RecordBuffer) -> Job:
     record = records.get(job.job_id)
     if record is None:
         return job
-    sink = relay.sink(job.job_id)
+    sink = buffer.sink(job.job_id)
     return replace(job, log=RowLog(job.job_id, sink=sink, record=record))

@@ -1,12 +1,12 @@
-"""What workers record comes to the driver in order, and is safe when they are told so."""
+"""Records of workers reach the driver in order, and count as stored only once the driver has confirmed it."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from agent_loop.distributed.batch import Batch
-from agent_loop.distributed.relay import SEND_WITHIN_S, Relay
+from agent_loop.distributed.job_batch import JobBatch
+from agent_loop.distributed.record_buffer import SEND_WITHIN_S, RecordBuffer
 from agent_loop.recording.record import RecordEntry, RecordKind, RecordPosition
 from agent_loop.recording.row_log import RowLog
 from agent_loop.recording.values import pack
@@ -18,8 +18,8 @@ from agent_loop.types import Row, StopReason
 ROW: Row = {"raw_prompt": []}
 
 
-class Kept:
-    """A sink that keeps what it is given."""
+class ListSink:
+    """Sink that keeps its payloads in a list."""
 
     def __init__(self) -> None:
         self.payloads: list[bytes] = []
@@ -31,42 +31,42 @@ class Kept:
         pass
 
 
-def test_records_wait_a_moment_and_are_safe_when_the_driver_asks_again() -> None:
+def test_records_are_sent_after_a_short_wait_and_stored_once_the_driver_confirms() -> None:
     async def scenario() -> None:
-        clock, has_news = asyncio.get_running_loop().time, asyncio.Event()
-        relay = Relay(has_news.set)
-        first, second = relay.sink("first"), relay.sink("second")
+        clock, is_due = asyncio.get_running_loop().time, asyncio.Event()
+        buffer = RecordBuffer(is_due.set)
+        first, second = buffer.sink("first"), buffer.sink("second")
         first.append(b"1")
         second.append(b"2")
-        await has_news.wait()
+        await is_due.wait()
         assert clock() == SEND_WITHIN_S
-        assert relay.fetch() == [("first", b"1"), ("second", b"2")]
-        has_news.clear()
+        assert buffer.fetch() == [("first", b"1"), ("second", b"2")]
+        is_due.clear()
         async with asyncio.TaskGroup() as group:
             flushing = group.create_task(second.flushed())
             await asyncio.sleep(60)
             assert not flushing.done()
-            relay.confirm()
-        assert not has_news.is_set()
+            buffer.confirm()
+        assert not is_due.is_set()
 
     run_virtual(scenario())
 
 
-def test_who_needs_a_record_to_be_safe_does_not_wait_for_others() -> None:
+def test_a_flush_sends_the_records_at_once() -> None:
     async def scenario() -> None:
-        has_news = asyncio.Event()
-        relay = Relay(has_news.set)
-        relay.sink("row").append(b"1")
+        is_due = asyncio.Event()
+        buffer = RecordBuffer(is_due.set)
+        buffer.sink("row").append(b"1")
         async with asyncio.TaskGroup() as group:
-            flushing = group.create_task(relay.flushed())
-            cancelled = group.create_task(relay.flushed())
-            await has_news.wait()
+            flushing = group.create_task(buffer.flushed())
+            cancelled = group.create_task(buffer.flushed())
+            await is_due.wait()
             assert asyncio.get_running_loop().time() == 0
             cancelled.cancel()
-            assert relay.fetch() == [("row", b"1")]
-            relay.confirm()
+            assert buffer.fetch() == [("row", b"1")]
+            buffer.confirm()
             await flushing
-        await relay.flushed()
+        await buffer.flushed()
 
     run_virtual(scenario())
 
@@ -77,15 +77,15 @@ def recorded(kind: RecordKind, turn: int) -> bytes:
     )
 
 
-def logged_batch(sink: Kept) -> tuple[Batch, Any]:
+def logged_batch(sink: ListSink) -> tuple[JobBatch, Any]:
     job = Job(ROW, 0, 0, {}, RowLog("group=0/rollout=0", sink=sink))
-    batch = Batch([job], lambda _: None)
+    batch = JobBatch([job], lambda _: None)
     [chunk] = batch.next_chunks([_worker("first")])
     return batch, chunk
 
 
-def test_the_next_worker_of_a_row_gets_what_the_last_one_recorded() -> None:
-    sink = Kept()
+def test_the_next_worker_of_a_row_gets_the_records_of_the_last_one() -> None:
+    sink = ListSink()
 
     async def scenario() -> None:
         batch, chunk = logged_batch(sink)
@@ -110,20 +110,20 @@ def test_the_next_worker_of_a_row_gets_what_the_last_one_recorded() -> None:
     assert len(sink.payloads) == 3
 
 
-def test_a_row_whose_end_is_on_record_is_not_run_again() -> None:
+def test_a_row_whose_end_is_recorded_is_not_run_again() -> None:
     output = AgentLoopOutput(prompt_ids=[1], response_ids=[2, 3], response_mask=[1, 1], num_turns=2)
     trajectory = Trajectory(output, ROW, 0, 0, reward=0.5, reward_extra={})
 
     async def scenario() -> None:
-        batch, chunk = logged_batch(Kept())
-        relay = Relay(lambda: None)
-        log = RowLog("group=0/rollout=0", sink=relay.sink("group=0/rollout=0"))
+        batch, chunk = logged_batch(ListSink())
+        buffer = RecordBuffer(lambda: None)
+        log = RowLog("group=0/rollout=0", sink=buffer.sink("group=0/rollout=0"))
         async with asyncio.TaskGroup() as group:
             group.create_task(log.end([trajectory]))
             await asyncio.sleep(0)
-            await batch.keep(relay.fetch())
-            relay.confirm()
-        assert await batch.put_back(chunk, max_restarts=5, reason="killed before it handed the row over") == 0
+            await batch.keep(buffer.fetch())
+            buffer.confirm()
+        assert await batch.put_back(chunk, max_restarts=5, reason="killed before it sent the row") == 0
         assert batch.is_complete
         [kept] = batch.trajectories
         assert (kept.reward, kept.output.response_ids.tolist()) == (0.5, [2, 3])
@@ -131,8 +131,8 @@ def test_a_row_whose_end_is_on_record_is_not_run_again() -> None:
     run_virtual(scenario())
 
 
-def test_a_row_that_is_given_up_has_its_end_on_record() -> None:
-    sink = Kept()
+def test_the_failure_of_a_row_whose_workers_died_is_recorded() -> None:
+    sink = ListSink()
 
     async def scenario() -> None:
         batch, chunk = logged_batch(sink)

@@ -1,4 +1,4 @@
-"""Which rows run where when workers die."""
+"""Assignment of rows to workers, when workers die."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.distributed.batch import Batch, Chunk
+from agent_loop.distributed.job_batch import JobBatch, JobChunk
 from agent_loop.rollout.jobs import Job
 from agent_loop.testing import run_virtual
 from agent_loop.trajectory import AgentLoopOutput, Trajectory
@@ -18,20 +18,20 @@ def workers(count: int) -> list[Any]:
     return [f"worker-{n}" for n in range(count)]
 
 
-def make_batch(count: int) -> Batch:
-    return Batch([Job({}, group, 0, {}) for group in range(count)], lambda _: None)
+def make_batch(count: int) -> JobBatch:
+    return JobBatch([Job({}, group, 0, {}) for group in range(count)], lambda _: None)
 
 
-def finish(batch: Batch, *jobs: Job) -> None:
+def finish(batch: JobBatch, *jobs: Job) -> None:
     output = AgentLoopOutput(segments=())
     batch.add(Trajectory(output, job.row, job.group, job.rollout, 1.0, {}) for job in jobs)
 
 
-def groups(chunks: list[Chunk]) -> list[list[int]]:
+def groups(chunks: list[JobChunk]) -> list[list[int]]:
     return [[job.group for job in chunk.jobs] for chunk in chunks]
 
 
-def test_rows_are_shared_and_what_a_dead_worker_left_is_shared_again() -> None:
+def test_rows_are_divided_among_workers_and_the_rows_of_a_dead_worker_are_divided_again() -> None:
     async def scenario() -> None:
         batch = make_batch(8)
         first, second = batch.next_chunks(workers(2))
@@ -75,8 +75,8 @@ def test_rows_that_kill_their_workers_fail_and_no_others(
             chunk = running.pop(0)
             deadly = {job.group for job in chunk.jobs} & killers
             if deadly or (accidents and accidents.pop()):
-                # A worker's death takes along everything that it runs. No row that kills none is so unlucky that it
-                # loses twenty: two in company, six halvings, six accidents.
+                # A worker's death ends all its rows. An innocent row loses fewer than twenty workers: two with all
+                # other rows, six in halvings, six in accidents.
                 for victim in [chunk, *(other for other in running if other.worker == chunk.worker)]:
                     running = [other for other in running if other is not victim]
                     await batch.put_back(victim, max_restarts=20, reason="killed")
@@ -89,8 +89,8 @@ def test_rows_that_kill_their_workers_fail_and_no_others(
     run_virtual(scenario())
 
 
-def test_the_rows_of_a_labelled_rollout_are_known_by_their_places() -> None:
-    batch = Batch([Job({}, group, 0, {}, label="step=3") for group in range(2)], lambda _: None)
+def test_trajectories_of_a_labelled_rollout_are_found_by_group_and_rollout() -> None:
+    batch = JobBatch([Job({}, group, 0, {}, label="step=3") for group in range(2)], lambda _: None)
     [chunk] = batch.next_chunks(workers(1))
     assert batch.worker_of("step=3/group=1/rollout=0") == "worker-0"
     finish(batch, *chunk.jobs)

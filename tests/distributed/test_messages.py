@@ -1,4 +1,4 @@
-"""Trajectories and completions arrive as they were."""
+"""Trajectories and completions arrive unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.distributed.wire import PackedCompletion, pack_trajectories, unpack_trajectories
+from agent_loop.distributed.messages import PackedCompletion, pack_trajectories, unpack_trajectories
 from agent_loop.rollout.jobs import Job
 from agent_loop.trajectory import AgentLoopOutput, Incident, IncidentKind, Segment, Trajectory
 from agent_loop.types import Origin, StopReason, TokenChunk, TokenOutput
@@ -36,7 +36,7 @@ def trajectory(**fields: Any) -> Trajectory:
     return Trajectory(output, ROW, 3, 1, reward=0.5, reward_extra={"a": 1}, branch=2)
 
 
-def test_a_trajectory_arrives_as_it_was_without_its_row() -> None:
+def test_a_trajectory_arrives_unchanged_and_is_sent_without_its_row() -> None:
     sent = trajectory(extra_fields={"note": "n"})
     packed = pack_trajectories([sent])
     assert len(packed) < 3000
@@ -55,7 +55,7 @@ def test_a_trajectory_arrives_as_it_was_without_its_row() -> None:
         assert getattr(found.output, name) == getattr(sent.output, name)
 
 
-def test_a_trajectory_that_cannot_be_sent_arrives_as_failed_and_the_others_as_they_were() -> None:
+def test_a_trajectory_that_cannot_be_sent_arrives_as_failed_and_the_others_unchanged() -> None:
     bad = trajectory(extra_fields={"f": lambda: None})
     other = Job(ROW, 4, 0, {})
     good = Trajectory(trajectory().output, ROW, 4, 0, reward=1.0, reward_extra={})
@@ -69,11 +69,11 @@ def test_a_trajectory_that_cannot_be_sent_arrives_as_failed_and_the_others_as_th
     assert (second.output.failure, second.reward) == (None, 1.0)
 
 
-def test_a_trajectory_of_another_batch_is_left_out() -> None:
+def test_a_trajectory_of_another_batch_is_ignored() -> None:
     assert unpack_trajectories(pack_trajectories([trajectory()]), jobs={}) == []
 
 
-def test_a_completion_arrives_to_the_bit_in_few_bytes() -> None:
+def test_a_completion_arrives_bit_for_bit_in_few_bytes() -> None:
     logprobs = np.random.default_rng(0).normal(size=1000).tolist()
     top = np.arange(2000, dtype=np.float32).reshape(1000, 2)
     chunk = TokenChunk(list(range(1000)), logprobs, 5, "length", 1, 3, extras={"top": top})

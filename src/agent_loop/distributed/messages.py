@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec import structs
 
-from agent_loop.distributed.contexts import Delta
+from agent_loop.distributed.contexts import ContextDelta
 from agent_loop.errors import AgentLoopError, ServerError
 from agent_loop.rollout.jobs import Job
 from agent_loop.runtime.describe import describe_error
@@ -21,8 +21,8 @@ from agent_loop.types import SamplingParams, StopReason, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a client needs to know of a server that is up."""
+class ServerInfo:
+    """What a client needs to know about a server that has started."""
 
     name: str
     abilities: frozenset[Ability]
@@ -32,23 +32,25 @@ class ServerFacts:
 # -- between a client and a server: tuples, which are packed several times as fast as data classes ---------------------
 
 
-class LineLost(Exception):
-    """The other end is gone, was started again, or has given this one up: what was asked will not be answered."""
+class ChannelLost(Exception):
+    """The server is gone, was restarted, or has dropped the client. Open requests get no response."""
 
 
-class Ask(NamedTuple):
-    """One completion that a client wants."""
+class GenerationRequest(NamedTuple):
+    """Request for one completion."""
 
-    call: int
-    """Names it, for a cancellation; unique per client."""
+    call_id: int
+    """Identifies the request in a cancellation; unique per client."""
     session: str
-    delta: Delta
+    context: ContextDelta
     param_values: tuple[Any, ...]
-    """Of its `SamplingParams`."""
+    """Field values of the `SamplingParams`, in order."""
 
     @classmethod
-    def pack(cls, call: int, session: str, delta: Delta, sampling_params: SamplingParams) -> Ask:
-        return cls(call, session, delta, _values_of(sampling_params))
+    def pack(
+        cls, call_id: int, session: str, context: ContextDelta, sampling_params: SamplingParams
+    ) -> GenerationRequest:
+        return cls(call_id, session, context, _values_of(sampling_params))
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -56,7 +58,7 @@ class Ask(NamedTuple):
 
 
 class PackedCompletion(NamedTuple):
-    """A completion, or a part of one."""
+    """A completion, or a part of a completion."""
 
     data: bytes
 
@@ -68,76 +70,76 @@ class PackedCompletion(NamedTuple):
         return decode_completion(self.data)
 
 
-class Refusal(NamedTuple):
-    """Why there is no completion."""
+class PackedError(NamedTuple):
+    """Error that a request failed with."""
 
-    packed_error: bytes
+    data: bytes
 
     @classmethod
-    def pack(cls, error: AgentLoopError) -> Refusal:
-        """One that cannot be sent arrives as a `ServerError` that describes it."""
+    def pack(cls, error: AgentLoopError) -> PackedError:
+        """Pack an error. An error that cannot be pickled becomes a `ServerError` with its description."""
         try:
             packed = pickle.dumps(error, protocol=5)
             pickle.loads(packed)
-        except Exception:  # noqa: BLE001  (an engine may raise an error of its own, with anything in it)
+        except Exception:  # noqa: BLE001  (errors of an engine may hold values that cannot be pickled)
             packed = pickle.dumps(ServerError(describe_error(error)), protocol=5)
         return cls(packed)
 
     @property
     def error(self) -> AgentLoopError:
-        return pickle.loads(self.packed_error)
+        return pickle.loads(self.data)
 
 
-class Resend(NamedTuple):
-    """The server does not have the context that the delta adds to."""
+class ContextMissing(NamedTuple):
+    """Response of a server that does not have the context that a `ContextDelta` extends."""
 
 
-Response: TypeAlias = PackedCompletion | Refusal | Resend
+Response: TypeAlias = PackedCompletion | PackedError | ContextMissing
 
 
-class Post(NamedTuple):
-    """What a client has to say to a server."""
+class RequestBatch(NamedTuple):
+    """Message from a client to a server."""
 
-    line: str
+    channel: str
     number: int
-    """Posts of a line count from 0, and are taken in their order."""
-    asks: Sequence[Ask]
+    """Position in the channel, from 0. The server processes batches in this order."""
+    requests: Sequence[GenerationRequest]
     cancelled: Sequence[int]
-    """Calls that nobody waits for any more."""
+    """Call ids of requests that the client has cancelled."""
     ended: Sequence[str]
-    """Sessions of which no turn will follow."""
+    """Sessions that have ended."""
     is_urgent: bool = False
-    """Answered as soon as what it says is done."""
+    """Whether the server responds as soon as it has processed the batch."""
 
 
-class Reply(NamedTuple):
-    """What a server has to say to a client."""
+class ResponseBatch(NamedTuple):
+    """Message from a server to a client."""
 
     responses: Sequence[tuple[int, Response]]
-    """By call."""
+    """Call ids and responses."""
     num_others: int
-    """Requests of other clients that the server has."""
+    """In-flight requests of other clients at the server."""
 
 
 # -- between a worker and the driver -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What a worker has for the driver."""
+class WorkerUpdate:
+    """Message from a worker to the driver."""
 
     trajectories: bytes
-    """Packed; those of one job come together."""
+    """Packed trajectories that ended. The trajectories of one job are in the same update."""
     records: Sequence[tuple[str, bytes]]
-    """Trajectory and payload of each record for the journal, in order."""
+    """Trajectory id and payload of each new journal record, in order."""
     is_last: bool
-    """The run is over."""
+    """Whether the run has ended."""
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
     """Return trajectories as bytes, without their rows, which the receiver has.
 
-    A trajectory with a value that cannot be sent arrives as failed, with the reason.
+    A trajectory with a value that cannot be pickled is replaced by a failed trajectory with the reason.
     """
     packed = [_without_row(trajectory) for trajectory in trajectories]
     try:
@@ -147,7 +149,11 @@ def pack_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def unpack_trajectories(data: bytes, *, jobs: dict[str, Job]) -> list[Trajectory]:
-    """Return the trajectories with their rows. Args: jobs: By id; trajectories of other jobs are left out."""
+    """Return the trajectories with their rows.
+
+    Args:
+        jobs: Jobs by id. Trajectories of other jobs are left out.
+    """
     packed: list[Trajectory] = pickle.loads(data)
     return [structs.replace(each, row=jobs[job_of(each)].row) for each in packed if job_of(each) in jobs]
 
@@ -156,7 +162,10 @@ _values_of = attrgetter(*SamplingParams.__struct_fields__)
 
 
 def _without_row(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory as the receiver needs it: its output of no subclass, which the receiver may not have."""
+    """Return the trajectory without its row. Its output becomes a plain `AgentLoopOutput`.
+
+    The receiver may not have the subclass of an output.
+    """
     output = AgentLoopOutput(**{f.name: getattr(trajectory.output, f.name) for f in fields(AgentLoopOutput)})
     return structs.replace(trajectory, row={}, output=output, reward_extra=dict(trajectory.reward_extra))
 
@@ -164,8 +173,10 @@ def _without_row(trajectory: Trajectory) -> Trajectory:
 def _sendable(trajectory: Trajectory) -> Trajectory:
     try:
         pickle.dumps(trajectory, protocol=5)
-    except Exception as error:  # noqa: BLE001  (a trajectory is data, whatever is in it)
-        reason = f"what the loop returned cannot be sent to the trainer's process: {describe_error(error)}"
+    except Exception as error:  # noqa: BLE001  (user code decides what a trajectory holds)
+        reason = (
+            f"the loop returned a value that cannot be sent to the trainer's process: {describe_error(error)}"
+        )
         bare = AgentLoopOutput(
             segments=[structs.replace(segment, attachments=()) for segment in trajectory.output.segments],
             stop_reason=StopReason.FAILED,

@@ -1,4 +1,4 @@
-"""The rows of one batch: who runs which, and what ended. Each ends once, whoever runs it."""
+"""Jobs of one batch: which worker runs which job, and which jobs ended. Each job ends once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from agent_loop.distributed.messages import job_of
 from agent_loop.distributed.remote_worker import RemoteWorker
-from agent_loop.distributed.wire import job_of
 from agent_loop.recording.row_log import RowLog
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.workers import split
@@ -20,35 +20,40 @@ from agent_loop.types import StopReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """Jobs that one worker runs."""
+class JobChunk:
+    """Jobs that are assigned to one worker."""
 
     worker: RemoteWorker
     jobs: Sequence[Job]
     is_alone: bool = False
-    """The worker runs nothing else: one of these jobs may be what kills workers."""
+    """Whether the worker runs no other jobs, because these jobs are suspected of killing workers."""
 
 
-class Batch:
-    """The jobs of one `run`.
+class JobBatch:
+    """Jobs of one `run`, and their assignment to workers.
 
-    What a dead worker leaves is shared among the others. Jobs that lose a second worker are suspects: they run apart
-    from all others, in groups that are halved each time, so that a job that kills its worker is found and fails alone.
+    The jobs of a dead worker are divided among the other workers. A job whose second worker dies is a suspect. Suspects
+    run apart from all other jobs, in groups that are halved each time, until a job that kills its worker fails alone.
     """
 
-    def __init__(self, jobs: Sequence[Job], note: Callable[[Trajectory], None]) -> None:
-        """Args: note: Told of each trajectory that ended; what it raises ends the batch."""
+    def __init__(self, jobs: Sequence[Job], on_trajectory: Callable[[Trajectory], None]) -> None:
+        """Create a batch without assignments.
+
+        Args:
+            jobs: All jobs of the batch.
+            on_trajectory: Called with each trajectory that ended. Its exceptions end the batch.
+        """
         self.changed = asyncio.Event()
-        """There is another job to hand out or another worker to take one, or nothing left to do."""
+        """Set if there is another job to assign or another worker, and once the batch is complete."""
         self._jobs = jobs
         self._by_id = {job.job_id: job for job in jobs}
-        self._note = note
+        self._on_trajectory = on_trajectory
         self._unassigned: list[Job] = list(jobs)
         self._suspects: list[Sequence[Job]] = []
-        self._chunks: set[Chunk] = set()
+        self._chunks: set[JobChunk] = set()
         self._ended: dict[str, list[Trajectory]] = {}
         self._records: dict[str, list[bytes]] = {}
-        """Of rows that run, by trajectory: what their present workers recorded."""
+        """Records that the current workers of the running rows have sent, by job id."""
         self._num_restarts: Counter[str] = Counter()
 
     @property
@@ -62,39 +67,39 @@ class Batch:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """In the order of the jobs."""
+        """All trajectories in the order of the jobs."""
         return [trajectory for job in self._jobs for trajectory in self._ended[job.job_id]]
 
     def worker_of(self, trajectory_id: str) -> RemoteWorker | None:
-        """Who runs it."""
-        runs = (
+        """Return the worker that runs a trajectory, if any."""
+        workers = (
             chunk.worker
             for chunk in self._chunks
             for job in chunk.jobs
             if job.trajectory_id == trajectory_id and job.job_id not in self._ended
         )
-        return next(runs, None)
+        return next(workers, None)
 
-    def next_chunks(self, alive: Sequence[RemoteWorker]) -> list[Chunk]:
-        """What the workers that are alive are to begin."""
-        chunks: list[Chunk] = []
-        takers = [w for w in alive if not any(c.worker is w and c.is_alone for c in self._chunks)]
-        if takers:
+    def next_chunks(self, alive: Sequence[RemoteWorker]) -> list[JobChunk]:
+        """Assign unassigned jobs to the workers that are alive, and return the new assignments."""
+        chunks: list[JobChunk] = []
+        available = [w for w in alive if not any(c.worker is w and c.is_alone for c in self._chunks)]
+        if available:
             jobs, self._unassigned = self._unassigned, []
-            shares = zip(takers, split(jobs, len(takers)), strict=True)
-            chunks += [Chunk(worker, share) for worker, share in shares if share]
+            shares = zip(available, split(jobs, len(available)), strict=True)
+            chunks += [JobChunk(worker, share) for worker, share in shares if share]
         busy = {chunk.worker for chunk in (*self._chunks, *chunks)}
         idle = [worker for worker in alive if worker not in busy]
         while idle and self._suspects:
-            chunks.append(Chunk(idle.pop(), self._suspects.pop(0), is_alone=True))
+            chunks.append(JobChunk(idle.pop(), self._suspects.pop(0), is_alone=True))
         self._chunks.update(chunks)
         return chunks
 
     async def keep(self, records: Iterable[tuple[str, bytes]]) -> None:
-        """Writes what workers recorded into the journal, and remembers it for the next worker of a row.
+        """Write records of workers to the journal, and keep them in case a row gets another worker.
 
         Args:
-            records: Trajectory and payload; those of rows that ended are left out.
+            records: Job id and payload. Records of jobs that ended are ignored.
 
         Raises:
             JournalError: The journal cannot be written.
@@ -104,14 +109,14 @@ class Batch:
             if job_id in self._ended:
                 continue
             log = self._by_id[job_id].log
-            assert log is not None  # only rows that have a log are recorded
+            assert log is not None  # jobs without a log send no records
             log.take_over(payload)
             self._records.setdefault(job_id, []).append(payload)
         if log is not None:
             await log.flushed()
 
     def add(self, trajectories: Iterable[Trajectory]) -> None:
-        """Keeps what ended; nothing of a job that ended before."""
+        """Add trajectories that ended. Trajectories of jobs that ended before are ignored."""
         new: dict[str, list[Trajectory]] = {}
         for trajectory in trajectories:
             if job_of(trajectory) not in self._ended:
@@ -120,28 +125,31 @@ class Batch:
         for job_id, outputs in new.items():
             self._records.pop(job_id, None)
             for trajectory in outputs:
-                self._note(trajectory)
+                self._on_trajectory(trajectory)
         if self.is_complete:
             self.changed.set()
 
-    def close(self, chunk: Chunk) -> None:
-        """A chunk has ended."""
+    def close(self, chunk: JobChunk) -> None:
+        """Remove an assignment whose jobs have ended or were put back."""
         self._chunks.discard(chunk)
         self.changed.set()
 
-    async def put_back(self, chunk: Chunk, *, max_restarts: int, reason: str) -> int:
-        """A chunk's worker died: what it did not finish goes on elsewhere, or has failed. Returns how many that are.
+    async def put_back(self, chunk: JobChunk, *, max_restarts: int, reason: str) -> int:
+        """Put back the unfinished jobs of a worker that died. A job that reached its limit of restarts fails.
+
+        Returns:
+            The number of unfinished jobs.
 
         Raises:
             JournalError: The journal cannot be written.
         """
         left = [
-            job for given in chunk.jobs if given.job_id not in self._ended for job in self._rest_of(given)
+            job for given in chunk.jobs if given.job_id not in self._ended for job in self._resumable(given)
         ]
         self._num_restarts.update(job.job_id for job in left)
         if chunk.is_alone:
             if len(left) == 1 and self._num_restarts[left[0].job_id] > max_restarts:
-                await self._give_up(left[0], reason=reason)
+                await self._fail(left[0], reason=reason)
             else:
                 self._suspects += [half for half in split(left, 2) if half]
         else:
@@ -152,14 +160,14 @@ class Batch:
         return len(left)
 
     async def wait_for_change(self, *, timeout_s: float | None) -> None:
-        """Returns at once if something changed since the last time."""
+        """Wait for `changed`, and clear it unless the batch is complete."""
         with suppress(DeadlineExpired):
             await run_bounded(self.changed.wait, timeout_s=timeout_s)
         if not self.is_complete:
             self.changed.clear()
 
-    def _rest_of(self, job: Job) -> list[Job]:
-        """The job, to go on from what is on record of it; nothing if the record says how it ended."""
+    def _resumable(self, job: Job) -> list[Job]:
+        """Return the job with its records, so that it can be resumed; nothing if its records show that it ended."""
         payloads = self._records.pop(job.job_id, None)
         if job.log is None or payloads is None:
             return [job]
@@ -170,11 +178,11 @@ class Batch:
         self._by_id[job.job_id] = replace(job, log=log)
         return [self._by_id[job.job_id]]
 
-    async def _give_up(self, job: Job, *, reason: str) -> None:
-        """Records a job that no worker survives."""
+    async def _fail(self, job: Job, *, reason: str) -> None:
+        """Record the failure of a job whose workers all died."""
         times = self._num_restarts[job.job_id]
         failure = Failure(
-            error=f"{times} workers died while they ran this row, the last one alone with it: {reason}",
+            error=f"{times} workers died while they ran this row, the last one without other rows: {reason}",
             traceback="",
         )
         output = AgentLoopOutput(segments=(), stop_reason=StopReason.FAILED, failure=failure)

@@ -1,0 +1,74 @@
+"""Tokens of in-flight completions at a server, polled so that they survive the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from agent_loop.distributed.messages import PackedCompletion
+from agent_loop.errors import ServerError
+from agent_loop.runtime.background_tasks import BackgroundTasks
+from agent_loop.types import TokenChunk, TokenOutput
+
+POLL_INTERVAL_S = 1.0
+
+PartialCompletions = Mapping[int, tuple[int, PackedCompletion]]
+"""By call id: the number of chunks that the server has so far, and the tokens of the new chunks."""
+
+
+@dataclass(slots=True)
+class _KnownChunks:
+    num_chunks: int = 0
+    """Chunks as the server counts them. `chunks` joins chunks of one weight version."""
+    chunks: list[TokenChunk] = field(default_factory=list[TokenChunk])
+
+
+class PartialCompletionPoller:
+    """Polls a server for all in-flight completions of a client, as long as there are any.
+
+    Args:
+        poll: Takes the number of known chunks of each call, and returns the new chunks.
+    """
+
+    def __init__(self, poll: Callable[[Mapping[int, int]], Awaitable[PartialCompletions]]) -> None:
+        self._poll = poll
+        self._known: dict[int, _KnownChunks] = {}
+        self._polling = BackgroundTasks()
+
+    @asynccontextmanager
+    async def polling(self, call_id: int) -> AsyncGenerator[list[TokenChunk]]:
+        """Poll the chunks of a call while the body runs. Yield the list that they are appended to."""
+        known = self._known[call_id] = _KnownChunks()
+        if len(self._known) == 1 or not self._polling:
+            self._polling.start(self._poll_forever())
+        try:
+            yield known.chunks
+        finally:
+            del self._known[call_id]
+            if not self._known:
+                await self._polling.close()
+
+    async def _poll_forever(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_INTERVAL_S)
+            try:
+                partial = await self._poll({id: known.num_chunks for id, known in self._known.items()})
+            except ServerError:  # raised to the callers by their own requests
+                continue
+            for call_id, (num_chunks, new_chunks) in partial.items():
+                known = self._known.get(call_id)
+                if known is not None:
+                    known.num_chunks = num_chunks
+                    known.chunks += unpack_partial(new_chunks)
+
+
+def pack_partial(chunks: list[TokenChunk]) -> PackedCompletion:
+    """Pack the chunks of an in-flight completion."""
+    return PackedCompletion.pack(TokenOutput.from_chunks(chunks))
+
+
+def unpack_partial(packed: PackedCompletion) -> list[TokenChunk]:
+    """Return the chunks that `pack_partial` packed, joined by weight version."""
+    return [replace(chunk, stop_reason=None) for chunk in packed.unpack().chunks]
