@@ -30,7 +30,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.base import ServerSpec
 from agent_loop.servers.embedded import EmbeddedConfig, EmbeddedServer
 from agent_loop.servers.embedded.server import embedded_config
-from agent_loop.servers.factory import server_specs
+from agent_loop.servers.factory import make_server_specs
 from agent_loop.types import SamplingParams, TokenOutput
 from tests.servers.tiny_embedded import (
     GREEDY,
@@ -305,9 +305,9 @@ def test_a_configuration_names_a_server_by_its_keys(tmp_path: Path) -> None:
 
 def test_a_deterministic_rollout_has_deterministic_engines() -> None:
     rollout = RolloutConfig(deterministic=True, num_servers=2)
-    specs = server_specs(ModelConfig(), rollout=rollout)
+    specs = make_server_specs(ModelConfig(), rollout=rollout)
     assert [embedded_config(spec).deterministic for spec in specs] == [True, True]
-    assert not embedded_config(server_specs(ModelConfig(), rollout=RolloutConfig())[0]).deterministic
+    assert not embedded_config(make_server_specs(ModelConfig(), rollout=RolloutConfig())[0]).deterministic
     spec = replace(specs[0], engine_kwargs={"deterministic": False})
     with pytest.raises(
         ConfigError, match=r"engine_kwargs\.deterministic is False, but rollout\.deterministic"

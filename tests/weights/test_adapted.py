@@ -66,7 +66,7 @@ def test_merging_adds_the_product_in_float32_whatever_is_merged_at_once(
     assert whole["norm"] is base["norm"]
     assert list(whole) == list(base)
     assert len(weights) == len(base)
-    monkeypatch.setattr(adapted, "MERGED_AT_ONCE", 3 * 512)
+    monkeypatch.setattr(adapted, "MERGE_BLOCK_ELEMENTS", 3 * 512)
     for name, merged in weights:
         torch.testing.assert_close(merged, whole[name], atol=1e-5, rtol=2**-7)
 
@@ -132,9 +132,9 @@ def test_a_damaged_tensor_is_refused_and_nothing_is_handed_out(is_base_damaged: 
         part, name = (handle.base, "embedding") if is_base_damaged else (handle, f"left.{ADAPTED[0]}")
         damage(part)
         for _ in range(2):
-            with pytest.raises(WeightsError, match=f"'{name}' arrived damaged"):
+            with pytest.raises(WeightsError, match=f"'{name}' was damaged in transfer"):
                 next(receiver.receive(handle))
-            with pytest.raises(WeightsError, match=f"'{name}' arrived damaged"):
+            with pytest.raises(WeightsError, match=f"'{name}' was damaged in transfer"):
                 receiver.receive_all(handle)
         damage(part)
         assert flat(receiver.receive(handle)) == flat(adapted_of(base, version=1))
@@ -212,5 +212,5 @@ def test_a_lost_factor_is_noticed(lost: str) -> None:
     base = base_weights()
     tensors: dict[str, Tensor] = dict(adapted_of(base, version=1).to_tensors())
     tensors.pop(lost)
-    with pytest.raises(WeightsError, match="some lack the other half"):
+    with pytest.raises(WeightsError, match="not pairs of adapter factors"):
         AdaptedWeights.from_tensors(tensors, base=base, base_id="first")

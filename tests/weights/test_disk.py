@@ -66,10 +66,10 @@ def test_one_wrong_bit_is_noticed_and_names_the_tensor(tmp_path: Path) -> None:
         stored = load_file(file)
         stored["c"][3, 5] += 1e-6
         save_file(stored, file)
-        with pytest.raises(WeightsError, match="weight 'c' arrived damaged"):
+        with pytest.raises(WeightsError, match="weight 'c' was damaged in transfer"):
             WeightReceiver().receive_all(handle.to_json())
         save_file(stored | {"c": torch.ones(2)}, file)
-        with pytest.raises(WeightsError, match="weight 'c' on disk is not what was offered"):
+        with pytest.raises(WeightsError, match="weight 'c' on disk has another dtype or shape"):
             WeightReceiver().receive_all(handle.to_json())
         file.write_bytes(b"garbage!")
         with pytest.raises(WeightsError, match="cannot be read"):

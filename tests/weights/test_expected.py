@@ -45,7 +45,7 @@ def test_an_index_names_the_files_that_count(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_readable_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="holds no safetensors files"):
+    with pytest.raises(WeightsError, match="has no safetensors files"):
         expected_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(WeightsError, match="cannot be read"):

@@ -41,7 +41,7 @@ def test_one_wrong_bit_is_noticed_before_any_tensor_is_handed_out(name: str) -> 
         spec = next(spec for spec in handle.tensors if spec.name == name)
         (block,) = block_names(handle)
         overwrite(SHARED_MEMORY / block, offset=spec.offset + spec.num_bytes - 1)
-        with pytest.raises(WeightsError, match=f"weight '{name}' arrived damaged"):
+        with pytest.raises(WeightsError, match=f"weight '{name}' was damaged in transfer"):
             WeightReceiver().receive_all(handle.to_json())
 
 
@@ -105,7 +105,7 @@ def test_full_shared_memory_is_an_error_and_not_the_end_of_the_process(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with (
         WeightSender("shared_memory") as sender,
-        pytest.raises(WeightsError, match=r"no place for 12,000 more bytes.*--shm-size"),
+        pytest.raises(WeightsError, match=r"no room for 12,000 more bytes.*--shm-size"),
         sender.offer(WEIGHTS.items(), weight_version=0),
     ):
         pass

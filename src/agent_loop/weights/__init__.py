@@ -7,10 +7,10 @@
     with WeightReceiver() as receiver:                                # engine's process; long-lived
         for name, tensor in receiver.receive(handle_json): ...
 
-Weights are names and tensors, or `AdaptedWeights`, whose base travels once and whose updates are small.
+Weights are names and tensors, or `AdaptedWeights`, whose base is sent once and whose updates are small.
 
-A handle is small text for whatever channel the engine has; the bytes go by the transport. Each name is imported at
-first use, so that what only passes weights on loads no torch.
+A handle is a short text for the engine's control channel; the transport carries the tensors. Each public name is
+imported at its first use, so that code that only passes weights on does not load torch.
 """
 
 from __future__ import annotations

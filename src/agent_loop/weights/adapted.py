@@ -1,7 +1,6 @@
-"""Weights of a model with low-rank adapters: a base that stays as it is, and what adapters add to it.
+"""Weights of a model with low-rank adapters: constant base weights, and the factors of the adapters.
 
-The base travels once to each receiver. From then on an update is the factors alone, which the receiver merges into the
-base that it has.
+The base is sent to each receiver once. Later updates contain only the factors, which the receiver merges into its base.
 """
 
 from __future__ import annotations
@@ -15,30 +14,33 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MERGED_AT_ONCE = 1 << 20
-"""Elements: 4 MB in float32, which fits the cache, and a GPU that an engine has filled. Whole matrices took six times
-as long, most of it for fresh pages from the kernel."""
+MERGE_BLOCK_ELEMENTS = 1 << 20
+"""Number of elements that are merged at once. 4 MB in float32 fit the CPU cache, and the free memory of a GPU with an
+engine. Merging whole matrices took six times as long, because of fresh memory pages."""
 LEFT, RIGHT = "left.", "right."
 
 
 class Factors(NamedTuple):
-    """What is added to a weight of shape [O, I] is `left_OR @ right_RI`. Both are contiguous float32."""
+    """Factors of an adapter, which adds `left_OR @ right_RI` to a weight of shape [O, I]. Both are contiguous
+    float32."""
 
     left_OR: Tensor
     right_RI: Tensor
 
 
 class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
-    """Iterating gives full, merged weights, one after the other: whoever takes weights can take these."""
+    """Base weights and adapters. Iterating yields the full, merged weights, as for weights without adapters."""
 
     def __init__(self, base: Mapping[str, Tensor], *, base_id: str, factors: Mapping[str, Factors]) -> None:
-        """Args:
-        base: In the dtype in which servers get them. Nobody writes to them any more.
-        base_id: Another one for another base; the same as long as these tensors are the same.
-        factors: Of those weights that have an adapter.
+        """Combine a base and factors.
+
+        Args:
+            base: Weights in the dtype of the servers. They must not change afterwards.
+            base_id: Identifies the base: equal for equal tensors, different for different ones.
+            factors: Factors of the weights that have an adapter.
 
         Raises:
-            WeightsError: Factors do not fit the weights that they are for.
+            WeightsError: The factors do not fit their weight.
         """
         for name, (left_OR, right_RI) in factors.items():
             found = None if name not in base else tuple(base[name].shape)
@@ -53,10 +55,10 @@ class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
         self.factors = factors
         some = next((each.left_OR for each in factors.values()), next(iter(base.values()), None))
         self.device: torch.device | None = None if some is None else some.device
-        """Where merged weights are: with the factors. None if there is nothing."""
+        """Device of the merged weights, which is that of the factors. None if there are no weights."""
 
     def merged(self, name: str) -> Tensor:
-        """One weight; the base's own if it has no adapter."""
+        """Return a merged weight, or the base weight if it has no adapter."""
         if name in self.factors:
             return merge(self.base[name], self.factors[name])
         return self.base[name].to(self.device)
@@ -69,7 +71,7 @@ class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
         return len(self.base)
 
     def to_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What an update is, under names that tell which is which."""
+        """Yield the factors under the names of their weights, with the prefix `left.` or `right.`."""
         for name, factors in self.factors.items():
             yield LEFT + name, factors.left_OR
             yield RIGHT + name, factors.right_RI
@@ -78,24 +80,26 @@ class AdaptedWeights(Iterable[tuple[str, "Tensor"]], Sized):
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], *, base: Mapping[str, Tensor], base_id: str
     ) -> AdaptedWeights:
-        """Puts together what `to_tensors` took apart.
+        """Create adapted weights from the tensors of `to_tensors`.
 
         Raises:
-            WeightsError: They are something else, or do not fit the base.
+            WeightsError: The tensors are not pairs of factors, or do not fit the base.
         """
         names = [key.removeprefix(LEFT) for key in tensors if key.startswith(LEFT)]
         if set(tensors) != {side + name for name in names for side in (LEFT, RIGHT)}:
-            raise WeightsError("these are no factors of adapters: some lack the other half; publish again")
+            raise WeightsError("the tensors are not pairs of adapter factors; publish again")
         factors = {name: Factors(tensors[LEFT + name], tensors[RIGHT + name]) for name in names}
         return cls(base, base_id=base_id, factors=factors)
 
 
 def merge(base_OI: Tensor, factors: Factors) -> Tensor:
-    """A weight with what its adapter adds, in the weight's dtype; the sum is computed in float32, where the factors
-    are. On the same kind of device the same tensors give the same bits."""
+    """Return a weight with its adapter merged, in the dtype of the weight and on the device of the factors.
+
+    The sum is computed in float32. The same tensors give the same bits on the same type of device.
+    """
     base_OI, left_OR, right_RI = base_OI.detach(), factors.left_OR.detach(), factors.right_RI.detach()
     merged_OI = base_OI.new_empty(base_OI.shape, device=left_OR.device)
-    num_rows = max(1, MERGED_AT_ONCE // max(1, base_OI.shape[1]))
+    num_rows = max(1, MERGE_BLOCK_ELEMENTS // max(1, base_OI.shape[1]))
     buffer = left_OR.new_empty(min(num_rows, len(base_OI)), base_OI.shape[1])
     for start in range(0, len(base_OI), num_rows):
         rows = slice(start, start + num_rows)

@@ -1,4 +1,4 @@
-"""The process group of a broadcast: where its ranks meet, and what one bucket looks like between them."""
+"""Process group of a broadcast: the rendezvous of its ranks, and the layout of a bucket."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ _torch: Any = torch.distributed
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where and how the two sides meet for one offer."""
+class BroadcastRendezvous:
+    """Where and how sender and receivers of one offer form a process group."""
 
     host: str
     port: int
     offer: str
-    """Begins the keys of this offer in the store."""
+    """Prefix of the offer's keys in the store."""
     backend: str
     """`gloo` or `nccl`."""
     num_receivers: int
     timeout_s: float
-    """For each rank to join, and for each bucket."""
+    """Seconds for each rank to join, and for each bucket."""
 
     def to_source(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_handle(cls, handle: WeightHandle) -> Meeting:
-        """Raises: WeightsError: A field is missing."""
+    def from_handle(cls, handle: WeightHandle) -> BroadcastRendezvous:
+        """Read a rendezvous from the handle's source.
+
+        Raises:
+            WeightsError: A field is missing.
+        """
         return cls(
             host=handle.field("host", str),
             port=handle.field("port", int),
@@ -51,26 +55,31 @@ class Meeting:
         )
 
     def ready_key(self, rank: int) -> str:
-        """Set by a receiver that has the handle, to the key of the group that it is in, or nothing."""
+        """Return the store key that a receiver sets when it has the handle.
+
+        Its value is the key of the receiver's current group, or an empty string.
+        """
         return f"{self.offer}/ready/{rank}"
 
     @property
     def group_key(self) -> str:
-        """Set by the sender when all are ready, to the key of the group that all are to be in."""
+        """Store key that the sender sets when all receivers are ready. Its value is the key of the group to join."""
         return f"{self.offer}/group"
 
 
 def open_store(host: str, *, timeout_s: float) -> Any:
-    """The sender's store, on a free port of `host`."""
+    """Open the sender's store on a free port of `host`."""
     timeout = timedelta(seconds=timeout_s)
     return serve_store(host, timeout=timeout)
 
 
 def serve_store(host: str, **options: Any) -> Any:
-    """Open a `TCPStore` on a free port and serve it at `host` alone; left to itself, torch serves it on all interfaces,
-    to anyone. Where `host` is no address of this machine, because a router forwards it, there is no other way.
+    """Open a `TCPStore` on a free port, only on the interface of `host`. By default torch listens on all interfaces.
+
+    It listens on all interfaces if `host` is not an address of this machine, for example because a router forwards it.
 
     Args:
+        host: Address for the ranks to connect to.
         options: Further arguments of `TCPStore`.
     """
     try:
@@ -84,88 +93,88 @@ def serve_store(host: str, **options: Any) -> Any:
     )
 
 
-def connect_store(meeting: Meeting) -> Any:
-    """A receiver's connection to it.
+def connect_store(rendezvous: BroadcastRendezvous) -> Any:
+    """Connect a receiver to the sender's store.
 
     Raises:
-        WeightsError: Nobody answers there in time.
+        WeightsError: The connection is not established in time.
     """
-    timeout = timedelta(seconds=meeting.timeout_s)
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     try:
-        return _torch.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+        return _torch.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
     except RuntimeError as error:
         raise WeightsError(
-            f"no sender of weights answers at {meeting.host}:{meeting.port} ({_first_line(error)}); see whether it "
-            "lives, and give it a host that this machine can reach"
+            f"no sender of weights answers at {rendezvous.host}:{rendezvous.port} ({_first_line(error)}); check "
+            "that it is running, and give it a host that this machine can reach"
         ) from error
 
 
 class BroadcastGroup:
-    """One rank's end of a process group that is not the default one."""
+    """One rank of a process group other than the default one."""
 
     def __init__(self, group: Any, *, key: str, backend: str) -> None:
         self._group: Any = group
         self.key = key
-        """Differs from group to group at one store."""
+        """Key that is unique to the group within its store."""
         self.backend = backend
         self.device = torch.device("cpu")
-        """Where a receiver's buckets belong."""
+        """Device for the buckets of a receiver."""
         if backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     @classmethod
-    def join(cls, store: Any, meeting: Meeting, *, key: str, rank: int) -> BroadcastGroup:
-        """Waits for all ranks.
+    def join(cls, store: Any, rendezvous: BroadcastRendezvous, *, key: str, rank: int) -> BroadcastGroup:
+        """Join a group and wait for all its ranks.
 
         Raises:
-            WeightsError: One did not come in time.
+            WeightsError: A rank did not join in time.
         """
         own_store = _torch.PrefixStore(key, store)
-        size, timeout = meeting.num_receivers + 1, timedelta(seconds=meeting.timeout_s)
+        size, timeout = rendezvous.num_receivers + 1, timedelta(seconds=rendezvous.timeout_s)
         try:
-            if meeting.backend == "nccl":
+            if rendezvous.backend == "nccl":
                 options = _torch.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 group = _torch.ProcessGroupNCCL(own_store, rank, size, options)
-            elif meeting.host in LOCAL_HOSTS:
+            elif rendezvous.host in LOCAL_HOSTS:
                 options = _torch.ProcessGroupGloo._Options()
                 options._timeout = timeout
-                options._devices = [_torch.ProcessGroupGloo.create_device(hostname=meeting.host)]
+                options._devices = [_torch.ProcessGroupGloo.create_device(hostname=rendezvous.host)]
                 group = _torch.ProcessGroupGloo(own_store, rank, size, options)
             else:
-                # torch picks the network interface: that of GLOO_SOCKET_IFNAME or of the host's name.
+                # torch chooses the network interface, from GLOO_SOCKET_IFNAME or the host name.
                 group = _torch.ProcessGroupGloo(own_store, rank, size, timeout)
         except RuntimeError as error:
             raise WeightsError(
-                f"rank {rank} could not join the broadcast's group of {size}: {_first_line(error)}; see whether all "
-                "ranks live and reach each other"
+                f"rank {rank} could not join the broadcast's group of {size}: {_first_line(error)}; check that all "
+                "ranks are running and can reach each other"
             ) from error
-        return cls(group, key=key, backend=meeting.backend)
+        return cls(group, key=key, backend=rendezvous.backend)
 
     def broadcast(self, bucket_N: Tensor) -> None:
-        """From rank 0 to all others; returns when this rank's part is done.
+        """Broadcast a bucket from rank 0 to all others. Return when this rank has sent or received it.
 
         Raises:
-            WeightsError: Another rank left, or did not do its part in time.
+            WeightsError: Another rank left, or did not send or receive the bucket in time.
         """
         try:
             self._group.broadcast(bucket_N, 0).wait()
         except RuntimeError as error:
             raise WeightsError(
-                f"the broadcast broke off ({_first_line(error)}); see what ended the other side, and publish again"
+                f"the broadcast failed ({_first_line(error)}); see the errors of the other side, and publish again"
             ) from error
         if self.backend == "nccl":
             torch.cuda.synchronize(bucket_N.device)
 
     def leave(self) -> None:
-        """Breaks the connections, so that calls of other ranks fail instead of waiting."""
+        """Close the connections, so that pending calls of other ranks fail instead of waiting."""
         self._group.abort()
         self._group = None
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket between ranks: the tensors at their offsets, then 8 bytes of checksum for each."""
+    """Layout of a bucket: the tensors at their offsets, then a checksum of 8 bytes for each tensor."""
 
     checksums_at: int
     num_bytes: int
@@ -176,11 +185,11 @@ class BucketLayout:
         return cls(checksums_at=end, num_bytes=end + (CHECKSUM_BYTES * len(specs) if has_checksums else 0))
 
     def write_checksums(self, bucket_N: Tensor, checksums: list[int]) -> None:
-        """Fills the end of a bucket."""
+        """Write the checksums to the end of a bucket."""
         bucket_N[self.checksums_at :].copy_(torch.tensor(checksums, dtype=torch.int64).view(torch.uint8))
 
     def read_checksums(self, bucket_N: Tensor) -> list[int]:
-        """One per tensor, or none at all."""
+        """Return the checksum of each tensor, or an empty list if the bucket has no checksums."""
         values: Any = bucket_N[self.checksums_at :].cpu().view(torch.int64)
         return values.tolist()
 

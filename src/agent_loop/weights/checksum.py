@@ -1,10 +1,11 @@
-"""Checksums of weights, fast enough to be always on.
+"""Checksums of weights, fast enough to be always enabled.
 
-The checksum of some bytes is the CRC-32 of the sums of their 4 KiB pages (each the sum of 512 words of 64 bits, without
-carry) followed by the bytes of the last, incomplete page. Any change of a single word is noticed, and damage of any
-other kind with probability 1 - 2**-32, except words that change places within one page. On one core of the machine on
-which this was chosen: 10 GB/s, against 2.3 GB/s of plain CRC-32 and 5 GB/s of a bare copy; next to free when it follows
-the copy through the cache.
+The checksum is the CRC-32 of the sums of the 4 KiB pages, followed by the bytes of the last, incomplete page. The sum
+of a page is the sum of its 512 words of 64 bits, without carry. A change of a single word is always detected, and other
+damage with probability 1 - 2**-32. Words that are swapped within a page are not detected.
+
+The checksum runs at 10 GB/s on one core, against 2.3 GB/s of plain CRC-32 and 5 GB/s of a copy. It is almost free if it
+reads the data from the cache after a copy.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from torch import Tensor
 
 PAGE_BYTES = 4096
 CHUNK_BYTES = 4 << 20
-"""Copied and summed in one go; fits the cache. A multiple of a page."""
+"""Size of the chunks that are copied and summed. It fits the CPU cache and is a multiple of a page."""
 
 
 def checksum(data_N: Tensor) -> int:
-    """The checksum of bytes, shape [num_bytes], uint8, contiguous, on any device."""
+    """Return the checksum of bytes: shape [num_bytes], uint8, contiguous, on any device."""
     if data_N.device.type == "cpu":
         crc = 0
         for start in range(0, len(data_N), CHUNK_BYTES):
@@ -35,7 +36,7 @@ def checksum(data_N: Tensor) -> int:
 
 
 def copy_with_checksum(source_N: Tensor, *, target_N: Tensor) -> int:
-    """Copies bytes between places in the main memory and returns the checksum of what arrived."""
+    """Copy bytes in host memory, and return the checksum of the copy."""
     crc = 0
     for start in range(0, len(source_N), CHUNK_BYTES):
         target = target_N[start : start + CHUNK_BYTES]

@@ -1,10 +1,10 @@
-"""Weights through the memory of a GPU that trainer and engine share.
+"""Weight transfer through the memory of a GPU that trainer and engine share.
 
-Not tested on a GPU: the tests of this repository run without one and cover what is refused and the form of the handle.
+This transport has not been tested on a GPU. The tests cover the handle and the rejected cases.
 
-The weights are copied into buckets on the GPU, so that they cost their size once more while the offer lasts. Each
-receiver gets an export of its own: torch counts them, and frees a bucket when all are given back. Allocators with
-expandable segments must be able to export memory (`PYTORCH_CUDA_ALLOC_CONF`).
+The weights are copied into buckets on the GPU, which need as much memory as the weights while the offer is open. Each
+receiver gets its own export of a bucket: torch counts the exports, and frees a bucket when all of them are released.
+Allocators with expandable segments must be able to export memory (`PYTORCH_CUDA_ALLOC_CONF`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _reductions: Any = reductions
 
 
 class CudaIpcSender:
-    """Owns the buckets of the running offer; torch's allocator keeps their memory for the next one."""
+    """Sender that owns the buckets of the open offer. Torch's allocator keeps their memory for the next offer."""
 
     def __init__(self, *, has_checksums: bool, num_receivers: int) -> None:
         self._has_checksums = has_checksums
@@ -38,7 +38,7 @@ class CudaIpcSender:
 
     @contextmanager
     def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> Generator[WeightHandle]:
-        """See `WeightSender.offer`."""
+        """Copy weights to buckets on the GPU and yield their handle. See `WeightSender.offer`."""
         buckets: list[Tensor] = []
         try:
             tensors = tuple(self._fill(buckets, weights))
@@ -59,14 +59,14 @@ class CudaIpcSender:
                 torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """Nothing outlives an offer."""
+        """Do nothing, because the buckets are freed when their offer ends."""
 
     def _fill(self, buckets: list[Tensor], weights: Iterable[tuple[str, Tensor]]) -> Iterator[TensorSpec]:
         for spec, tensor in pack(weights, bucket_bytes=BUCKET_BYTES):
             if tensor.device.type != "cuda" or (buckets and tensor.device != buckets[0].device):
                 raise WeightsError(
-                    f"weight {spec.name!r} is on {tensor.device}, but cuda_ipc needs all of them on one GPU; set "
-                    "rollout.weight_transfer=shared_memory for weights elsewhere"
+                    f"weight {spec.name!r} is on {tensor.device}, but cuda_ipc needs all weights on one GPU; set "
+                    "rollout.weight_transfer=shared_memory"
                 )
             if spec.bucket == len(buckets):
                 num_bytes = max(BUCKET_BYTES, spec.num_bytes)
@@ -77,7 +77,8 @@ class CudaIpcSender:
 
 
 def receive_cuda_ipc(handle: WeightHandle, *, rank: int) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yields views into the sender's buckets: unlike those of other transports, not to be written to or kept."""
+    """Yield views into the sender's buckets. Unlike tensors of other transports, they must not be written to or
+    kept."""
     exports = cast(list[Any], handle.field("exports", list))
     if rank >= len(exports):
         raise WeightsError(
@@ -95,7 +96,7 @@ def receive_cuda_ipc(handle: WeightHandle, *, rank: int) -> Iterator[tuple[Tenso
 
 
 def _export(bucket: Tensor) -> list[Any]:
-    # torch's own form is a pickle, which nobody should read from a network.
+    # The handle has plain values, because torch's own format is a pickle, which is unsafe to load from a network.
     _, arguments = _reductions.reduce_tensor(bucket)
     handle, size, offset, _, counter, counter_offset, event, needs_sync = arguments[7:15]
     return [
@@ -114,7 +115,7 @@ def _import(row: Any, *, device: int | None) -> Tensor:
         case [str(handle), int(size), int(offset), str(counter), int(counter_offset), str(event), bool(sync)]:
             pass
         case _:
-            raise WeightsError(f"{row!r} is no export of a bucket; pass the handle on unchanged")
+            raise WeightsError(f"{row!r} is not an export of a bucket; pass on the handle unchanged")
     try:
         return _reductions.rebuild_cuda_tensor(
             Tensor,
@@ -135,7 +136,7 @@ def _import(row: Any, *, device: int | None) -> Tensor:
         )
     except RuntimeError as error:
         raise WeightsError(
-            f"the memory of the sender's GPU cannot be opened: {error}; set "
+            f"the memory on the sender's GPU cannot be opened: {error}; set "
             "rollout.weight_transfer=shared_memory"
         ) from error
 
@@ -145,12 +146,12 @@ def _uuid(device: torch.device) -> str:
 
 
 def _device_of(uuid: str) -> int:
-    """This process's number for a GPU; numbers differ with CUDA_VISIBLE_DEVICES."""
+    """Return the index of a GPU in this process, which depends on CUDA_VISIBLE_DEVICES."""
     for index in range(torch.cuda.device_count()):
         if _uuid(torch.device("cuda", index)) == uuid:
             return index
     raise WeightsError(
-        f"the weights are on GPU {uuid!r}, which this process does not see; set "
+        f"the weights are on GPU {uuid!r}, which is not visible to this process; set "
         "rollout.weight_transfer=shared_memory or broadcast"
     )
 

@@ -1,4 +1,4 @@
-"""Weights through files: works between any two processes that see one folder."""
+"""Weight transfer through files, for any two processes that share a folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicate
 from agent_loop.weights.packing import dtype_name, pack, to_bytes
 
 SHARD_BYTES = 4 << 30
-"""Of a file, unless one tensor needs more; also what is held in the main memory at once."""
+"""Size of a file, unless a single tensor is larger. At most this much is held in host memory at once."""
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".safetensors.index.json",
@@ -37,7 +37,7 @@ WEIGHT_SUFFIXES = (
 
 
 class DiskSender:
-    """Writes a folder per offer, and removes it when the offer ends."""
+    """Sender that writes a folder for each offer, and deletes it when the offer ends."""
 
     def __init__(self, *, has_checksums: bool, folder: Path | None, like: Path | None, keep: bool) -> None:
         self._has_checksums = has_checksums
@@ -48,8 +48,8 @@ class DiskSender:
 
     @contextmanager
     def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> Generator[WeightHandle]:
-        """See `WeightSender.offer`."""
-        folder = self._place() / f"weights-{weight_version:06d}-{secrets.token_hex(4)}"
+        """Write weights to a folder and yield their handle. See `WeightSender.offer`."""
+        folder = self._parent_folder() / f"weights-{weight_version:06d}-{secrets.token_hex(4)}"
         try:
             written = _write(weights, folder=folder, like=self._like, has_checksums=self._has_checksums)
             yield WeightHandle(
@@ -68,7 +68,7 @@ class DiskSender:
             shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary = None
 
-    def _place(self) -> Path:
+    def _parent_folder(self) -> Path:
         if self._parent is not None:
             self._parent.mkdir(parents=True, exist_ok=True)
             return self._parent.absolute()
@@ -80,32 +80,34 @@ class DiskSender:
 def write_checkpoint(
     weights: Iterable[tuple[str, Tensor]], *, folder: str | Path, like: str | Path
 ) -> tuple[str, ...]:
-    """Writes a folder that `transformers` and engines load: weights, and the other files of another model folder.
+    """Write a model folder that `transformers` and engines can load: weights, and the other files of another model
+    folder.
 
-    The folder appears whole or not at all. Of tied weights one is written, under the name that `like` has it under.
+    The folder is written completely or not at all. Only one of several tied weights is written, under its name in
+    `like`.
 
     Args:
-        weights: Under the names of the model's state dict.
-        folder: Must not exist, or be empty.
-        like: Configuration, tokenizer and the like are copied from there.
+        weights: Weights under the names of the model's state dict.
+        folder: Folder to write. It must be empty or not exist.
+        like: Model folder to copy the configuration, tokenizer and other files from.
 
     Returns:
         The names of the weight files.
 
     Raises:
-        WeightsError: `like` is no model folder, or a tensor cannot be written.
+        WeightsError: `like` is not a model folder, or a tensor cannot be written.
     """
     return _write(weights, folder=Path(folder).absolute(), like=Path(like), has_checksums=False).files
 
 
 def receive_disk(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yields copies, which stay as they are."""
+    """Yield tensors that are copies of the files' contents and stay valid."""
     folder = Path(handle.field("folder", str))
     files = cast(list[Any], handle.field("files", list))
     aliases = cast(dict[str, str], handle.field("aliases", dict))
-    astray = [spec.name for spec in handle.tensors if spec.bucket >= len(files)]
-    if astray:
-        raise WeightsError(f"weight {astray[0]!r} is in none of the offer's files; publish again")
+    missing = [spec.name for spec in handle.tensors if spec.bucket >= len(files)]
+    if missing:
+        raise WeightsError(f"weight {missing[0]!r} is in none of the offer's files; publish again")
     for index, file in enumerate(files):
         path = folder / Path(str(file)).name
         try:
@@ -115,34 +117,34 @@ def receive_disk(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
                         tensor = opened.get_tensor(aliases.get(spec.name, spec.name))
                         if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (spec.dtype, spec.shape):
                             raise WeightsError(
-                                f"weight {spec.name!r} on disk is not what was offered; publish again"
+                                f"weight {spec.name!r} on disk has another dtype or shape than offered; publish again"
                             )
                         yield spec, tensor
         except (OSError, SafetensorError) as error:
             raise WeightsError(
-                f"the weights in {str(path)!r} cannot be read ({error}): the offer has ended, or this process does not "
-                "see the sender's files; give the sender a folder that both see"
+                f"the weights in {str(path)!r} cannot be read ({error}): the offer has ended, or this process has no "
+                "access to the sender's files; give the sender a folder that both can read"
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _WrittenFiles:
     tensors: tuple[TensorSpec, ...]
     files: tuple[str, ...]
     aliases: dict[str, str]
-    """Names of tied weights, by the name that the file has them under."""
+    """Name in the file of each tied weight that is stored under another name."""
 
 
 def _write(
     weights: Iterable[tuple[str, Tensor]], *, folder: Path, like: Path | None, has_checksums: bool
-) -> _Written:
+) -> _WrittenFiles:
     temporary = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
     try:
         preferred = frozenset[str]()
         if like is not None:
             preferred = frozenset(expected_weights(like))
-            _copy_others(like, temporary)
+            _copy_other_files(like, temporary)
         written = _write_shards(weights, temporary, preferred=preferred, has_checksums=has_checksums)
         if len(written.files) > 1:
             _write_index(written, temporary / INDEX_FILE)
@@ -155,15 +157,15 @@ def _write(
 
 def _write_shards(
     weights: Iterable[tuple[str, Tensor]], folder: Path, *, preferred: frozenset[str], has_checksums: bool
-) -> _Written:
+) -> _WrittenFiles:
     specs: list[TensorSpec] = []
     aliases: dict[str, str] = {}
-    shard = _Shard(preferred)
+    shard = _ShardWriter(preferred)
     num_shards = 0
     for spec, tensor in pack(weights, bucket_bytes=SHARD_BYTES):
         if spec.bucket > num_shards:
             aliases |= shard.save(folder / f"{num_shards}.part")
-            shard, num_shards = _Shard(preferred), num_shards + 1
+            shard, num_shards = _ShardWriter(preferred), num_shards + 1
         on_cpu = tensor.detach().to("cpu").contiguous()
         crc = checksum(to_bytes(on_cpu, name=spec.name)) if has_checksums else None
         specs.append(replace(spec, offset=0, checksum=crc))
@@ -177,11 +179,12 @@ def _write_shards(
     )
     for number, file in enumerate(files):
         os.replace(folder / f"{number}.part", folder / file)
-    return _Written(tuple(specs), files, aliases)
+    return _WrittenFiles(tuple(specs), files, aliases)
 
 
-class _Shard:
-    """What goes into one file. Holds the tensors, so that equal addresses mean equal tensors."""
+class _ShardWriter:
+    """Collects the tensors of one file. It keeps the original tensors alive, so that equal addresses mean tied
+    weights."""
 
     def __init__(self, preferred: frozenset[str]) -> None:
         self._preferred = preferred
@@ -190,14 +193,14 @@ class _Shard:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, original: Tensor, on_cpu: Tensor) -> None:
-        place = (original.device, original.data_ptr(), original.dtype, original.shape, original.stride())
-        key = place if original.numel() else (name,)
+        address = (original.device, original.data_ptr(), original.dtype, original.shape, original.stride())
+        key = address if original.numel() else (name,)
         self._originals.append(original)
         self._names_at.setdefault(key, []).append(name)
         self._tensors[name] = on_cpu
 
     def save(self, path: Path) -> dict[str, str]:
-        """Writes the file; returns the aliases."""
+        """Write the file and return the aliases of tied weights."""
         aliases: dict[str, str] = {}
         storages: set[int] = set()
         tensors: dict[str, Tensor] = {}
@@ -205,7 +208,7 @@ class _Shard:
             kept = next((name for name in names if name in self._preferred), names[0])
             aliases |= {name: kept for name in names if name != kept}
             tensor = self._tensors[kept]
-            # Parts of one storage are refused by safetensors.
+            # safetensors rejects tensors that share a storage.
             storage = tensor.untyped_storage().data_ptr()
             tensors[kept] = tensor.clone() if tensor.numel() and storage in storages else tensor
             storages.add(storage)
@@ -213,7 +216,7 @@ class _Shard:
         return aliases
 
 
-def _write_index(written: _Written, path: Path) -> None:
+def _write_index(written: _WrittenFiles, path: Path) -> None:
     weight_map = {
         spec.name: written.files[spec.bucket] for spec in written.tensors if spec.name not in written.aliases
     }
@@ -223,9 +226,9 @@ def _write_index(written: _Written, path: Path) -> None:
     )
 
 
-def _copy_others(like: Path, folder: Path) -> None:
+def _copy_other_files(like: Path, folder: Path) -> None:
     if not (like / "config.json").is_file():
-        raise WeightsError(f"{str(like)!r} holds no config.json; give the folder of a model")
+        raise WeightsError(f"{str(like)!r} has no config.json; give the folder of a model")
     for file in like.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copy2(file, folder / file.name)

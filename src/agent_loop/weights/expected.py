@@ -1,6 +1,6 @@
-"""Which weights a model has, read from its folder without loading it.
+"""Names and shapes of a model's weights, read from its folder without loading it.
 
-For engines that fuse weights, so that their own tensors cannot be compared with what is published.
+They are needed for engines that fuse weights, because the engine's tensors cannot be compared with the published ones.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Shape = tuple[int, ...]
 
 
 def expected_weights(model_path: str | Path) -> dict[str, Shape]:
-    """Names and shapes of the weights in a model's folder, from the headers of its safetensors files.
+    """Return names and shapes of the weights in a model's folder, from the headers of its safetensors files.
 
     Raises:
-        WeightsError: The folder has no such files, or they cannot be read.
+        WeightsError: The folder has no safetensors files, or they cannot be read.
     """
     folder = Path(model_path)
     found: dict[str, Shape] = {}
@@ -40,14 +40,14 @@ def expected_weights(model_path: str | Path) -> dict[str, Shape]:
 
 
 def tied_weights(model_path: str | Path) -> tuple[tuple[str, ...], ...]:
-    """Groups of names that are one weight in this model: the embedding and the output head, or nothing.
+    """Return groups of names that share one weight: the embedding and the output head, or no group.
 
-    They are tied if the configuration says so, or if the folder has an embedding and no head.
+    The two are tied if the configuration says so, or if the folder has an embedding but no output head.
     """
     names = expected_weights(model_path)
     heads = [name for name in names if name.endswith(HEADS)]
     embeddings = [name for name in names if name.endswith(EMBEDDINGS)]
-    if not embeddings or (heads and not _says_tied(Path(model_path))):
+    if not embeddings or (heads and not _is_configured_tied(Path(model_path))):
         return ()
     return ((embeddings[0], heads[0] if heads else HEADS[0]),)
 
@@ -58,12 +58,12 @@ def check_weights(
     *,
     tied: Iterable[Iterable[str]] = (),
 ) -> None:
-    """Compares published names and shapes with what a model has.
+    """Compare published names and shapes with those of the model.
 
     Args:
-        expected: As `expected_weights` gives it.
-        given: What is published, as in `WeightHandle.shapes`.
-        tied: Groups of names of which one is enough, as `tied_weights` gives them.
+        expected: Result of `expected_weights`.
+        given: Published names and shapes, as in `WeightHandle.shapes`.
+        tied: Result of `tied_weights`. One name of each group is enough.
 
     Raises:
         WeightsError: A name is unknown, missing or given twice, or a shape differs.
@@ -111,13 +111,13 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsError(
-            f"{str(folder)!r} holds no safetensors files, so the names of the model's weights are unknown; give the "
+            f"{str(folder)!r} has no safetensors files, so the names of the model's weights are unknown; give the "
             "folder of a model in that format (save_pretrained writes it)"
         )
     return files
 
 
-def _says_tied(folder: Path) -> bool:
+def _is_configured_tied(folder: Path) -> bool:
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a sender tells its receivers: which tensors there are, and where to find them."""
+"""Handle of an offer of weights: the tensors, and where receivers find them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of an element, by the name that torch has for the dtype."""
+"""Bytes per element, by torch's name of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class TensorSpec:
 
     name: str
     dtype: str
-    """As in `bfloat16`; one of `DTYPE_BYTES`."""
+    """Name such as `bfloat16`; a key of `DTYPE_BYTES`."""
     shape: tuple[int, ...]
     bucket: int
-    """Which block, file or message holds it, counted from 0."""
+    """Index of the block, file or message that holds the tensor."""
     offset: int
-    """Its first byte in there; 0 where tensors are found by name."""
+    """Offset of the first byte in the bucket; 0 if tensors are found by name."""
     checksum: int | None = None
-    """See `agent_loop.weights.checksum`; None if it is not in the handle."""
+    """Checksum as in `agent_loop.weights.checksum`; None if the handle has no checksums."""
 
     @property
     def num_bytes(self) -> int:
@@ -62,41 +62,41 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightHandle:
-    """An offer as text: about 100 bytes per tensor."""
+    """Handle of one offer. Its JSON has about 100 bytes per tensor."""
 
     transport: Transport
     weight_version: int
     tensors: tuple[TensorSpec, ...]
-    """In the order in which the sender was given them; names are unique."""
+    """Tensors in the order in which they were given to the sender. Names are unique."""
     source: Mapping[str, Any]
-    """Where the bytes are; its keys are the transport's business."""
+    """Where the bytes are. The keys depend on the transport."""
     has_checksums: bool = True
-    """The receiver compares each tensor before it hands it out."""
+    """Whether the receiver verifies the checksum of each tensor before it returns it."""
     base: WeightHandle | None = None
-    """Where the base is, if the tensors are factors of adapters (see `agent_loop.weights.adapted`): open for as long
-    as offers are made with it, for receivers that lack it."""
+    """Handle of the base weights if the tensors are factors of adapters (see `agent_loop.weights.adapted`). It stays
+    open while offers refer to it, for receivers that do not have the base yet."""
     base_id: str = ""
-    """A receiver that has the base of this name need not read it."""
+    """Identifies the base. A receiver that has this base does not read it again."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors together, those of a base not counted."""
+        """Size of all tensors without those of the base."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What `check_weights` takes, so that an engine can refuse before it reads a byte."""
+        """Names and shapes for `check_weights`, so that an engine can reject weights before it reads them."""
         return [(spec.name, spec.shape) for spec in (self.base or self).tensors]
 
     def field(self, key: str, kind: type[FieldT]) -> FieldT:
-        """An entry of `source`.
+        """Return an entry of `source`.
 
         Raises:
-            WeightsError: It is missing or of another type.
+            WeightsError: The entry is missing or has another type.
         """
         value = self.source.get(key)
         if not isinstance(value, kind):
-            raise _garbage(f"{key} of its source is {value!r}")
+            raise _invalid_handle(f"{key} of its source is {value!r}")
         return value
 
     def to_json(self) -> str:
@@ -104,15 +104,15 @@ class WeightHandle:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> WeightHandle:
-        """Reads what `to_json` wrote.
+        """Parse a handle that `to_json` wrote.
 
         Raises:
-            WeightsError: It is something else, or of another version of this package.
+            WeightsError: The text is not a handle, or was written by another version of this package.
         """
         try:
             found = json.loads(text)
         except (ValueError, TypeError) as error:
-            raise _garbage(f"it is not JSON ({error})") from None
+            raise _invalid_handle(f"it is not JSON ({error})") from None
         return cls._from_fields(found)
 
     def _to_fields(self) -> dict[str, Any]:
@@ -135,26 +135,26 @@ class WeightHandle:
     @classmethod
     def _from_fields(cls, found: Any) -> WeightHandle:
         if not isinstance(found, dict):
-            raise _garbage(f"it is a JSON {type(found).__name__}")
+            raise _invalid_handle(f"it is a JSON {type(found).__name__}")
         fields = cast(dict[str, Any], found)
         if fields.get("format") != FORMAT:
-            raise _garbage(f"its format is {fields.get('format')!r} instead of {FORMAT}")
+            raise _invalid_handle(f"its format is {fields.get('format')!r} instead of {FORMAT}")
         if fields.get("transport") not in get_args(Transport):
-            raise _garbage(f"its transport is {fields.get('transport')!r}")
+            raise _invalid_handle(f"its transport is {fields.get('transport')!r}")
         if not _is_count(fields.get("weight_version")):
-            raise _garbage(f"its weight_version is {fields.get('weight_version')!r}")
+            raise _invalid_handle(f"its weight_version is {fields.get('weight_version')!r}")
         if not isinstance(fields.get("has_checksums"), bool) or not isinstance(fields.get("source"), dict):
-            raise _garbage("has_checksums or source is missing")
+            raise _invalid_handle("has_checksums or source is missing")
         if not isinstance(fields.get("tensors"), list):
-            raise _garbage("the list of tensors is missing")
+            raise _invalid_handle("the list of tensors is missing")
         tensors = tuple(_parse_spec(row) for row in cast(list[Any], fields["tensors"]))
         refuse_duplicates(tensors)
         base = None if "base" not in fields else cls._from_fields(fields["base"])
         base_id = fields.get("base_id", "")
         if not isinstance(base_id, str) or bool(base_id) != (base is not None):
-            raise _garbage(f"its base_id is {base_id!r}")
+            raise _invalid_handle(f"its base_id is {base_id!r}")
         if base is not None and base.base is not None:
-            raise _garbage("its base has a base")
+            raise _invalid_handle("its base has a base")
         return cls(
             transport=fields["transport"],
             weight_version=fields["weight_version"],
@@ -167,7 +167,11 @@ class WeightHandle:
 
 
 def refuse_duplicates(tensors: tuple[TensorSpec, ...]) -> None:
-    """Raises: WeightsError: Two tensors have one name."""
+    """Raise an error if two tensors have the same name.
+
+    Raises:
+        WeightsError: Two tensors have the same name.
+    """
     if len({spec.name for spec in tensors}) < len(tensors):
         (name, times), *_ = Counter(spec.name for spec in tensors).most_common(1)
         raise WeightsError(f"weight {name!r} was published {times} times; publish each weight once")
@@ -180,17 +184,17 @@ def _parse_spec(row: Any) -> TensorSpec:
         ):
             if checksum is None or _is_count(checksum):
                 return TensorSpec(name, dtype, tuple(shape), bucket, offset, checksum)
-            raise _garbage(f"the checksum of {name!r} is {checksum!r}")
+            raise _invalid_handle(f"the checksum of {name!r} is {checksum!r}")
         case _:
-            raise _garbage(f"a tensor is {row!r}")
+            raise _invalid_handle(f"a tensor is {row!r}")
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _garbage(why: str) -> WeightsError:
+def _invalid_handle(why: str) -> WeightsError:
     return WeightsError(
-        f"this is no weight handle: {why}; pass on what WeightHandle.to_json() gave, with the same version of "
-        "agent-loop on both sides"
+        f"this is not a weight handle: {why}; pass on the result of WeightHandle.to_json() unchanged, and use the same "
+        "version of agent-loop on both sides"
     )

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and bytes as tensors."""
+"""Conversion between tensors and bytes, and packing of tensors into buckets."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from agent_loop.errors import WeightsError
 from agent_loop.weights.handle import DTYPE_BYTES, TensorSpec
 
 ALIGNMENT = 64
-"""Bytes; what vector units and engines' own loaders like best."""
+"""Alignment of tensors in bytes. It suits vector units and the weight loaders of engines."""
 
 
 def align(offset: int) -> int:
-    """The next offset at which a tensor may begin."""
+    """Round an offset up to the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in `bfloat16`."""
+    """Return the name of a dtype, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def to_bytes(tensor: Tensor, *, name: str) -> Tensor:
-    """A tensor's data, shape [num_bytes], uint8, on its device; without a copy if it is contiguous.
+    """Return the bytes of a tensor on its device, [num_bytes], uint8. They are not copied if the tensor is contiguous.
 
     Raises:
-        WeightsError: It holds no data of its own: on the meta device, sharded, sparse or of an unknown dtype.
+        WeightsError: The tensor is on the meta device, sharded, sparse or of an unknown dtype.
     """
     check_transferable(tensor, name=name)
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def from_bytes(data_N: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor whose bytes these are; shares their memory."""
+    """Return the tensor with these bytes, which shares their memory."""
     dtype: Any = getattr(torch, spec.dtype)
     return data_N.view(dtype).view(spec.shape)
 
 
 def check_transferable(tensor: Tensor, *, name: str) -> None:
-    """Raises: WeightsError: See `to_bytes`."""
+    """Raise an error if a tensor cannot be sent.
+
+    Raises:
+        WeightsError: See `to_bytes`.
+    """
     if tensor.is_meta:
         raise WeightsError(f"weight {name!r} is on the meta device and holds no data; materialize it first")
     if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided:
@@ -57,7 +61,10 @@ def check_transferable(tensor: Tensor, *, name: str) -> None:
 
 
 def pack(named: Iterable[tuple[str, Tensor]], *, bucket_bytes: int) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Gives each tensor a place: in order, aligned, in buckets of `bucket_bytes` or of one tensor that is larger."""
+    """Assign each tensor an aligned offset in a bucket, in order.
+
+    A bucket has at most `bucket_bytes`, unless it holds a single larger tensor.
+    """
     bucket = offset = 0
     for name, tensor in named:
         check_transferable(tensor, name=name)

@@ -1,4 +1,4 @@
-"""The engine's side."""
+"""Receiver of weights, in the engine's process."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from agent_loop.weights.shared_memory import receive_shared_memory
 
 
 class WeightReceiver:
-    """Takes offers in an engine's process. Long-lived: it keeps connections, and the base below adapters, from one
-    offer to the next."""
+    """Receives offers in an engine's process. It keeps connections and the base weights of adapters between offers."""
 
     def __init__(self, rank: int = 0, *, merges_on: torch.device | str = "cpu") -> None:
-        """Args:
-        rank: Which of the sender's receivers this is.
-        merges_on: Where adapters are merged into their base. Other weights come as the transport brings them.
+        """Create a receiver without connections.
+
+        Args:
+            rank: Rank of this receiver among the sender's receivers.
+            merges_on: Device on which adapters are merged into their base. Other weights stay on the transport's
+                device.
         """
         self._rank = rank
         self._merges_on = torch.device(merges_on)
@@ -34,36 +36,37 @@ class WeightReceiver:
         self._base_id = ""
 
     def receive(self, handle: WeightHandle | str | bytes) -> Iterator[tuple[str, Tensor]]:
-        """Yields all tensors of an offer in order, each verified before it is handed out; those with adapters merged.
+        """Yield all tensors of an offer in order, each verified before it is yielded, with adapters merged.
 
-        They hold what was sent until the offer ends: do not answer the sender before they are copied to where they
-        belong. Afterwards they stay readable, but may show the weights of a later offer. They may be written to, which
-        nobody else sees; only those of `cuda_ipc` are the sender's own memory, to be read and let go of in time.
+        Copy the tensors before you reply to the sender, because they are valid only until the offer ends. Afterwards
+        they can still be read, but may contain the weights of a later offer. Writing to them does not affect the
+        sender, except for `cuda_ipc`, whose tensors are the sender's memory: only read them, and drop them before the
+        offer ends.
 
         Raises:
-            WeightsError: The handle is garbage, the offer is out of reach, or a tensor is damaged. The tensors before
-                it have been handed out already; see `receive_all`.
+            WeightsError: The handle is invalid, the offer cannot be reached, or a tensor is damaged. The tensors before
+                the damaged one have been yielded already; `receive_all` avoids that.
         """
         if not isinstance(handle, WeightHandle):
             handle = WeightHandle.from_json(handle)
         if handle.base is None:
             yield from self._verified(handle)
         else:
-            yield from _Merged(self._adapted(handle, handle.base)).items()
+            yield from _MergedWeights(self._adapted(handle, handle.base)).items()
 
     def receive_all(self, handle: WeightHandle | str | bytes) -> Mapping[str, Tensor]:
-        """All tensors of an offer, handed out only if every one of them is as it was sent. See `receive`.
+        """Return all tensors of an offer after all of them have been verified. See `receive`.
 
-        Adapters are merged as weights are asked for, so that an engine's process need not hold all of them at once.
+        Adapters are merged when a weight is accessed, so that the process need not hold all merged weights at once.
         """
         if not isinstance(handle, WeightHandle):
             handle = WeightHandle.from_json(handle)
         if handle.base is None:
             return dict(self._verified(handle))
-        return _Merged(self._adapted(handle, handle.base))
+        return _MergedWeights(self._adapted(handle, handle.base))
 
     def close(self) -> None:
-        """Gives up connections, and the base. Can be called again."""
+        """Close the connections and drop the base weights. Can be called again."""
         self._broadcast.close()
         self._base, self._base_id = {}, ""
 
@@ -77,7 +80,7 @@ class WeightReceiver:
 
     def _adapted(self, handle: WeightHandle, base: WeightHandle) -> AdaptedWeights:
         if self._base_id != handle.base_id:
-            self._base, self._base_id = {}, ""  # first: two may be more than there is memory for
+            self._base, self._base_id = {}, ""  # drop the old base first: there may not be memory for two
             self._base, self._base_id = dict(self._verified(base)), handle.base_id
         factors = {name: tensor.to(self._merges_on, copy=True) for name, tensor in self._verified(handle)}
         return AdaptedWeights.from_tensors(factors, base=self._base, base_id=self._base_id)
@@ -100,8 +103,8 @@ class WeightReceiver:
                 return receive_disk(handle)
 
 
-class _Merged(Mapping[str, Tensor]):
-    """Weights as an engine loads them, each made when it is asked for. Whoever writes to them spares the base."""
+class _MergedWeights(Mapping[str, Tensor]):
+    """Merged weights, each computed when it is accessed. They can be written to without changing the base."""
 
     def __init__(self, weights: AdaptedWeights) -> None:
         self._weights = weights
@@ -121,6 +124,6 @@ def _verify(spec: TensorSpec, tensor: Tensor) -> None:
     found = checksum(tensor.reshape(-1).view(torch.uint8))
     if found != spec.checksum:
         raise WeightsError(
-            f"weight {spec.name!r} arrived damaged: its checksum is {found}, but {spec.checksum} was sent; publish "
-            "again"
+            f"weight {spec.name!r} was damaged in transfer: its checksum is {found}, but {spec.checksum} was sent; "
+            "publish again"
         )

@@ -1,4 +1,4 @@
-"""The trainer's side."""
+"""Sender of weights, in the trainer's process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 class WeightSender:
-    """Offers weights to receivers in other processes. Long-lived: what one offer set up is used by the next.
+    """Offers weights to receivers in other processes. Long-lived: later offers reuse memory and connections.
 
-    Of `AdaptedWeights`, `shared_memory` and `disk` offer the base once, until the sender closes or another base comes;
-    each further offer has the factors alone. The others push to who is there at the time, so that they send all merged
-    weights each time; so does `disk` with `like`, whose offers are checkpoints.
+    For `AdaptedWeights`, `shared_memory` and `disk` offer the base once, until the sender is closed or the base
+    changes. Each further offer contains only the factors. The other transports send all merged weights each time,
+    because receivers may have been replaced. `disk` with `like` does so too, because its offers are checkpoints.
 
-    One offer at a time, from any thread.
+    Only one offer can be open at a time. Any thread may open it.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class WeightSender:
         like: Path | None = None,
         keep: bool = False,
     ) -> None:
-        """Takes nothing yet: memory, ports and folders come with the first offer.
+        """Create a sender. Memory, ports and folders are allocated by the first offer.
 
         Args:
-            transport: The way of the bytes; `choose_transport` picks one.
-            num_receivers: Ranks 0 to num_receivers - 1 receive each offer. Only `broadcast` and `cuda_ipc` need it.
-            has_checksums: Lets receivers verify each tensor.
-            timeout_s: `broadcast` only: how long to wait for a receiver to join or to take a bucket.
-            host: `broadcast` only: under which address the receivers reach this machine.
+            transport: Transport of the tensors. `choose_transport` chooses one.
+            num_receivers: Ranks 0 to num_receivers - 1 receive each offer. Used by `broadcast` and `cuda_ipc` only.
+            has_checksums: Whether to send checksums, so that receivers can verify each tensor.
+            timeout_s: `broadcast` only: seconds to wait for a receiver to join or to receive a bucket.
+            host: `broadcast` only: address at which the receivers reach this machine.
             folder: `disk` only: where to write; a new temporary folder if None.
-            like: `disk` only: a model folder whose other files (configuration, tokenizer) go along, so that each
-                offer is a checkpoint that engines can load by themselves; its path is `handle.source["folder"]`.
-            keep: `disk` only: leave what was written.
+            like: `disk` only: model folder whose other files (configuration, tokenizer) are copied, so that each offer
+                is a checkpoint that engines can load directly. Its path is `handle.source["folder"]`.
+            keep: `disk` only: whether to keep the files after the offer.
         """
         self._transport: Transport = transport
         self._is_closed = False
@@ -63,7 +63,7 @@ class WeightSender:
         if transport in ("shared_memory", "disk"):
             self._sharing_key = (transport, has_checksums, folder, like, keep)
 
-        def make_backend() -> _Backend:
+        def make_transport_sender() -> _TransportSender:
             match transport:
                 case "shared_memory":
                     return SharedMemorySender(has_checksums=has_checksums)
@@ -79,8 +79,8 @@ class WeightSender:
                 case "disk":
                     return DiskSender(has_checksums=has_checksums, folder=folder, like=like, keep=keep)
 
-        self._backend = make_backend()
-        self._base = _BaseOffer(make_backend)
+        self._transport_sender = make_transport_sender()
+        self._base = _BaseOffer(make_transport_sender)
         self._keeps_base = self._sharing_key is not None and like is None
 
     @property
@@ -89,7 +89,7 @@ class WeightSender:
 
     @property
     def sharing_key(self) -> Hashable | None:
-        """Equal for senders whose offers any receiver of either can take; None if receivers are counted."""
+        """Equal for senders whose offers are interchangeable. None if the transport depends on its receivers."""
         return self._sharing_key
 
     @property
@@ -98,32 +98,32 @@ class WeightSender:
 
     @contextmanager
     def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> Generator[WeightHandle]:
-        """Makes weights available while the context is open.
+        """Make weights available to receivers while the context is open.
 
         Args:
-            weights: Names and plain dense tensors, on one device. Copied when the context is entered, so that they
-                may change afterwards; `broadcast` reads them while the context is open.
-            weight_version: Travels with them.
+            weights: Names and plain dense tensors, on one device. They are copied when the context is entered and may
+                change afterwards. `broadcast` reads them while the context is open.
+            weight_version: Version that the handle states.
 
         Raises:
-            WeightsError: A tensor cannot be sent, there is no place for it, or (on leaving) a receiver of a
-                broadcast did not take it in time.
+            WeightsError: A tensor cannot be sent, or there is no memory or disk space for it. On exit: a receiver of a
+                broadcast did not receive the weights in time.
         """
         if self._is_closed:
-            raise WeightsError("this sender is closed; make a new one")
+            raise WeightsError("this sender is closed; create a new one")
         if not isinstance(weights, AdaptedWeights) or not self._keeps_base:
-            with self._backend.offer(weights, weight_version=weight_version) as handle:
+            with self._transport_sender.offer(weights, weight_version=weight_version) as handle:
                 yield handle
             return
         base = self._base.open(weights, weight_version=weight_version)
-        with self._backend.offer(weights.to_tensors(), weight_version=weight_version) as handle:
+        with self._transport_sender.offer(weights.to_tensors(), weight_version=weight_version) as handle:
             yield replace(handle, base=base, base_id=weights.base_id)
 
     def close(self) -> None:
-        """Gives back all that offers have set up. Can be called again."""
+        """Release the memory, connections and files of the offers. Can be called again."""
         if not self._is_closed:
             self._is_closed = True
-            self._backend.close()
+            self._transport_sender.close()
             self._base.close()
 
     def __enter__(self) -> WeightSender:
@@ -136,21 +136,21 @@ class WeightSender:
 
 
 class _BaseOffer:
-    """An offer of what lies below adapters, which stays open from update to update."""
+    """Offer of the base weights of adapters, which stays open across updates."""
 
-    def __init__(self, make_backend: Callable[[], _Backend]) -> None:
-        self._make_backend = make_backend
+    def __init__(self, make_transport_sender: Callable[[], _TransportSender]) -> None:
+        self._make_transport_sender = make_transport_sender
         self._open = ExitStack()
         self._base_id = ""
         self._handle: WeightHandle | None = None
 
     def open(self, weights: AdaptedWeights, *, weight_version: int) -> WeightHandle:
-        """The handle of this base's offer. That of another base ends."""
+        """Return the handle of the offer of this base. An offer of another base is closed."""
         if self._handle is None or self._base_id != weights.base_id:
             self.close()
-            backend = self._make_backend()
-            self._open.callback(backend.close)
-            offer = backend.offer(weights.base.items(), weight_version=weight_version)
+            sender = self._make_transport_sender()
+            self._open.callback(sender.close)
+            offer = sender.offer(weights.base.items(), weight_version=weight_version)
             self._handle, self._base_id = self._open.enter_context(offer), weights.base_id
         return self._handle
 
@@ -159,15 +159,15 @@ class _BaseOffer:
         self._open.close()
 
 
-class _Backend(Protocol):
-    """One transport."""
+class _TransportSender(Protocol):
+    """Sender of one transport."""
 
-    def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> _Offer: ...
+    def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> _OfferContext: ...
 
     def close(self) -> None: ...
 
 
-class _Offer(Protocol):
+class _OfferContext(Protocol):
     def __enter__(self) -> WeightHandle: ...
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""One offer for all servers of a pool, instead of one each."""
+"""Weights of one update for all servers of a pool, which share one offer."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from agent_loop.weights.sender import WeightSender
 
 COPY_TIMEOUT_S = 3600.0
-"""Bounds the copying of weights that nobody waits for any more."""
+"""Seconds that copying weights may take after its caller was cancelled."""
 
 SenderPool = dict[Hashable, "WeightSender"]
-"""Senders that a pool of servers has shared, by `WeightSender.sharing_key`."""
+"""Senders that the servers of a pool share, by `WeightSender.sharing_key`."""
 
 
 class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
-    """The weights of one update, for several servers: can be iterated as often as needed.
+    """Weights of one update for several servers, which can be iterated repeatedly.
 
-    A server in this process iterates. A server whose engine is elsewhere calls `offered`, which makes an offer for
-    the first one and gives its handle to the others. Opened with `async with`, and left when all servers are done;
-    that ends the offers.
+    A server in this process iterates over the weights. A server whose engine runs in another process calls `offered`,
+    which opens an offer for the first server and returns its handle to the others. Use it with `async with`, and exit
+    the context when all servers are done, which closes the offers.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], *, senders: SenderPool | None = None) -> None:
-        """Reads the iterator to its end.
+        """Collect the weights of an iterable.
 
         Args:
-            weights: Names and tensors. `AdaptedWeights` stay what they are.
-            senders: Those of earlier updates: used again, so that they reuse their memory, and added to. A closed one
-                is replaced by that of the next server that asks.
+            weights: Names and tensors. `AdaptedWeights` are kept as they are.
+            senders: Senders of earlier updates, which are reused with their memory. New senders are added. A closed
+                sender is replaced by that of the next server.
         """
         self._weights = weights if isinstance(weights, AdaptedWeights) else tuple(weights)
         self._senders = {} if senders is None else senders
@@ -58,7 +58,7 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
         return len(self._weights)
 
     async def offer_once(self, sender: WeightSender, *, weight_version: int) -> WeightHandle:
-        """The handle of the offer that all senders of this kind share; made by the first caller.
+        """Return the handle of the offer that all senders with the same `sharing_key` share. The first call opens it.
 
         Raises:
             WeightsError: See `WeightSender.offer`.
@@ -66,10 +66,10 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
         key = sender.sharing_key
         async with self._locks.setdefault(key, asyncio.Lock()):
             if key not in self._handles:
-                kept = self._senders.get(key)
-                if kept is None or kept.is_closed:
-                    kept = self._senders[key] = sender
-                offer = _OpenOffer(kept.offer(self._weights, weight_version=weight_version))
+                shared_sender = self._senders.get(key)
+                if shared_sender is None or shared_sender.is_closed:
+                    shared_sender = self._senders[key] = sender
+                offer = _OfferInThreads(shared_sender.offer(self._weights, weight_version=weight_version))
                 self._handles[key] = await self._offers.enter_async_context(offer)
         return self._handles[key]
 
@@ -84,7 +84,7 @@ class SharedWeights(Iterable[tuple[str, "Tensor"]], Sized):
 
 
 def adapted_weights(weights: Iterable[tuple[str, Tensor]]) -> AdaptedWeights | None:
-    """What a server was given, if it is a base and factors, shared or not."""
+    """Return the weights as `AdaptedWeights` if they have adapters, shared or not, else None."""
     if isinstance(weights, SharedWeights):
         return weights.adapted
     return weights if isinstance(weights, AdaptedWeights) else None
@@ -94,12 +94,12 @@ def adapted_weights(weights: Iterable[tuple[str, Tensor]]) -> AdaptedWeights | N
 async def offered(
     weights: Iterable[tuple[str, Tensor]], *, sender: WeightSender, weight_version: int
 ) -> AsyncGenerator[WeightHandle]:
-    """Offers weights while the event loop goes on; the servers of a pool share one offer.
+    """Offer weights without blocking the event loop. The servers of a pool share one offer.
 
     Args:
-        weights: As `AsyncServerBase.update_weights` got them.
-        sender: The caller's own; if the weights are shared, that of another server may do the work.
-        weight_version: Travels with them.
+        weights: Argument of `AsyncServerBase.update_weights`.
+        sender: Sender of the caller. If the weights are shared, the sender of another server may be used instead.
+        weight_version: Version that the handle states.
 
     Raises:
         WeightsError: See `WeightSender.offer`.
@@ -107,12 +107,12 @@ async def offered(
     if isinstance(weights, SharedWeights) and sender.sharing_key is not None:
         yield await weights.offer_once(sender, weight_version=weight_version)
         return
-    async with _OpenOffer(sender.offer(weights, weight_version=weight_version)) as handle:
+    async with _OfferInThreads(sender.offer(weights, weight_version=weight_version)) as handle:
         yield handle
 
 
-class _OpenOffer:
-    """Enters and leaves an offer in threads. Cancelled while entering, it leaves before the cancellation goes on."""
+class _OfferInThreads:
+    """Enters and exits an offer's context in threads. If entering is cancelled, the context is exited first."""
 
     def __init__(self, offer: AbstractContextManager[WeightHandle]) -> None:
         self._offer = offer

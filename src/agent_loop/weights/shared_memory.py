@@ -1,9 +1,9 @@
-"""Weights through POSIX shared memory: one copy by the sender, none by a receiver on the same host.
+"""Weight transfer through POSIX shared memory: the sender copies once, and a receiver on the same host does not copy.
 
-Blocks are kept for the next offer: fresh pages from the kernel cost about ten times the copy into them. A block is
-unlinked when the sender closes, when an offer did not need it, and when an offer ended with an exception: then a
-receiver may still read, and the next offer must not write there. If the sender is killed, the resource tracker of its
-process unlinks them. A receiver never owns a block, so that it may die at any time.
+Blocks are kept for the next offer, because fresh pages from the kernel cost about ten times as much as the copy. A
+block is unlinked when the sender is closed, when an offer did not need it, and when an offer ended with an exception.
+In the last case a receiver may still read the block, and the next offer must not write to it. If the sender is killed,
+the resource tracker of its process unlinks the blocks. A receiver never owns a block and may end at any time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from agent_loop.weights.handle import TensorSpec, WeightHandle, refuse_duplicate
 from agent_loop.weights.packing import from_bytes, pack, to_bytes
 
 BLOCK_BYTES = 1 << 30
-"""Of a block, unless one tensor needs more. Memory is taken only where something is written."""
+"""Size of a block, unless a single tensor is larger. Only the pages that are written use memory."""
 NAME_PREFIX = "agent-loop-weights-"
 
 _shm: Any = _posixshmem
 
 
 class SharedMemorySender:
-    """Owns the blocks."""
+    """Sender that owns the blocks of shared memory."""
 
     def __init__(self, *, has_checksums: bool, block_bytes: int = BLOCK_BYTES) -> None:
         self._has_checksums = has_checksums
@@ -45,7 +45,7 @@ class SharedMemorySender:
 
     @contextmanager
     def offer(self, weights: Iterable[tuple[str, Tensor]], *, weight_version: int) -> Generator[WeightHandle]:
-        """See `WeightSender.offer`."""
+        """Copy weights to shared memory and yield their handle. See `WeightSender.offer`."""
         try:
             tensors = tuple(self._write(weights))
             refuse_duplicates(tensors)
@@ -71,7 +71,8 @@ class SharedMemorySender:
             end = spec.offset + spec.num_bytes
             target = self._block(spec.bucket, num_bytes=end).reserve(end)[spec.offset : end]
             source = to_bytes(tensor, name=spec.name)
-            crc = self._copy(source, target) if source.device.type == "cpu" else self._fetch(source, target)
+            copy = self._copy if source.device.type == "cpu" else self._copy_from_gpu
+            crc = copy(source, target)
             yield replace(spec, checksum=crc)
 
     def _block(self, index: int, *, num_bytes: int) -> _Block:
@@ -87,8 +88,8 @@ class SharedMemorySender:
         target.copy_(source)
         return None
 
-    def _fetch(self, source: Tensor, target: Tensor) -> int | None:
-        """From a GPU: through a piece of pinned memory, which the GPU fills at full speed."""
+    def _copy_from_gpu(self, source: Tensor, target: Tensor) -> int | None:
+        """Copy through a buffer of pinned memory, to which the GPU copies at full speed."""
         if self._pinned is None:
             self._pinned = torch.empty(CHUNK_BYTES * 8, dtype=torch.uint8, pin_memory=True)
         for start in range(0, len(source), len(self._pinned)):
@@ -104,7 +105,7 @@ class SharedMemorySender:
 
 
 def receive_shared_memory(handle: WeightHandle) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yields views into private mappings: a receiver may write to them, and nobody else sees it."""
+    """Yield views into private mappings. A receiver may write to them without changing the shared memory."""
     blocks = [_attach(name, size=size) for name, size in _blocks_of(handle)]
     for spec in handle.tensors:
         end = spec.offset + spec.num_bytes
@@ -120,11 +121,11 @@ def _blocks_of(handle: WeightHandle) -> Iterator[tuple[str, int]]:
             case [str(name), int(size)] if name.startswith(NAME_PREFIX) and "/" not in name and size > 0:
                 yield name, size
             case _:
-                raise WeightsError(f"{row!r} is no block of weights; pass the handle on unchanged")
+                raise WeightsError(f"{row!r} is not a block of weights; pass on the handle unchanged")
 
 
 class _Block:
-    """One block of shared memory. The mapping lives as long as a tensor on it, unlinked or not."""
+    """One block of shared memory. Its mapping lives as long as a tensor refers to it, even after `unlink`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -136,10 +137,10 @@ class _Block:
         self._bytes = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """The block's bytes, of which the first `num_bytes` can be written.
+        """Reserve memory for the first `num_bytes`, and return all bytes of the block.
 
         Raises:
-            WeightsError: The shared memory is full. (Writing without asking would kill the process.)
+            WeightsError: The shared memory is full. (Writing without a reservation would kill the process.)
         """
         if num_bytes > self._num_reserved:
             try:
@@ -148,7 +149,7 @@ class _Block:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                     raise
                 raise WeightsError(
-                    f"the shared memory is full: no place for {num_bytes - self._num_reserved:,} more bytes of "
+                    f"the shared memory is full: no room for {num_bytes - self._num_reserved:,} more bytes of "
                     "weights; enlarge /dev/shm (docker run --shm-size), or set rollout.weight_transfer=disk"
                 ) from None
             self._num_reserved = num_bytes
@@ -161,13 +162,13 @@ class _Block:
 
 
 def _attach(name: str, *, size: int) -> Tensor:
-    # SharedMemory(name) would hand the block to this process's resource tracker, which unlinks it at exit.
+    # SharedMemory(name) would register the block with this process's resource tracker, which unlinks it at exit.
     try:
         fd: int = _shm.shm_open(f"/{name}", os.O_RDONLY, mode=0o600)
     except OSError as error:
         raise WeightsError(
-            f"the weights are gone from the shared memory ({error}): the offer has ended, or its sender does not "
-            "share /dev/shm with this process; receive before the offer ends, or set rollout.weight_transfer=disk"
+            f"the weights are not in shared memory ({error}): the offer has ended, or its sender does not share "
+            "/dev/shm with this process; receive before the offer ends, or set rollout.weight_transfer=disk"
         ) from None
     try:
         if os.fstat(fd).st_size < size:

@@ -1,4 +1,4 @@
-"""Which way weights take."""
+"""Choice of the transport for weight updates."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from agent_loop.weights.handle import Transport
 
 
 def choose_transport(configured: WeightTransfer, *, weights_on_gpu: bool, same_host: bool) -> Transport:
-    """The transport that `rollout.weight_transfer` means.
+    """Return the transport for a value of `rollout.weight_transfer`.
 
     Args:
         configured: `auto`, or a transport.
-        weights_on_gpu: The trainer's weights are on a GPU.
-        same_host: The engine was started by us on this machine, so that it shares memory and devices with the
-            trainer. False for a server that runs already.
+        weights_on_gpu: Whether the trainer's weights are on a GPU.
+        same_host: Whether this run started the engine on this machine, so that it shares memory and devices with the
+            trainer. False for a server that was already running.
 
     Raises:
         ConfigError: The configured transport cannot work here.

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.request import EngineRequest
 
 CacheKind: TypeAlias = Literal["shared", "per_request", "none"]
 """`shared`: one KV cache, all requests in one forward. `per_request`: the model's own cache and attention, one request
@@ -16,7 +16,7 @@ per forward. `none`: no cache; the whole sequence is computed again for each tok
 class StepOutput(NamedTuple):
     """Result of one step."""
 
-    requests: tuple[GenerationRequest, ...]
+    requests: tuple[EngineRequest, ...]
     """Requests whose next token can be sampled. The other requests are still in prefill."""
     logits: Tensor
     """One row for each of `requests`, [rows, vocab]."""
@@ -54,7 +54,7 @@ class ComputationBackend(Protocol):
         """Free the caches. All requests must have been released before."""
         ...
 
-    def admit(self, request: GenerationRequest) -> bool:
+    def admit(self, request: EngineRequest) -> bool:
         """Start a request and set its `num_cached_tokens`. Return False if it has to wait for another request.
 
         Raises:
@@ -67,15 +67,15 @@ class ComputationBackend(Protocol):
         """Compute the next tokens of the admitted requests. At least one request must be admitted."""
         ...
 
-    def append(self, request: GenerationRequest, token_id: int) -> None:
+    def append(self, request: EngineRequest, token_id: int) -> None:
         """Append a sampled token, which the next step computes."""
         ...
 
-    def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
+    def release(self, request: EngineRequest, *, discard: bool = False) -> None:
         """Release an admitted request. Its cache is kept for the session's next turn, unless `discard` is set."""
         ...
 
-    def restart(self, request: GenerationRequest) -> None:
+    def restart(self, request: EngineRequest) -> None:
         """Drop the cache of an admitted request, so that the next step computes it again with the new weights.
 
         Raises:
@@ -83,7 +83,7 @@ class ComputationBackend(Protocol):
         """
         ...
 
-    def mark_stale(self, request: GenerationRequest) -> None:
+    def mark_stale(self, request: EngineRequest) -> None:
         """Keep the cache of an admitted request, but do not reuse it for other requests: older weights computed it."""
         ...
 

@@ -1,4 +1,4 @@
-"""Selects the backend that computes a model: the fastest one that is verified to be exact."""
+"""Selection of the fastest backend that computes a model exactly."""
 
 from __future__ import annotations
 

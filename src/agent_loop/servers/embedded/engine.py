@@ -16,7 +16,7 @@ from agent_loop.errors import ServerError
 from agent_loop.seeds import derived_seed
 from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.sampling import SampledRow, sample_rows
 from agent_loop.servers.embedded.vision import FeaturesError
@@ -55,10 +55,10 @@ class EmbeddedEngine:
         self._is_asleep = False
         self._num_unseeded = 0
         """Number of requests without a seed."""
-        self._queued: deque[GenerationRequest] = deque()
-        self._running: dict[GenerationRequest, None] = {}
+        self._queued: deque[EngineRequest] = deque()
+        self._running: dict[EngineRequest, None] = {}
         """Admitted requests, in the order of their admission."""
-        self._finished: list[tuple[GenerationRequest, RequestOutcome]] = []
+        self._finished: list[tuple[EngineRequest, RequestOutcome]] = []
         self._sessions: set[str] = set()
         """Sessions of all queued and running requests."""
 
@@ -83,7 +83,7 @@ class EmbeddedEngine:
         """Memory of the KV cache in bytes; 0 while asleep."""
         return self.backend.num_bytes
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         self._sessions.add(request.request_id)
         self._queued.append(request)
 
-    def abort(self, request: GenerationRequest) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """Abort a request, which returns its tokens so far. Does nothing if the request has ended."""
         if request in self._queued:
             self._queued.remove(request)
@@ -127,7 +127,7 @@ class EmbeddedEngine:
         self.stats.prefilled_tokens += output.num_prompt_tokens
         self._sample(output.requests, logits=output.logits)
 
-    def take_finished(self) -> list[tuple[GenerationRequest, RequestOutcome]]:
+    def take_finished(self) -> list[tuple[EngineRequest, RequestOutcome]]:
         """Return the requests that ended since the last call, with their outcomes."""
         finished, self._finished = self._finished, []
         return finished
@@ -180,7 +180,7 @@ class EmbeddedEngine:
         self._sessions.clear()
         self._runner.hand_back()
 
-    def _requests(self) -> Iterable[GenerationRequest]:
+    def _requests(self) -> Iterable[EngineRequest]:
         return (*self._running, *self._queued)
 
     def _admit(self) -> None:
@@ -188,14 +188,14 @@ class EmbeddedEngine:
 
         A request that can copy a prefix still in prefill waits for the prefix; later requests may start before it.
         """
-        postponed: list[GenerationRequest] = []
+        postponed: list[EngineRequest] = []
         while self._queued and self.backend.has_room:
             request = self._queued.popleft()
             if not self._start(request):
                 postponed.append(request)
         self._queued.extendleft(reversed(postponed))
 
-    def _start(self, request: GenerationRequest) -> bool:
+    def _start(self, request: EngineRequest) -> bool:
         try:
             if not self.backend.admit(request):
                 return False
@@ -206,14 +206,14 @@ class EmbeddedEngine:
         self._running[request] = None
         return True
 
-    def _restart(self, request: GenerationRequest) -> None:
+    def _restart(self, request: EngineRequest) -> None:
         request.num_preempted += 1
         try:
             self.backend.restart(request)
         except FeaturesError as error:
             self._finish(request, self._error(str(error), request))
 
-    def _sample(self, requests: Sequence[GenerationRequest], *, logits: Tensor) -> None:
+    def _sample(self, requests: Sequence[EngineRequest], *, logits: Tensor) -> None:
         if not requests:
             return
         params, uniforms = [r.params for r in requests], [r.draw() for r in requests]
@@ -225,7 +225,7 @@ class EmbeddedEngine:
         for request, row in zip(requests, rows, strict=True):
             self._accept(request, row=row)
 
-    def _accept(self, request: GenerationRequest, *, row: SampledRow) -> None:
+    def _accept(self, request: EngineRequest, *, row: SampledRow) -> None:
         if not row.is_finite:
             num_tokens = len(request.prompt_ids) + len(request.token_ids)
             error = self._error(
@@ -243,7 +243,7 @@ class EmbeddedEngine:
         if reason is not None:
             self._finish(request, reason)
 
-    def _finish(self, request: GenerationRequest, how: ServerStopReason | ServerError) -> None:
+    def _finish(self, request: EngineRequest, how: ServerStopReason | ServerError) -> None:
         self._running.pop(request, None)
         self.backend.release(request, discard=isinstance(how, ServerError))
         self._sessions.discard(request.request_id)
@@ -252,5 +252,5 @@ class EmbeddedEngine:
         )
         self._finished.append((request, outcome))
 
-    def _error(self, message: str, request: GenerationRequest) -> ServerError:
+    def _error(self, message: str, request: EngineRequest) -> ServerError:
         return ServerError(message, server=self._server, request_id=request.request_id)

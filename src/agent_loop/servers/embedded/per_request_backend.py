@@ -17,7 +17,7 @@ from torch import Tensor
 
 from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.types import IntArray
 
@@ -70,7 +70,7 @@ class PerRequestBackend:
         The other tokens are then equal to the last bit."""
         self._max_requests = config.max_slots
         self._max_model_len = config.max_model_len
-        self._running: dict[GenerationRequest, _Sequence] = {}
+        self._running: dict[EngineRequest, _Sequence] = {}
         self._idle: OrderedDict[str, _Sequence] = OrderedDict()
         """Sequences of released requests by session, least recently used first."""
 
@@ -89,7 +89,7 @@ class PerRequestBackend:
     def free(self) -> None:
         self.drop_idle()
 
-    def admit(self, request: GenerationRequest) -> bool:
+    def admit(self, request: EngineRequest) -> bool:
         count = len(request.prompt_ids)
         sequence = self._idle.pop(request.request_id, None)
         if sequence is None or not sequence.continues_with(request.prompt_ids):
@@ -116,12 +116,12 @@ class PerRequestBackend:
             num_prompt_tokens=num_prompt_tokens,
         )
 
-    def append(self, request: GenerationRequest, token_id: int) -> None:
+    def append(self, request: EngineRequest, token_id: int) -> None:
         sequence = self._running[request]
         sequence.tokens[sequence.num_tokens] = token_id
         sequence.num_tokens += 1
 
-    def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
+    def release(self, request: EngineRequest, *, discard: bool = False) -> None:
         sequence = self._running.pop(request, None)
         if (
             sequence is None
@@ -133,11 +133,11 @@ class PerRequestBackend:
             return
         self._idle[request.request_id] = sequence
 
-    def restart(self, request: GenerationRequest) -> None:
+    def restart(self, request: EngineRequest) -> None:
         sequence = self._running[request]
         sequence.cache, sequence.num_cached = None, 0
 
-    def mark_stale(self, request: GenerationRequest) -> None:
+    def mark_stale(self, request: EngineRequest) -> None:
         self._running[request].is_stale = True
 
     def end_session(self, session: str) -> None:

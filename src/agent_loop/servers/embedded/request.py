@@ -46,7 +46,7 @@ class EngineLimits:
 
 
 @dataclass(slots=True, eq=False)
-class GenerationRequest:
+class EngineRequest:
     """A request and the tokens sampled for it. Only the engine's thread writes to it."""
 
     request_id: str
@@ -151,7 +151,7 @@ def build_request(
     params: SamplingParams,
     limits: EngineLimits,
     attachments: Sequence[Attachment] = (),
-) -> GenerationRequest:
+) -> EngineRequest:
     """Validate the arguments of a request and build the request.
 
     Raises:
@@ -201,7 +201,7 @@ def build_request(
         except FeaturesError as error:
             raise bad_prompt(str(error)) from error
     room = limits.max_model_len - num_tokens
-    return GenerationRequest(
+    return EngineRequest(
         request_id=request_id,
         prompt_ids=prompt_ids if images is None else images.cache_keys,
         images=images,

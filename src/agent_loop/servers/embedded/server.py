@@ -19,7 +19,7 @@ from agent_loop.servers.embedded.backend import CacheKind
 from agent_loop.servers.embedded.backend_selection import choose_backend
 from agent_loop.servers.embedded.config import EmbeddedConfig
 from agent_loop.servers.embedded.engine import EmbeddedEngine, EngineStats
-from agent_loop.servers.embedded.request import EngineLimits, GenerationRequest, build_request
+from agent_loop.servers.embedded.request import EngineLimits, EngineRequest, build_request
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.servers.embedded.sampling import SAMPLING_ABILITIES
 from agent_loop.servers.embedded.thread import EngineThread
@@ -222,7 +222,7 @@ class EmbeddedServer(AsyncServerBase):
         sampling_params: SamplingParams,
         request_id: str,
         attachments: Sequence[Attachment],
-    ) -> GenerationRequest:
+    ) -> EngineRequest:
         return build_request(
             request_id,
             prompt_ids=prompt_ids,

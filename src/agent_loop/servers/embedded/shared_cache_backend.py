@@ -6,7 +6,7 @@ from agent_loop.servers.embedded.backend import CacheKind, StepOutput
 from agent_loop.servers.embedded.batch import pack_step
 from agent_loop.servers.embedded.cache import KVCache
 from agent_loop.servers.embedded.config import EmbeddedConfig
-from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.servers.embedded.runner import ModelRunner
 from agent_loop.servers.embedded.slot_model import SlotModel
 from agent_loop.servers.embedded.slots import PrefixInPrefill, Slot, SlotTable
@@ -30,10 +30,10 @@ class SharedCacheBackend:
         self._config = config
         self._cache: KVCache | None = None
         self._slots = SlotTable(num_slots=config.max_slots, max_model_len=config.max_model_len)
-        self._slot_of: dict[GenerationRequest, Slot] = {}
-        self._request_in: dict[int, GenerationRequest] = {}
+        self._slot_of: dict[EngineRequest, Slot] = {}
+        self._request_in: dict[int, EngineRequest] = {}
         """Running requests by index of their slot."""
-        self._awaited: dict[GenerationRequest, PrefixInPrefill] = {}
+        self._awaited: dict[EngineRequest, PrefixInPrefill] = {}
         """Prefixes in prefill that queued requests wait for, to copy them."""
         self.allocate()
 
@@ -56,7 +56,7 @@ class SharedCacheBackend:
         self._awaited.clear()
         self._slots.drop_idle()
 
-    def admit(self, request: GenerationRequest) -> bool:
+    def admit(self, request: EngineRequest) -> bool:
         awaited = self._awaited.get(request)
         if awaited is not None and awaited.is_pending:
             return False
@@ -99,10 +99,10 @@ class SharedCacheBackend:
             num_prompt_tokens=num_prompt_tokens,
         )
 
-    def append(self, request: GenerationRequest, token_id: int) -> None:
+    def append(self, request: EngineRequest, token_id: int) -> None:
         self._slot_of[request].append(token_id)
 
-    def release(self, request: GenerationRequest, *, discard: bool = False) -> None:
+    def release(self, request: EngineRequest, *, discard: bool = False) -> None:
         self._awaited.pop(request, None)
         slot = self._slot_of.pop(request, None)
         if slot is None:
@@ -115,11 +115,11 @@ class SharedCacheBackend:
                 self._cache.zero(slot.index)
         self._slots.release(slot)
 
-    def restart(self, request: GenerationRequest) -> None:
+    def restart(self, request: EngineRequest) -> None:
         self._slot_of[request].num_cached = 0
         self._compute_image_features(request, first_token=0)
 
-    def mark_stale(self, request: GenerationRequest) -> None:
+    def mark_stale(self, request: EngineRequest) -> None:
         self._slot_of[request].is_stale = True
 
     def end_session(self, session: str) -> None:
@@ -128,6 +128,6 @@ class SharedCacheBackend:
     def drop_idle(self) -> None:
         self._slots.drop_idle()
 
-    def _compute_image_features(self, request: GenerationRequest, *, first_token: int) -> None:
+    def _compute_image_features(self, request: EngineRequest, *, first_token: int) -> None:
         if request.images is not None:
             self._model.compute_image_features(request.images, first_token=first_token)

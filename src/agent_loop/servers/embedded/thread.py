@@ -20,7 +20,7 @@ import torch
 
 from agent_loop.errors import AgentLoopError, ServerDied
 from agent_loop.servers.embedded.engine import EmbeddedEngine
-from agent_loop.servers.embedded.request import GenerationRequest
+from agent_loop.servers.embedded.request import EngineRequest
 from agent_loop.types import TokenChunk, TokenOutput
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ _Receiver: TypeAlias = asyncio.Future[Any] | TokenStream
 class _Command:
     run: Callable[[EmbeddedEngine], Any]
     receiver: _Receiver | None = None
-    request: GenerationRequest | None = None
+    request: EngineRequest | None = None
     """Request whose result the receiver gets, instead of the result of `run`."""
 
 
@@ -87,8 +87,8 @@ class EngineThread:
         self._lock = threading.RLock()  # the garbage collector may call `stop` while this thread holds it
         self._end_reason: str | None = None
         self._cause: BaseException | None = None
-        self._receivers: dict[GenerationRequest, _Receiver] = {}
-        self._streams: dict[GenerationRequest, TokenStream] = {}
+        self._receivers: dict[EngineRequest, _Receiver] = {}
+        self._streams: dict[EngineRequest, TokenStream] = {}
         """The receivers of streamed requests."""
         self._executing: _Receiver | None = None
         self._thread = threading.Thread(target=self._run, name=f"engine-{name}", daemon=True)
@@ -109,7 +109,7 @@ class EngineThread:
         self._enqueue(_Command(run=run, receiver=future))
         return future
 
-    def submit(self, request: GenerationRequest) -> asyncio.Future[TokenOutput]:
+    def submit(self, request: EngineRequest) -> asyncio.Future[TokenOutput]:
         """Queue a request. The future receives its completion.
 
         Raises:
@@ -119,7 +119,7 @@ class EngineThread:
         self._submit(request, future)
         return future
 
-    def submit_streamed(self, request: GenerationRequest) -> TokenStream:
+    def submit_streamed(self, request: EngineRequest) -> TokenStream:
         """Queue a request. The stream receives its tokens as they are sampled.
 
         Raises:
@@ -135,7 +135,7 @@ class EngineThread:
             if self._end_reason is None:
                 self._inbox.put(_Command(run=run))
 
-    def abort(self, request: GenerationRequest) -> None:
+    def abort(self, request: EngineRequest) -> None:
         """Abort a request whose caller no longer waits for it."""
         self.notify(lambda engine: engine.abort(request))
 
@@ -147,7 +147,7 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_TIMEOUT_S)
 
-    def _submit(self, request: GenerationRequest, receiver: _Receiver) -> None:
+    def _submit(self, request: EngineRequest, receiver: _Receiver) -> None:
         self._enqueue(
             _Command(run=lambda engine: engine.submit(request), receiver=receiver, request=request),
             request_id=request.request_id,

@@ -16,7 +16,7 @@ from agent_loop.errors import ConfigError
 from agent_loop.servers.embedded.backend import ComputationBackend
 from agent_loop.servers.embedded.config import CONTEXT
 from agent_loop.servers.embedded.length_limits import LengthLimit, length_limits
-from agent_loop.servers.embedded.request import EngineLimits, GenerationRequest, build_request
+from agent_loop.servers.embedded.request import EngineLimits, EngineRequest, build_request
 from agent_loop.servers.embedded.rounding import rounding_tolerance
 from agent_loop.servers.embedded.runner import ModelRunner, text_config_of
 from agent_loop.types import SamplingParams
@@ -225,7 +225,7 @@ def _run_turn(
         )
         for number, conversation in enumerate(conversations)
     ]
-    got: dict[GenerationRequest, list[Tensor]] = {request: [] for request in requests}
+    got: dict[EngineRequest, list[Tensor]] = {request: [] for request in requests}
     sampled = {r: c.turns[turn] for r, c in zip(requests, conversations, strict=True)}
     waiting, running = list(requests), 0
     while waiting or running:
