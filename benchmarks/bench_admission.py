@@ -14,9 +14,9 @@ from statistics import geometric_mean
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.simulation.cluster import Cluster, simulate
+from agent_loop.simulation.cluster import SimulatedCluster, simulate
 from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.report import Outcome
+from agent_loop.simulation.report import SimulationOutcome
 from agent_loop.simulation.workload import Workload
 
 NUM_SERVERS = 2
@@ -27,7 +27,7 @@ SETTINGS = (
 """Trajectories per server, and tokens that a server's KV cache holds."""
 
 
-def prefix_hits(outcome: Outcome) -> float:
+def prefix_hits(outcome: SimulationOutcome) -> float:
     """Of the prompt tokens that a server had known before, the share that it still had."""
     known = sum(ended.num_known_tokens for ended in outcome.ended)
     return sum(ended.num_cached_tokens for ended in outcome.ended) / known
@@ -44,8 +44,8 @@ def main() -> None:
     for per_server, sizes in SETTINGS:
         workloads = [Workload(num_trajectories=NUM_SERVERS * per_server, seed=seed).plans() for seed in seeds]
         for kv_tokens in sizes:
-            cluster = Cluster(num_servers=NUM_SERVERS, model=EngineModel(kv_tokens=kv_tokens))
-            adapting = Cluster(num_servers=NUM_SERVERS, model=cluster.model, max_concurrent="auto")
+            cluster = SimulatedCluster(num_servers=NUM_SERVERS, model=EngineModel(kv_tokens=kv_tokens))
+            adapting = SimulatedCluster(num_servers=NUM_SERVERS, model=cluster.model, max_concurrent="auto")
             pairs = [(simulate(cluster, plans), simulate(adapting, plans)) for plans in workloads]
             ratios = [auto.makespan_s / everything.makespan_s for everything, auto in pairs]
             table.add_row(

@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agent_loop.simulation.cluster import Cluster, OrderName, PolicyName, simulate
-from agent_loop.simulation.report import Bounds, Report
+from agent_loop.simulation.cluster import SimulatedCluster, OrderName, PolicyName, simulate
+from agent_loop.simulation.report import MakespanBounds, SimulationReport
 from agent_loop.simulation.workload import Workload
 
 SLOW_SHARES = (0.0, 0.1)
@@ -28,7 +28,7 @@ TARGETS = {0.0: 1.05, 0.1: 1.20}
 """Of the default policy, in relation to the perfect pool."""
 
 
-def clusters(base: Cluster) -> Iterator[tuple[str, Cluster]]:
+def clusters(base: SimulatedCluster) -> Iterator[tuple[str, SimulatedCluster]]:
     """What is compared."""
     for policy in PolicyName:
         yield policy, replace(base, policy=policy)
@@ -40,11 +40,11 @@ def measure(num_servers: int, workload: Workload) -> Iterator[dict[str, Any]]:
     """One row per cluster."""
     plans = workload.plans()
     for slow_share in SLOW_SHARES:
-        base = Cluster(num_servers=num_servers, slow_share=slow_share)
-        bounds = Bounds.of(plans, model=base.model, capacity=base.capacity)
+        base = SimulatedCluster(num_servers=num_servers, slow_share=slow_share)
+        bounds = MakespanBounds.of(plans, model=base.model, capacity=base.capacity)
         perfect_s = simulate(base.perfect(), plans).makespan_s
         for name, cluster in clusters(base):
-            report = Report.of(simulate(cluster, plans), bounds=bounds, perfect_s=perfect_s)
+            report = SimulationReport.of(simulate(cluster, plans), bounds=bounds, perfect_s=perfect_s)
             yield {"slow_share": slow_share, "name": name, **report.as_dict()}
 
 

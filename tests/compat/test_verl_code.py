@@ -197,5 +197,5 @@ def test_tools_and_interactions_load_by_their_functions() -> None:
 
 
 def test_an_unknown_metric_is_refused() -> None:
-    with pytest.raises(EpisodeError, match="metrics has 'generate'"):
+    with pytest.raises(EpisodeError, match="metrics has the unknown name 'generate'"):
         verl.AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics={"generate": 1.0})

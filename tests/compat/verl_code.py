@@ -106,7 +106,7 @@ class OneShotAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
-            response_logprobs=output.logprobs,
+            response_logprobs=output.log_probs,
             num_turns=2,
             metrics=metrics,
         )

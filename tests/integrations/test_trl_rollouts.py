@@ -138,8 +138,8 @@ def test_an_evaluation_samples_as_the_validation_is_set() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tools": [print]}, "leave them out"),
-        ({"environment_factories": {}}, "leave them out"),
+        ({"tools": [print]}, "remove them and name"),
+        ({"environment_factories": {}}, "remove them and name"),
         ({"args": {"use_vllm": True}}, "use_vllm is True"),
         ({"args": {"temperature": 0.7}}, "make them equal"),
         ({"args": {"max_completion_length": 64}}, "below rollout.response_length 96"),

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from agent_loop.runtime.concurrency import running_beside
+from agent_loop.runtime.concurrency import running_in_background
 from agent_loop.servers.scripted import ScriptedReply, ScriptedRequest, ScriptedServer
-from agent_loop.simulation.cluster import Cluster, drive, simulate
+from agent_loop.simulation.cluster import SimulatedCluster, run_on_servers, simulate
 from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.loop import PlannedRun
-from agent_loop.simulation.workload import Spread, Workload
+from agent_loop.simulation.loop import SimulatedRun
+from agent_loop.simulation.workload import LogNormal, Workload
 
 PROBE_S = 0.02
 MAX_LAG_S = 0.008
@@ -25,20 +25,20 @@ MODEL = EngineModel(
     max_concurrent=4,
     kv_tokens=10_000_000,
 )
-CLUSTER = Cluster(num_servers=4, model=MODEL, slow_share=0.25, slow_speed=0.5)
+CLUSTER = SimulatedCluster(num_servers=4, model=MODEL, slow_share=0.25, slow_speed=0.5)
 WORKLOAD = Workload(
     num_trajectories=64,
     max_turns=6,
-    turn_tokens=Spread(40, 0.6, 150),
-    tool_s=Spread(0.05, 0.5, 0.3),
+    turn_tokens=LogNormal(40, 0.6, 150),
+    tool_s=LogNormal(0.05, 0.5, 0.3),
 )
 
 
-def scripted(run: PlannedRun, *, number: int, speed: float) -> ScriptedServer:
+def scripted(run: SimulatedRun, *, number: int, speed: float) -> ScriptedServer:
     """A server that decodes at the given rate, in real time."""
 
     def reply(request: ScriptedRequest) -> ScriptedReply:
-        tokens = run.says(request.prompt_ids, request.request_id)
+        tokens = run.next_tokens(request.prompt_ids, request.request_id)
         return ScriptedReply(tokens, latency_s=len(tokens) * MODEL.step_s / speed)
 
     return ScriptedServer(reply, name=f"server-{number:03}", max_concurrent=MODEL.max_concurrent)
@@ -60,10 +60,10 @@ def test_the_predicted_makespan_is_within_a_tenth_of_the_measured_one() -> None:
     lags: list[float] = []
 
     async def measure() -> float:
-        run = PlannedRun(plans)
+        run = SimulatedRun(plans)
         servers = [scripted(run, number=n, speed=speed) for n, speed in enumerate(CLUSTER.speeds)]
-        async with running_beside(measure_lag(lags)):
-            return (await drive(run, cluster=CLUSTER, servers=servers)).makespan_s
+        async with running_in_background(measure_lag(lags)):
+            return (await run_on_servers(run, cluster=CLUSTER, servers=servers)).makespan_s
 
     for _ in range(3):
         lags.clear()

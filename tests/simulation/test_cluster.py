@@ -14,20 +14,20 @@ from agent_loop.loops.base import LoopContext
 from agent_loop.loops.registry import LoopRegistry
 from agent_loop.rollout.jobs import Job
 from agent_loop.rollout.worker import AgentLoopWorker
-from agent_loop.servers.forecast import TurnsLeft
+from agent_loop.servers.forecast import RemainingTurnsForecast
 from agent_loop.servers.manager import AsyncLLMServerManager
-from agent_loop.servers.speeds import SpeedEstimate
+from agent_loop.servers.decode_speed import DecodeSpeedEstimator
 from agent_loop.simulation.cluster import (
-    Cluster,
-    Fault,
     FaultKind,
     OrderName,
     PolicyName,
+    ServerFault,
+    SimulatedCluster,
     run_cluster,
     simulate,
 )
 from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.report import Bounds, Report
+from agent_loop.simulation.report import MakespanBounds, SimulationReport
 from agent_loop.simulation.server import SimulatedServer
 from agent_loop.simulation.workload import Workload
 from agent_loop.testing import run_virtual
@@ -35,14 +35,14 @@ from agent_loop.types import IntArray, StopReason
 from tests.helpers import call_text, encoded, hermes_template, user
 from tests.rollout.harness import Adder
 
-SMALL = Cluster(num_servers=4, model=EngineModel(max_concurrent=8, kv_tokens=200_000))
+SMALL = SimulatedCluster(num_servers=4, model=EngineModel(max_concurrent=8, kv_tokens=200_000))
 PLANS = Workload(num_trajectories=100).plans()
 IDEAL_S = simulate(SMALL.perfect(), PLANS).makespan_s
 
 
-def report_of(cluster: Cluster) -> Report:
-    bounds = Bounds.of(PLANS, model=cluster.model, capacity=cluster.capacity)
-    return Report.of(simulate(cluster, PLANS), bounds=bounds, perfect_s=IDEAL_S)
+def report_of(cluster: SimulatedCluster) -> SimulationReport:
+    bounds = MakespanBounds.of(PLANS, model=cluster.model, capacity=cluster.capacity)
+    return SimulationReport.of(simulate(cluster, PLANS), bounds=bounds, perfect_s=IDEAL_S)
 
 
 @pytest.mark.parametrize("policy", list(PolicyName))
@@ -65,7 +65,7 @@ def test_equal_servers_are_almost_as_good_as_one_of_their_size() -> None:
 
 def test_the_default_policy_finds_the_slow_server_and_sticky_sessions_suffer_from_it() -> None:
     plans = Workload(num_trajectories=300).plans()
-    cluster = Cluster(num_servers=10, slow_share=0.2, model=EngineModel(max_concurrent=8))
+    cluster = SimulatedCluster(num_servers=10, slow_share=0.2, model=EngineModel(max_concurrent=8))
     perfect_s = simulate(cluster.perfect(), plans).makespan_s
     assert simulate(cluster, plans).makespan_s < 1.15 * perfect_s
     assert simulate(replace(cluster, policy=PolicyName.VERL), plans).makespan_s > 1.4 * perfect_s
@@ -85,7 +85,10 @@ def test_the_line_can_be_ordered_by_what_is_left(order: OrderName) -> None:
 
 @pytest.mark.parametrize("kind", list(FaultKind))
 def test_servers_that_fail_cost_time_and_no_trajectory(kind: FaultKind) -> None:
-    faults = (Fault(server=1, at_s=20.0, for_s=60.0, kind=kind), Fault(server=2, at_s=30.0, kind=kind))
+    faults = (
+        ServerFault(server=1, at_s=20.0, for_s=60.0, kind=kind),
+        ServerFault(server=2, at_s=30.0, kind=kind),
+    )
     report = report_of(replace(SMALL, faults=faults))
     assert (report.num_trajectories, report.num_failed) == (100, 0)
     assert report.num_failovers >= 2
@@ -107,7 +110,7 @@ def test_cancelling_a_thousand_trajectories_leaves_nothing_behind(monkeypatch: p
     monkeypatch.setattr(SimulatedServer, "__init__", remember)
 
     async def main() -> None:
-        cluster = Cluster(num_servers=4, model=EngineModel(max_concurrent=250))
+        cluster = SimulatedCluster(num_servers=4, model=EngineModel(max_concurrent=250))
         run = asyncio.ensure_future(run_cluster(cluster, Workload(num_trajectories=1200).plans()))
         await asyncio.sleep(5)
         assert sum(server.num_running for server in servers) > 500
@@ -124,22 +127,22 @@ def test_cancelling_a_thousand_trajectories_leaves_nothing_behind(monkeypatch: p
 
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one server"):
-        Cluster(num_servers=0)
-    with pytest.raises(ConfigError, match="keeps no line to order"):
-        Cluster(policy=PolicyName.VERL, order=OrderName.ORACLE)
-    with pytest.raises(ConfigError, match="server 9 is to fail, but there are 4"):
-        Cluster(num_servers=4, faults=(Fault(9, 1.0),))
-    with pytest.raises(ConfigError, match="turns in order"):
+        SimulatedCluster(num_servers=0)
+    with pytest.raises(ConfigError, match="has no queue to order"):
+        SimulatedCluster(policy=PolicyName.VERL, order=OrderName.ORACLE)
+    with pytest.raises(ConfigError, match="a fault names server 9; give a number from 0 to 3"):
+        SimulatedCluster(num_servers=4, faults=(ServerFault(9, 1.0),))
+    with pytest.raises(ConfigError, match="min_turns <= max_turns"):
         Workload(max_turns=1)
 
 
 def test_the_tool_loop_runs_on_simulated_servers() -> None:
-    def says(prompt_ids: IntArray, session: str) -> list[int]:
+    def next_tokens(prompt_ids: IntArray, session: str) -> list[int]:
         was_answered = encoded("<tool_response>")[0] in prompt_ids
         return encoded(("It is 3." if was_answered else call_text("add", a=1, b=2)) + "<|im_end|>")
 
     model = EngineModel(step_s=0.1, step_s_per_request=0.0, prefill_tokens_per_s=1e9)
-    servers = [SimulatedServer(says, model=model, name=f"s{number}") for number in range(2)]
+    servers = [SimulatedServer(next_tokens, model=model, name=f"s{number}") for number in range(2)]
     context = LoopContext(
         server_manager=AsyncLLMServerManager(servers),
         template=hermes_template(),
@@ -165,7 +168,7 @@ def test_the_tool_loop_runs_on_simulated_servers() -> None:
 
 
 def test_speeds_and_the_cost_of_an_empty_step_are_told_from_completions() -> None:
-    estimate, speeds = SpeedEstimate(), {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 0.5}
+    estimate, speeds = DecodeSpeedEstimator(), {"a": 1.0, "b": 1.0, "c": 1.0, "slow": 0.5}
     for number in range(2000):
         for server, speed in speeds.items():
             in_flight = 4 + (7 * number) % 60
@@ -184,7 +187,7 @@ def test_speeds_and_the_cost_of_an_empty_step_are_told_from_completions() -> Non
 
 
 def test_one_server_alone_is_not_timed() -> None:
-    estimate = SpeedEstimate()
+    estimate = DecodeSpeedEstimator()
 
     def completes(server: str, *, seconds: float) -> None:
         estimate.begin("r", server=server, num_in_flight=1)
@@ -201,7 +204,7 @@ def test_one_server_alone_is_not_timed() -> None:
 
 
 def test_the_forecast_learns_from_sessions_that_end_and_is_not_misled_by_those_that_run() -> None:
-    forecast = TurnsLeft()
+    forecast = RemainingTurnsForecast()
     for session in range(4000):
         turns = 20 if session % 10 == 0 else 2
         for _ in range(turns):

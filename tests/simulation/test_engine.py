@@ -8,38 +8,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.simulation.engine import Engine, EngineModel, Running
+from agent_loop.simulation.engine import EngineModel, SimulatedEngine, SimulatedRequest
 
 MODEL = EngineModel(
     step_s=0.01, step_s_per_request=0.001, prefill_tokens_per_s=1000, max_concurrent=4, kv_tokens=10_000
 )
 
 
-def submit(engine: Engine, name: str, *, prompt: int = 1, new: int = 100, session: str = "") -> None:
+def submit(engine: SimulatedEngine, name: str, *, prompt: int = 1, new: int = 100, session: str = "") -> None:
     engine.submit(name, session=session or name, num_prompt_tokens=prompt, num_tokens=new)
 
 
-def run_to_end(engine: Engine) -> dict[str, tuple[float, Running]]:
-    ends: dict[str, tuple[float, Running]] = {}
+def run_to_end(engine: SimulatedEngine) -> dict[str, tuple[float, SimulatedRequest]]:
+    ends: dict[str, tuple[float, SimulatedRequest]] = {}
     while (due := engine.next_event()) < math.inf:
         ends |= {running.id: (engine.now, running) for running in engine.advance(due)}
     return ends
 
 
 def test_a_request_alone_takes_its_prefill_and_its_steps() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     submit(engine, "a", prompt=500, new=100)
     assert run_to_end(engine)["a"][0] == pytest.approx(500 / 1000 + 100 * 0.011)
 
 
 def test_a_slow_engine_takes_longer_for_all_of_it() -> None:
-    engine = Engine(EngineModel(step_s=0.01, step_s_per_request=0.0, prefill_tokens_per_s=1000, speed=0.5))
+    engine = SimulatedEngine(
+        EngineModel(step_s=0.01, step_s_per_request=0.0, prefill_tokens_per_s=1000, speed=0.5)
+    )
     submit(engine, "a", prompt=500, new=100)
     assert run_to_end(engine)["a"][0] == pytest.approx(1.0 + 2.0)
 
 
 def test_requests_that_decode_together_share_each_step() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     submit(engine, "long", new=200)
     submit(engine, "short", new=100)
     ends = run_to_end(engine)
@@ -49,7 +51,7 @@ def test_requests_that_decode_together_share_each_step() -> None:
 
 
 def test_decoding_stands_still_while_a_prompt_is_computed() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     submit(engine, "a", new=100)
     engine.advance(0.5)
     submit(engine, "b", prompt=3000, new=1)
@@ -57,7 +59,7 @@ def test_decoding_stands_still_while_a_prompt_is_computed() -> None:
 
 
 def test_beyond_the_batch_requests_wait() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     for number in range(5):
         submit(engine, f"r{number}", new=10)
     assert (engine.num_running, engine.num_waiting) == (4, 1)
@@ -66,7 +68,7 @@ def test_beyond_the_batch_requests_wait() -> None:
 
 
 def test_a_later_turn_computes_what_is_new() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     submit(engine, "t0", session="s", prompt=1000, new=100)
     run_to_end(engine)
     began = engine.now
@@ -77,7 +79,7 @@ def test_a_later_turn_computes_what_is_new() -> None:
 
 
 def test_the_session_that_was_used_longest_ago_makes_room_first() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     for session in ("old", "new"):
         submit(engine, session, session=session, prompt=4000, new=100)
         run_to_end(engine)
@@ -90,7 +92,7 @@ def test_the_session_that_was_used_longest_ago_makes_room_first() -> None:
 
 
 def test_when_the_cache_is_full_the_youngest_waits_and_is_computed_anew() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     submit(engine, "first", prompt=4000, new=2000)
     submit(engine, "second", prompt=4000, new=2000)
     ends = run_to_end(engine)
@@ -100,26 +102,26 @@ def test_when_the_cache_is_full_the_youngest_waits_and_is_computed_anew() -> Non
 
 
 def test_one_that_outgrows_the_whole_cache_ends_there() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     submit(engine, "a", prompt=9000, new=5000)
     assert run_to_end(engine)["a"][1].num_done == 1000
 
 
 def test_what_is_withdrawn_has_what_it_decoded_and_makes_room() -> None:
-    engine = Engine(MODEL)
+    engine = SimulatedEngine(MODEL)
     for number in range(5):
         submit(engine, f"r{number}", new=1000)
     engine.advance(0.005 + 50 * 0.014 + 0.001)
-    withdrawn = engine.withdraw("r0")
+    withdrawn = engine.remove("r0")
     assert withdrawn is not None
     assert withdrawn.num_done in (49, 50)
     assert (engine.num_running, engine.num_waiting) == (4, 0)
-    assert engine.withdraw("r0") is None
+    assert engine.remove("r0") is None
 
 
 def test_a_large_engine_is_as_fast_as_many_evenly_loaded_ones() -> None:
-    large = Engine(MODEL.enlarged(3))
-    small = Engine(MODEL)
+    large = SimulatedEngine(MODEL.scaled(3))
+    small = SimulatedEngine(MODEL)
     for number in range(12):
         submit(large, f"r{number}", prompt=100, new=100)
     for number in range(4):
@@ -135,8 +137,8 @@ request_sizes = st.tuples(st.integers(0, 4), st.integers(1, 4000), st.integers(1
 def test_whatever_comes_everything_ends_and_the_cache_is_never_overfull(
     requests: list[tuple[int, int, int, float]],
 ) -> None:
-    engine = Engine(MODEL)
-    ended: list[Running] = []
+    engine = SimulatedEngine(MODEL)
+    ended: list[SimulatedRequest] = []
     for number, (session, prompt, new, gap) in enumerate(requests):
         ended += engine.advance(engine.now + gap)
         submit(engine, f"r{number}", session=f"s{session}", prompt=prompt, new=new)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from agent_loop.cli import app
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.rollout.trajectory_jsonl import write_records
-from agent_loop.simulation.replay import read_plans, repeated
-from agent_loop.simulation.workload import Turn
+from agent_loop.simulation.replay import read_plans, repeat_plans
+from agent_loop.simulation.workload import PlannedTurn
 from agent_loop.trajectory import AgentLoopMetrics, AgentLoopOutput, Trajectory
 
 
@@ -37,14 +37,14 @@ def test_recorded_trajectories_become_plans(tmp_path: Path) -> None:
     plans = read_plans(recorded(tmp_path))
     assert [plan.group for plan in plans] == [0, 2]
     assert plans[0].num_prompt_tokens == 30
-    assert plans[0].turns == (Turn(20, 1.5, 5), Turn(10, 1.5, 15), Turn(10, 0.0, 0))
+    assert plans[0].turns == (PlannedTurn(20, 1.5, 5), PlannedTurn(10, 1.5, 15), PlannedTurn(10, 0.0, 0))
     assert plans[0].starts == (30, 55, 80, 90)
     assert (plans[0].num_tokens, plans[0].tool_s) == (40, 3.0)
     assert (plans[0].tokens_left(55), plans[0].tokens_left(58)) == (10, 7)
 
 
 def test_a_small_run_can_be_repeated_as_a_large_one(tmp_path: Path) -> None:
-    plans = repeated(read_plans(recorded(tmp_path)), times=3)
+    plans = repeat_plans(read_plans(recorded(tmp_path)), times=3)
     assert len({plan.id for plan in plans}) == 6
     assert [plan.group for plan in plans] == [0, 2, 3, 5, 6, 8]
     assert {plan.turns for plan in plans} == {plans[0].turns}
@@ -83,13 +83,13 @@ def test_the_command_prints_the_figures_as_a_table_and_as_json(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["--policy", "least_work"], "did you mean 'least-work'"),
         (["--fail", "soon"], "give the number of a server and seconds, as in 3@60"),
     ],
 )
-def test_the_command_says_what_is_wrong(arguments: list[str], says: str) -> None:
+def test_the_command_says_what_is_wrong(arguments: list[str], expected: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert isinstance(result.exception, ConfigError)
-    assert says in str(result.exception)
+    assert expected in str(result.exception)

@@ -164,4 +164,4 @@ def test_a_server_that_is_killed_in_the_middle_costs_the_traces_alone(
     assert seconds < 10
     assert len(traces_in(uri)) == 3
     assert num_dropped in (20, 21)  # the last one before may have been half written
-    assert f"{num_dropped} in all were not written" in caplog.text
+    assert f"{num_dropped} in total were not written" in caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agent_loop.integrations.verl import rollout_trace_attr, rollout_trace_op
-from agent_loop.runtime.activity import Board, WaitKind, waiting_for
+from agent_loop.runtime.activity import ActivityMonitor, WaitKind, waiting_for
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.testing import run_virtual
 from agent_loop.tracing.bounded import MAX_CHARACTERS
@@ -36,7 +36,7 @@ def spans_of(what: Any) -> list[Span]:
     """What a trajectory has waited for that does this."""
 
     async def main() -> tuple[Span, ...]:
-        with Board().trajectory("group=0") as activity:
+        with ActivityMonitor().trajectory("group=0") as activity:
             await what()
         return activity.trace().spans
 

@@ -11,7 +11,7 @@ import pytest
 
 from agent_loop.config import Config, RolloutConfig, TraceConfig, TrainerConfig, load_config
 from agent_loop.errors import ConfigError
-from agent_loop.tracing.delivery import Delivery, OneByOne
+from agent_loop.tracing.background_writer import BackgroundWriter, OneAtATimeWriter
 from agent_loop.training.loggers import Scalars, flat, make_loggers
 from agent_loop.training.metrics import MetricsWriter, read_metrics
 
@@ -83,14 +83,14 @@ def test_a_logger_that_fails_costs_its_numbers_alone(
 
         def close(self) -> None: ...
 
-    logger = Delivery[Scalars](OneByOne(Broken()), name="metrics to broken", max_queued=10)
+    logger = BackgroundWriter[Scalars](OneAtATimeWriter(Broken()), name="metrics to broken", max_queued=10)
     with (
         caplog.at_level(logging.WARNING),
         MetricsWriter(tmp_path / "metrics.jsonl", loggers=[logger]) as writer,
     ):
         writer.write(1, {"reward/mean": 1.0})
     assert [line["reward/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1.0]
-    assert "metrics to broken: 1 in all were not written" in caplog.text
+    assert "metrics to broken: 1 in total were not written" in caplog.text
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

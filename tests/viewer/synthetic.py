@@ -127,7 +127,7 @@ class _Row:
 
     def __init__(self, prompt: list[int], *, step: int, random: np.random.Generator) -> None:
         self._random = random
-        self._step = step
+        self._split_and_step = step
         self._prompt = prompt
         self._ids: list[int] = []
         self._mask: list[int] = []
@@ -150,7 +150,7 @@ class _Row:
         start = len(self._prompt) + len(self._ids)
         ids = [int(token) for token in self._random.integers(0, len(PIECES), num_tokens)]
         ids[1:3] = [len(WORDS), len(WORDS) + 1]
-        self._add("model", ids, version=max(0, self._step - 1))
+        self._add("model", ids, version=max(0, self._split_and_step - 1))
         seconds = float(self._random.gamma(2.0, 0.05) + 0.01 * num_tokens)
         details = {"num_prompt_tokens": start, "num_tokens": num_tokens, "num_cached_tokens": start - 2}
         details |= {"prefill_s": seconds / 4, "num_preempted": 0}
@@ -198,7 +198,7 @@ class _Row:
             for kind in ("queue", "generate", "tool", "reward")
         }
         num_turns = sum(segment["origin"] == "model" for segment in self._segments)
-        version = max(0, self._step - 1)
+        version = max(0, self._split_and_step - 1)
         return {
             "row": json.dumps({"answer": 41}),
             "num_turns": len(self._segments),
@@ -211,7 +211,7 @@ class _Row:
             "num_model_tokens": int(mask.sum()),
             "logprob_diff_max": float(differences.max()),
             "logprob_diff_mean": float(differences.mean()),
-            "began_at": BEGAN_AT + 10.0 * self._step,
+            "began_at": BEGAN_AT + 10.0 * self._split_and_step,
             "seconds": self._time,
             **{f"{kind}_s": value for kind, value in kinds.items()},
             "prompt_ids": self._prompt,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from agent_loop.viewer.app import ANSWERS, create_viewer_app
+from agent_loop.viewer.app import HANDLERS, create_viewer_app
 from agent_loop.viewer.page import static_files
 from agent_loop.viewer.source import RunSource
 
@@ -92,7 +92,7 @@ def test_the_data_are_those_of_the_run(client: TestClient) -> None:
     assert client.get("/api/config").json()["trainer"]["total_steps"] == 40
     part = client.get("/api/metrics").json()
     assert [line["step"] for line in part["lines"]] == [1, 2, 3, 4, 5, 6]
-    assert client.get("/api/metrics", params={"place": part["place"]}).json()["lines"] == []
+    assert client.get("/api/metrics", params={"cursor": part["cursor"]}).json()["lines"] == []
     assert len(client.get("/api/timeline?split=train&step=2").json()) == 16
     assert client.get("/api/table?files=0,1").headers["content-type"] == "application/octet-stream"
 
@@ -117,11 +117,11 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", [*ANSWERS, "none"])
+@pytest.mark.parametrize("name", [*HANDLERS, "none"])
 def test_a_query_of_any_values_is_answered_or_refused(run_folder: Path, name: str) -> None:
     app = create_viewer_app(RunSource(run_folder), hosts=None)
     client = TestClient(app, raise_server_exceptions=False)
-    usual = {"files": "0", "text": "a", "split": "train", "step": "1", "id": "x", "place": ""}
+    usual = {"files": "0", "text": "a", "split": "train", "step": "1", "id": "x", "cursor": ""}
     for field in usual:
         for value in HOSTILE:
             query = "&".join(f"{key}={given}" for key, given in {**usual, field: value}.items())

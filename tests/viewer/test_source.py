@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from agent_loop.errors import DataError
-from agent_loop.viewer.metrics_tail import read_on
+from agent_loop.viewer.metrics_tail import read_new_lines
 from agent_loop.viewer.packets import KINDS, packet
 from agent_loop.viewer.source import RunSource
 from tests.viewer.synthetic import PIECES, add_step, write_rows, write_run
@@ -171,23 +171,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_metrics_are_read_on_and_half_lines_wait(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1}\nnot json\n[1]\n{"step": 2, "a"')
-    part = read_on(path)
+    part = read_new_lines(path)
     assert [line["step"] for line in part.lines] == [1]
     assert part.num_damaged == 2
     with path.open("a") as file:
         file.write(": 2}\n")
-    more = read_on(path, part.place)
+    more = read_new_lines(path, part.cursor)
     assert (more.lines, more.is_new) == ([{"step": 2, "a": 2}], False)
-    assert read_on(path, more.place).lines == []
+    assert read_new_lines(path, more.cursor).lines == []
 
 
 def test_metrics_that_a_resumed_run_wrote_anew_replace_those_before(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n')
-    before = read_on(path)
+    before = read_new_lines(path)
     (tmp_path / "new").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     os.replace(tmp_path / "new", path)
-    part = read_on(path, before.place)
+    part = read_new_lines(path, before.cursor)
     assert part.is_new
     assert len(part.lines) == 3
-    assert read_on(tmp_path / "none.jsonl").lines == []
+    assert read_new_lines(tmp_path / "none.jsonl").lines == []

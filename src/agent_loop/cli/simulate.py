@@ -18,9 +18,9 @@ from agent_loop.errors import ConfigError, did_you_mean
 from agent_loop.runtime.garbage_collection import frozen_objects
 
 if TYPE_CHECKING:
-    from agent_loop.simulation.cluster import Cluster, Fault
-    from agent_loop.simulation.report import Outcome, Report
-    from agent_loop.simulation.workload import Plan
+    from agent_loop.simulation.cluster import SimulatedCluster, ServerFault
+    from agent_loop.simulation.report import SimulationOutcome, SimulationReport
+    from agent_loop.simulation.workload import TrajectoryPlan
 
 NameT = TypeVar("NameT", bound=StrEnum)
 
@@ -117,9 +117,13 @@ def simulate_command(
 
         agent-loop simulate --servers 8 --replay trajectories.jsonl --trajectories 4000 --fail 3@60+120 --json
     """
-    from agent_loop.simulation.cluster import Cluster, OrderName, PolicyName  # late: keeps `--help` quick
+    from agent_loop.simulation.cluster import (
+        SimulatedCluster,
+        OrderName,
+        PolicyName,
+    )  # late: keeps `--help` quick
     from agent_loop.simulation.engine import EngineModel
-    from agent_loop.simulation.replay import read_plans, repeated
+    from agent_loop.simulation.replay import read_plans, repeat_plans
     from agent_loop.simulation.workload import Workload
 
     model = EngineModel(
@@ -129,7 +133,7 @@ def simulate_command(
         max_concurrent=batch,
         kv_tokens=kv_tokens,
     )
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         num_servers=servers,
         model=model,
         slow_share=slow_share,
@@ -143,7 +147,7 @@ def simulate_command(
         plans = Workload(num_trajectories=trajectories, group_size=n or 8, seed=seed).plans()
     else:
         recorded = read_plans(replay)
-        plans = repeated(recorded, times=-(-trajectories // len(recorded)))[:trajectories]
+        plans = repeat_plans(recorded, times=-(-trajectories // len(recorded)))[:trajectories]
     console = Console(stderr=as_json)
     try:
         report = _run(cluster, plans, perfect=perfect, console=console)
@@ -161,25 +165,27 @@ def simulate_command(
             )
 
 
-def _run(cluster: Cluster, plans: list[Plan], *, perfect: bool, console: Console) -> Report:
+def _run(
+    cluster: SimulatedCluster, plans: list[TrajectoryPlan], *, perfect: bool, console: Console
+) -> SimulationReport:
     from agent_loop.simulation.cluster import simulate  # late: keeps `--help` quick
-    from agent_loop.simulation.report import Bounds, Report
+    from agent_loop.simulation.report import MakespanBounds, SimulationReport
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with frozen_objects(), shown as progress:  # else garbage collection visits the plans repeatedly
 
-        def run(cluster: Cluster, name: str) -> Outcome:
+        def run(cluster: SimulatedCluster, name: str) -> SimulationOutcome:
             task = progress.add_task(name, total=len(plans))
             return simulate(cluster, plans, on_trajectory=lambda: progress.advance(task))
 
         perfect_s = run(cluster.perfect(), "perfect pool").makespan_s if perfect else None
         outcome = run(cluster, f"{cluster.num_servers} servers")
-    bounds = Bounds.of(plans, model=cluster.model, capacity=cluster.capacity)
-    return Report.of(outcome, bounds=bounds, perfect_s=perfect_s)
+    bounds = MakespanBounds.of(plans, model=cluster.model, capacity=cluster.capacity)
+    return SimulationReport.of(outcome, bounds=bounds, perfect_s=perfect_s)
 
 
-def _table(report: Report) -> Table:
+def _table(report: SimulationReport) -> Table:
     table = Table("", "", show_header=False)
     latency = report.latency_s
     table.add_row("trajectories", f"{report.num_trajectories}, {report.num_failed} failed")
@@ -214,13 +220,13 @@ def _bound(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
-def _fault(text: str) -> Fault:
-    from agent_loop.simulation.cluster import Fault  # late: keeps `--help` quick
+def _fault(text: str) -> ServerFault:
+    from agent_loop.simulation.cluster import ServerFault  # late: keeps `--help` quick
 
     server, _, times = text.partition("@")
     at_s, _, for_s = times.partition("+")
     try:
-        fault = Fault(int(server), float(at_s), float(for_s or "inf"))
+        fault = ServerFault(int(server), float(at_s), float(for_s or "inf"))
         if not (0 <= fault.at_s < math.inf and fault.for_s > 0):
             raise ValueError
         return fault

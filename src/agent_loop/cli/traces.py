@@ -57,7 +57,7 @@ def traces_command(
     """
     # late: keeps `--help` quick
     from agent_loop.config import TraceConfig
-    from agent_loop.tracing.stored import event_lines, read_traces, send
+    from agent_loop.tracing.stored import event_lines, read_traces, send_traces
     from agent_loop.tracing.writers import make_writer
 
     is_empty = path.is_file() and not path.stat().st_size
@@ -73,5 +73,5 @@ def traces_command(
             sys.stdout.buffer.writelines(event_lines(account))
         return
     config = TraceConfig(backend=to, tracking_uri=at, otlp_endpoint=at, project_name=project)
-    count = send((form for form, _ in traces), writer=make_writer(to, config))
+    count = send_traces((form for form, _ in traces), writer=make_writer(to, config))
     typer.echo(f"{count} trajectories are in {to}")

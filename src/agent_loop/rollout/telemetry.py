@@ -12,7 +12,7 @@ from agent_loop.loading import import_extra
 from agent_loop.rollout.workers import LocalWorkers, Workers
 from agent_loop.runtime.threads import run_in_thread
 from agent_loop.servers.pool import ServerPool
-from agent_loop.tracing.tracer import Told, Tracer
+from agent_loop.tracing.tracer import TrajectoryCallback, Tracer
 from agent_loop.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class Telemetry:
             self.metrics.start(host=self._config.metrics_host, port=self._config.metrics_port or 0)
 
     @contextmanager
-    def counting(self, num_trajectories: int, *, then: Told | None) -> Generator[Told | None]:
+    def counting(
+        self, num_trajectories: int, *, then: TrajectoryCallback | None
+    ) -> Generator[TrajectoryCallback | None]:
         """Yield a callback for trajectories that end, which counts each and passes it to `then`.
 
         Args:

@@ -1,7 +1,7 @@
-"""An inference engine with continuous batching, as a queueing model. Pure: whoever calls it says what time it is.
+"""Queueing model of an inference engine with continuous batching. Pure: the caller passes the time.
 
-All requests that decode get one token per step, so that a request is done when the count of steps has grown by its
-length: nothing happens per token. Prompts are computed one after another, and decoding stands still meanwhile.
+All decoding requests get one token per step. A request is done when the step counter has grown by its length, so that
+no work is done per token. Prompts are prefilled one after another, and decoding stops during a prefill.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 TIME_TOLERANCE_S = 1e-7
-"""What is due so soon is due."""
+"""An event that is due within this time counts as due."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """How fast an engine is and how much it holds. The defaults are of the order of one GPU with a model of some eight
-    billion parameters on long contexts."""
+    """Speed and capacity of an engine.
+
+    The defaults are of the order of one GPU with a model of about eight billion parameters and long contexts.
+    """
 
     step_s: float = 0.012
-    """A decoding step beside its requests: weights are read, kernels launched."""
+    """Fixed seconds of a decoding step: reading the weights and launching kernels."""
     step_s_per_request: float = 0.00025
-    """What each request adds to a step."""
+    """Seconds that each request adds to a decoding step."""
     prefill_tokens_per_s: float = 20_000.0
     max_concurrent: int = 64
-    """Requests in the batch; more wait."""
+    """Largest number of requests in the batch; others are queued."""
     kv_tokens: int = 400_000
-    """Tokens that the KV cache holds, of running requests and of sessions between two turns."""
+    """Capacity of the KV cache in tokens, for running requests and for sessions between two turns."""
     speed: float = 1.0
-    """Everything takes 1 / speed of the above."""
+    """Factor that divides all times above."""
 
     @property
     def best_tokens_per_s(self) -> float:
-        """Of a full batch."""
+        """Decoded tokens per second with a full batch."""
         return self.speed / (self.step_s / self.max_concurrent + self.step_s_per_request)
 
-    def enlarged(self, servers: float) -> EngineModel:
-        """One engine with the capacity of so many: each request is as fast as if all were spread evenly."""
+    def scaled(self, servers: float) -> EngineModel:
+        """Return an engine with the capacity of several servers.
+
+        Each request is as fast as if the load were spread evenly over the servers.
+        """
         return replace(
             self,
             step_s_per_request=self.step_s_per_request / servers,
@@ -49,50 +54,50 @@ class EngineModel:
 
 
 @dataclass(slots=True)
-class Running:
-    """A request in the engine."""
+class SimulatedRequest:
+    """Request in a simulated engine."""
 
     id: str
     session: str
     num_prompt_tokens: int
     num_tokens: int
-    """To decode."""
+    """Number of tokens to decode."""
     order: int
     num_done: int = 0
-    """Decoded."""
+    """Number of decoded tokens."""
     num_cached: int = 0
-    """Prompt tokens that it did not have to compute."""
+    """Prompt tokens that were found in the prefix cache."""
     num_preempted: int = 0
     asked_at: float = 0.0
     first_token_after_s: float | None = None
-    """Since it was asked for; None until it first decodes."""
+    """Seconds from submission to the first token; None until decoding starts."""
     prefill_s: float = 0.0
-    """Left until it decodes."""
+    """Seconds of prefill left."""
     size: int = 0
-    """Tokens of its context when it joined the batch."""
+    """Context tokens when the request joined the batch."""
     begun_at: float = 0.0
-    """The count of steps when it began to decode."""
+    """Step counter when decoding began."""
     ends_at: float = 0.0
-    """The count of steps at which it ends."""
+    """Step counter at which decoding ends."""
 
 
 @dataclass(slots=True)
-class Engine:
-    """The state of one engine."""
+class SimulatedEngine:
+    """State of one simulated engine."""
 
     model: EngineModel
     now: float = 0.0
     busy_s: float = 0.0
     steps: float = 0.0
-    _decoding: dict[str, Running] = field(default_factory=dict[str, Running])
+    _decoding: dict[str, SimulatedRequest] = field(default_factory=dict[str, SimulatedRequest])
     _ends: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    """When each that decodes ends; entries of others are stale."""
-    _prefills: deque[Running] = field(default_factory=deque[Running])
-    _waiting: deque[Running] = field(default_factory=deque[Running])
+    """Heap of the ends of decoding requests. Entries of other requests are stale."""
+    _prefills: deque[SimulatedRequest] = field(default_factory=deque[SimulatedRequest])
+    _waiting: deque[SimulatedRequest] = field(default_factory=deque[SimulatedRequest])
     _kv_fixed: float = 0.0
-    """Tokens in the cache of running requests, less `steps` for each that decodes."""
+    """Cached tokens of running requests, less `steps` for each decoding request."""
     _sessions: dict[str, int] = field(default_factory=dict[str, int])
-    """Cached tokens of sessions between two turns, the one that was used longest ago first."""
+    """Cached tokens of sessions between two turns, least recently used first."""
     _kv_sessions: int = 0
     _order: int = 0
 
@@ -106,26 +111,28 @@ class Engine:
 
     @property
     def kv_running(self) -> float:
-        """Tokens in the cache that running requests need."""
+        """Cached tokens of running requests."""
         return self._kv_fixed + len(self._decoding) * self.steps
 
     @property
     def kv_sessions(self) -> int:
-        """Tokens in the cache of sessions between two turns."""
+        """Cached tokens of sessions between two turns."""
         return self._kv_sessions
 
     def submit(self, request_id: str, *, session: str, num_prompt_tokens: int, num_tokens: int) -> None:
-        """Takes a request, at the time to which it was advanced. One that outgrows the cache ends there."""
+        """Add a request at the current time `now`. A request that outgrows the cache ends early."""
         self._order += 1
-        running = Running(request_id, session, num_prompt_tokens, num_tokens, self._order, asked_at=self.now)
+        running = SimulatedRequest(
+            request_id, session, num_prompt_tokens, num_tokens, self._order, asked_at=self.now
+        )
         self._waiting.append(running)
         self._admit()
 
-    def withdraw(self, request_id: str) -> Running | None:
-        """Takes a request out, with what it has done."""
+    def remove(self, request_id: str) -> SimulatedRequest | None:
+        """Remove a request and return it with its progress; None if it is unknown."""
         running = self._decoding.pop(request_id, None)
         if running is not None:
-            self._leave_batch(running)
+            self._remove_from_batch(running)
             self._admit()
             return running
         for queue in (self._prefills, self._waiting):
@@ -137,8 +144,8 @@ class Engine:
                 return running
         return None
 
-    def empty(self) -> list[Running]:
-        """Loses everything; returns what ran or waited."""
+    def clear(self) -> list[SimulatedRequest]:
+        """Drop all requests and the cache, and return the requests that ran or were queued."""
         for running in self._decoding.values():
             running.num_done += self._decoded(running)
         lost = [*self._decoding.values(), *self._prefills, *self._waiting]
@@ -148,23 +155,23 @@ class Engine:
         return lost
 
     def next_event(self) -> float:
-        """When something changes by itself; infinite if nothing runs."""
+        """Return the time of the next event; infinity if nothing runs."""
         if self._prefills:
             return self.now + self._prefills[0].prefill_s
         if not self._decoding:
             return math.inf
         return self.now + (self._next_stop() - self.steps) * self._step_s()
 
-    def advance(self, now: float) -> list[Running]:
-        """Goes on to a time; returns the requests that ended by then, in order."""
-        ended: list[Running] = []
+    def advance(self, now: float) -> list[SimulatedRequest]:
+        """Advance to a time and return the requests that ended by then, oldest first."""
+        ended: list[SimulatedRequest] = []
         while (due := self.next_event()) <= now + TIME_TOLERANCE_S:
-            self._pass(max(due - self.now, 0.0))
+            self._add_time(max(due - self.now, 0.0))
             if self._prefills:
                 self._begin_decoding(self._prefills.popleft())
                 continue
             self.steps = self._next_stop()
-            ended += self._end_due() or self._set_aside_youngest()
+            ended += self._end_due() or self._preempt_youngest()
             self._admit()
         elapsed = now - self.now
         if elapsed > 0:
@@ -172,10 +179,10 @@ class Engine:
                 self._prefills[0].prefill_s -= elapsed
             elif self._decoding:
                 self.steps += elapsed / self._step_s()
-            self._pass(elapsed)
+            self._add_time(elapsed)
         return ended
 
-    def _pass(self, seconds: float) -> None:
+    def _add_time(self, seconds: float) -> None:
         self.now += seconds
         if self._prefills or self._decoding:
             self.busy_s += seconds
@@ -185,7 +192,7 @@ class Engine:
         return (model.step_s + model.step_s_per_request * len(self._decoding)) / model.speed
 
     def _next_stop(self) -> float:
-        """The count of steps at which a request ends or the cache is full."""
+        """Return the step counter at which a request ends or the cache is full."""
         full = (self.model.kv_tokens - self._kv_fixed) / len(self._decoding)
         return max(min(self._first_end(), full), self.steps)
 
@@ -198,7 +205,7 @@ class Engine:
             heapq.heappop(self._ends)
         return math.inf
 
-    def _begin_decoding(self, running: Running) -> None:
+    def _begin_decoding(self, running: SimulatedRequest) -> None:
         running.begun_at = self.steps
         if running.first_token_after_s is None:
             running.first_token_after_s = self.now + self._step_s() - running.asked_at
@@ -207,32 +214,34 @@ class Engine:
         self._decoding[running.id] = running
         heapq.heappush(self._ends, (running.ends_at, running.id))
 
-    def _end_due(self) -> list[Running]:
-        ended: list[Running] = []
+    def _end_due(self) -> list[SimulatedRequest]:
+        ended: list[SimulatedRequest] = []
         while self._first_end() <= self.steps + TIME_TOLERANCE_S:
             running = self._decoding.pop(heapq.heappop(self._ends)[1])
-            self._leave_batch(running)
+            self._remove_from_batch(running)
             running.num_done = running.num_tokens
             ended.append(running)
         return ended
 
-    def _decoded(self, running: Running) -> int:
-        """Tokens since it joined the batch."""
+    def _decoded(self, running: SimulatedRequest) -> int:
+        """Return the number of tokens that a request decoded since it joined the batch."""
         return int(self.steps - running.begun_at + TIME_TOLERANCE_S)
 
-    def _leave_batch(self, running: Running) -> None:
-        """A request decodes no longer; its context stays cached for its session."""
+    def _remove_from_batch(self, running: SimulatedRequest) -> None:
+        """Stop decoding a request. Its context stays cached for its session."""
         decoded = self._decoded(running)
         running.num_done += decoded
         self._kv_fixed -= running.size - running.begun_at
-        self._keep(running.session, running.size + decoded)
+        self._cache_session(running.session, running.size + decoded)
 
-    def _set_aside_youngest(self) -> list[Running]:
-        """The cache is full of running requests: the one that came last waits again and is computed anew. One that
-        runs alone has outgrown the cache, ends, and is returned."""
+    def _preempt_youngest(self) -> list[SimulatedRequest]:
+        """Preempt the newest request when running requests fill the cache. It is queued again and recomputed.
+
+        A request that runs alone has outgrown the cache. It ends and is returned.
+        """
         youngest = max(self._decoding.values(), key=lambda running: running.order)
         del self._decoding[youngest.id]
-        self._leave_batch(youngest)
+        self._remove_from_batch(youngest)
         self._kv_sessions -= self._sessions.pop(youngest.session, 0)
         if not self.num_running:
             return [youngest]
@@ -241,7 +250,7 @@ class Engine:
         return []
 
     def _admit(self) -> None:
-        """Fills the batch from the queue as far as the cache allows."""
+        """Move queued requests into the batch as far as the cache allows."""
         self._drop_oldest_sessions()
         while self._waiting and self.num_running < self.model.max_concurrent:
             first = self._waiting[0]
@@ -259,12 +268,12 @@ class Engine:
             self._prefills.append(first)
             self._drop_oldest_sessions()
 
-    def _keep(self, session: str, num_tokens: int) -> None:
+    def _cache_session(self, session: str, num_tokens: int) -> None:
         self._kv_sessions += num_tokens - self._sessions.pop(session, 0)
         self._sessions[session] = num_tokens
 
     def _drop_oldest_sessions(self) -> None:
-        """Gives the room of the sessions that were used longest ago to those that run, from their ends."""
+        """Evict tokens of the least recently used sessions, from their ends, to make room for running requests."""
         lacking = math.ceil(self.kv_running + self._kv_sessions - self.model.kv_tokens)
         while lacking > 0 and self._sessions:
             session = next(iter(self._sessions))

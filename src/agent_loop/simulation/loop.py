@@ -1,4 +1,4 @@
-"""The agent of a simulation: completions and waits, without text."""
+"""Agent loop of a simulation, which requests completions and waits for tools, without text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from agent_loop.loops.base import AgentLoopBase
 from agent_loop.loops.registry import register
-from agent_loop.simulation.workload import Plan
+from agent_loop.simulation.workload import TrajectoryPlan
 from agent_loop.trajectory import AgentLoopOutput
 from agent_loop.types import IntArray, SamplingParams
 
@@ -19,41 +19,41 @@ LOOP_NAME = "simulated_agent"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """One trajectory that is done."""
+class SimulatedTrajectory:
+    """Finished trajectory of a simulation."""
 
     started_s: float
     ended_s: float
     num_cached_tokens: int
-    """Of all its prompts."""
+    """Cached tokens, summed over the prompts of all turns."""
     num_known_tokens: int
-    """Of all its prompts, those that some server had computed or sampled before."""
+    """Prompt tokens that some server had computed or sampled before, summed over all turns."""
     num_preempted: int
 
 
-class PlannedRun:
-    """The plans of a simulation, and what becomes of them."""
+class SimulatedRun:
+    """Plans of a simulation, and the trajectories that have ended."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[TrajectoryPlan]) -> None:
         self.plans = {plan.id: plan for plan in plans}
-        self.ended: list[Ended] = []
+        self.ended: list[SimulatedTrajectory] = []
         longest = max((plan.starts[-1] for plan in plans), default=0)
-        # (one array and one list for all: each prompt and each completion is a part of them)
+        # One array and one list, of which every prompt and every completion is a slice.
         self.context: IntArray = np.zeros(longest + 1, np.int32)
-        self._speech = [0] * (longest + 1)
+        self._sampled = [0] * (longest + 1)
 
-    def says(self, prompt_ids: IntArray, session: str) -> Sequence[int]:
-        """What the plan of a session says next."""
-        return self._speech[: self.plans[session].tokens_left(len(prompt_ids))]
+    def next_tokens(self, prompt_ids: IntArray, session: str) -> Sequence[int]:
+        """Return the tokens that the model samples next according to the plan of a session."""
+        return self._sampled[: self.plans[session].tokens_left(len(prompt_ids))]
 
 
 @register(LOOP_NAME)
 class SimulatedAgentLoop(AgentLoopBase):
-    """Follows the row's plan."""
+    """Agent loop that follows the row's plan."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        plan: Plan = row["plan"]
-        run: PlannedRun = row["run"]
+        plan: TrajectoryPlan = row["plan"]
+        run: SimulatedRun = row["run"]
         clock = asyncio.get_running_loop().time
         started, params = clock(), SamplingParams()
         known = all_known = all_cached = preempted = 0
@@ -67,5 +67,5 @@ class SimulatedAgentLoop(AgentLoopBase):
             known = start + turn.num_tokens
             if number + 1 < len(plan.turns):
                 await asyncio.sleep(turn.tool_s)
-        run.ended.append(Ended(started, clock(), all_cached, all_known, preempted))
+        run.ended.append(SimulatedTrajectory(started, clock(), all_cached, all_known, preempted))
         return AgentLoopOutput(segments=())

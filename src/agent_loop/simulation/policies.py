@@ -62,6 +62,6 @@ class StickyHash(_UnqueuedPolicy):
     def choose(self, session: SessionState, *, best: ServerState) -> ServerState | None:
         return session.server or self._in_order[crc32(session.id.encode()) % len(self._in_order)]
 
-    def left(self, server: ServerState) -> None:
+    def on_server_removed(self, server: ServerState) -> None:
         self._servers.pop(server.name, None)
         self._in_order = tuple(self._servers.values())

@@ -1,4 +1,4 @@
-"""The trajectories of a real run, as plans."""
+"""Conversion of recorded trajectories to plans for a simulation."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from typing import Any, cast
 from agent_loop.errors import DataError
 from agent_loop.files.file_kinds import explain, kind_of
 from agent_loop.files.plain_values import parse_json
-from agent_loop.simulation.workload import Plan, Turn
+from agent_loop.simulation.workload import PlannedTurn, TrajectoryPlan
 from agent_loop.types import Origin
 
 
-def read_plans(path: Path) -> list[Plan]:
-    """The plans of recorded trajectories: a file as `agent-loop rollout` and `eval` write it, or a folder in which to
-    look for such files.
+def read_plans(path: Path) -> list[TrajectoryPlan]:
+    """Return the plans of recorded trajectories.
 
-    A record holds the tokens of each turn, and the time that its tools took in all, which is spread evenly over the
-    replies. Trajectories of which the model said nothing are left out.
+    A record holds the tokens of each turn and the total time of the tools, which is spread evenly over the replies.
+    Trajectories without sampled tokens are skipped.
+
+    Args:
+        path: File that `agent-loop rollout` or `eval` wrote, or a folder that is searched for such files.
 
     Raises:
         DataError: There are no records, or one cannot be read.
     """
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    plans: list[Plan] = []
+    plans: list[TrajectoryPlan] = []
     for record in _records(files):
         plan = _plan(record, number=len(plans))
         if plan is not None:
@@ -38,11 +40,11 @@ def read_plans(path: Path) -> list[Plan]:
     return plans
 
 
-def repeated(plans: Sequence[Plan], *, times: int) -> list[Plan]:
-    """The plans so many times over, each time as other groups: a small run as the sample of a large one."""
+def repeat_plans(plans: Sequence[TrajectoryPlan], *, times: int) -> list[TrajectoryPlan]:
+    """Return the plans repeated `times` times, each time as new groups, so that a small run stands for a large one."""
     num_groups = max((plan.group for plan in plans), default=0) + 1
     return [
-        Plan(
+        TrajectoryPlan(
             f"{plan.group + time * num_groups}/{number + time * len(plans)}",
             plan.group + time * num_groups,
             plan.num_prompt_tokens,
@@ -64,30 +66,32 @@ def _records(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
                 except ValueError as error:
                     if number == 1 and kind_of(file) is not None:
                         raise DataError(
-                            explain(file, wanted="what `agent-loop rollout --out` wrote")
+                            explain(file, wanted="a file that `agent-loop rollout --out` wrote")
                         ) from error
                     raise DataError(f"{str(file)!r} line {number} is not JSON: {error}") from error
                 if isinstance(record, dict) and "segments" in record:
                     yield cast(Mapping[str, Any], record)
 
 
-def _plan(record: Mapping[str, Any], *, number: int) -> Plan | None:
-    """Consecutive segments of the model are one turn; whatever stands between two turns is a reply."""
+def _plan(record: Mapping[str, Any], *, number: int) -> TrajectoryPlan | None:
+    """Return the plan of a record. Consecutive model segments form a turn; other segments form a reply."""
     runs = [
         (is_model, sum(len(segment["token_ids"]) for segment in segments))
         for is_model, segments in groupby(record["segments"], key=lambda s: s["origin"] == Origin.MODEL)
     ]
     if not runs or runs[0][0] or len(runs) < 2:
         return None
-    said, replies = (
+    sampled, replies = (
         [n for is_model, n in runs[1:] if is_model],
         [n for is_model, n in runs[1:] if not is_model],
     )
-    waits = len(said) - 1
+    waits = len(sampled) - 1
     tool_s = float(record.get("metrics", {}).get("tool_calls", 0.0)) / max(waits, 1)
     turns = tuple(
-        Turn(max(num_tokens, 1), tool_s if turn < waits else 0.0, replies[turn] if turn < len(replies) else 0)
-        for turn, num_tokens in enumerate(said)
+        PlannedTurn(
+            max(num_tokens, 1), tool_s if turn < waits else 0.0, replies[turn] if turn < len(replies) else 0
+        )
+        for turn, num_tokens in enumerate(sampled)
     )
     group = int(record.get("group", 0))
-    return Plan(f"{group}/{number}", group, max(runs[0][1], 1), turns)
+    return TrajectoryPlan(f"{group}/{number}", group, max(runs[0][1], 1), turns)

@@ -1,4 +1,4 @@
-"""What a simulation came to, in figures."""
+"""Statistics of a simulation."""
 
 from __future__ import annotations
 
@@ -9,49 +9,55 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_loop.simulation.engine import EngineModel
-from agent_loop.simulation.loop import Ended
-from agent_loop.simulation.workload import Plan, new_prompt_tokens
+from agent_loop.simulation.loop import SimulatedTrajectory
+from agent_loop.simulation.workload import TrajectoryPlan, new_prompt_tokens
 
 WARM_UP_SHARE = 0.02
-"""Of the samples; they are left out of the imbalance."""
+"""Share of the first load samples, which are left out of the imbalance."""
 
 
-class Sample(NamedTuple):
-    """The servers' load at one time."""
+class LoadSample(NamedTuple):
+    """Load of the servers at one time."""
 
     num_in_flight: int
     num_waiting: int
     imbalance: float
-    """Most to mean outstanding work, each server's in relation to its speed."""
+    """Ratio of the largest to the mean outstanding work, each divided by the server's speed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What happened."""
+class SimulationOutcome:
+    """Raw results of a simulation."""
 
     makespan_s: float
-    ended: tuple[Ended, ...]
-    samples: tuple[Sample, ...]
+    ended: tuple[SimulatedTrajectory, ...]
+    samples: tuple[LoadSample, ...]
     num_servers: int
     num_failed: int
     first_failure: str | None
     num_failovers: int
     busy_s: float = 0.0
-    """Of all servers together."""
+    """Busy seconds, summed over all servers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Makespans that nobody can beat."""
+class MakespanBounds:
+    """Lower bounds of the makespan."""
 
     work_s: float
-    """All work at the rate of full batches."""
+    """Seconds for all work at the rate of full batches."""
     longest_s: float
-    """The longest trajectory alone on a server of its own."""
+    """Seconds of the longest trajectory alone on a server."""
 
     @classmethod
-    def of(cls, plans: Sequence[Plan], *, model: EngineModel, capacity: float) -> Bounds:
-        """Args: capacity: In servers of this model."""
+    def of(cls, plans: Sequence[TrajectoryPlan], *, model: EngineModel, capacity: float) -> MakespanBounds:
+        """Compute the bounds of a workload.
+
+        Args:
+            plans: The trajectories.
+            model: Speed and capacity of a server.
+            capacity: Capacity of the cluster, in servers of this model.
+        """
         decode_s = sum(plan.num_tokens for plan in plans) / model.best_tokens_per_s
         prefill_s = sum(new_prompt_tokens(plan) for plan in plans) / model.prefill_tokens_per_s
         return cls(
@@ -61,37 +67,39 @@ class Bounds:
 
     @property
     def both_s(self) -> float:
-        """The larger one."""
+        """The larger of the two bounds."""
         return max(self.work_s, self.longest_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The figures of one simulation."""
+class SimulationReport:
+    """Statistics of one simulation."""
 
     num_trajectories: int
     num_failed: int
     first_failure: str | None
     num_failovers: int
-    """Completions that went on at another server."""
+    """Completions that were continued on another server."""
     num_preempted: int
-    """Requests that a server set aside because its KV cache was full."""
+    """Requests that a server preempted because its KV cache was full."""
     makespan_s: float
     perfect_s: float | None
-    """Makespan of one server with the capacity of all, under the same workload and order."""
+    """Makespan of one server with the capacity of all servers, under the same workload and order."""
     work_bound_s: float
     longest_bound_s: float
     latency_s: dict[str, float]
-    """Of trajectories, from their beginning (with all at once, from the run's) to their end."""
+    """Quantiles of the seconds from a trajectory's start to its end. All start with the run if none is held back."""
     prefix_hit_rate: float
-    """Of the prompt tokens that a server had computed or sampled before, those that were cached."""
+    """Share of cached tokens among the prompt tokens that some server had computed or sampled before."""
     imbalance: float
-    """Most to mean outstanding work, the mean over the time in which requests waited or every server was busy."""
+    """Mean ratio of the largest to the mean outstanding work, while requests were queued or every server was busy."""
     utilisation: float
-    """Share of the servers' time in which they computed."""
+    """Share of the servers' time in which they were busy."""
 
     @classmethod
-    def of(cls, outcome: Outcome, *, bounds: Bounds, perfect_s: float | None) -> Report:
+    def of(
+        cls, outcome: SimulationOutcome, *, bounds: MakespanBounds, perfect_s: float | None
+    ) -> SimulationReport:
         latencies = np.array([e.ended_s - e.started_s for e in outcome.ended] or [0.0])
         known = sum(e.num_known_tokens for e in outcome.ended)
         p50, p90, p99, most = (float(q) for q in np.quantile(latencies, (0.5, 0.9, 0.99, 1.0)))
@@ -114,12 +122,12 @@ class Report:
 
     @property
     def to_perfect(self) -> float | None:
-        """Makespan in relation to the perfect pool's."""
+        """Makespan divided by the perfect pool's."""
         return self.makespan_s / self.perfect_s if self.perfect_s else None
 
     @property
     def to_bound(self) -> float:
-        """Makespan in relation to the larger of the two bounds."""
+        """Makespan divided by the larger of the two bounds."""
         bound = max(self.work_bound_s, self.longest_bound_s)
         return self.makespan_s / bound if bound else 1.0
 
@@ -127,13 +135,13 @@ class Report:
         return {**asdict(self), "to_perfect": self.to_perfect, "to_bound": self.to_bound}
 
 
-def _imbalance(outcome: Outcome) -> float:
+def _imbalance(outcome: SimulationOutcome) -> float:
     warm = outcome.samples[round(WARM_UP_SHARE * len(outcome.samples)) :]
     busy = [s.imbalance for s in warm if s.num_waiting or s.num_in_flight >= 4 * outcome.num_servers]
     return float(np.mean(busy)) if busy else 1.0
 
 
-def _alone_s(plan: Plan, model: EngineModel) -> float:
+def _alone_s(plan: TrajectoryPlan, model: EngineModel) -> float:
     step_s = model.step_s + model.step_s_per_request
     computed_s = plan.num_tokens * step_s + new_prompt_tokens(plan) / model.prefill_tokens_per_s
     return plan.tool_s + computed_s / model.speed

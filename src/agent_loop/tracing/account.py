@@ -1,4 +1,4 @@
-"""What is told of a finished trajectory, before it is told as events."""
+"""Account of a finished trajectory: everything that its trace events are derived from."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from agent_loop.types import Message, Origin, StopReason, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens that follow each other and have one origin."""
+class TokenRun:
+    """Consecutive tokens of one origin."""
 
     origin: Origin
     num_tokens: int
     weight_version: int | None
-    """Of the last token."""
+    """Weight version of the last token."""
     token_ids: TokenIds | None
     text: str | None
-    """In the place of the ids, where `token2text` asks for it."""
+    """Decoded text, which replaces the ids with `token2text`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One trajectory."""
+    """Everything that is traced of one trajectory."""
 
     attributes: TraceAttributes
     began_at: float
@@ -38,15 +38,15 @@ class Account:
     reward_extra: Mapping[str, Any]
     num_turns: int
     is_branch: bool
-    runs: Sequence[Run]
-    """The prompt first, then what was said, in order."""
+    runs: Sequence[TokenRun]
+    """The prompt first, then completions and replies, oldest first."""
     messages: Sequence[Message]
-    """From the first completion on, without what the model said beside its calls; none without `token2text`."""
+    """Messages from the first completion on, without the model's text beside its calls; empty without `token2text`."""
     feedback: Sequence[Feedback]
-    """Without what else tools returned."""
+    """Feedback of tools and interactions, without `extra`."""
     incidents: Sequence[Incident]
     spans: Sequence[Span]
-    """In the order in which they ended; a branch has those that may be its own."""
+    """Spans in the order in which they ended. A branch has only the spans that may be its own."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Values of users as JSON of bounded size."""
+"""Conversion of user values to JSON of bounded size."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ _SHORT.maxother = _SHORT.maxstring = _SHORT.maxlong = 200
 
 
 def bounded(value: Any, *, depth: int = MAX_DEPTH) -> Any:
-    """What JSON can hold of a value: long texts and sequences cut, with their length said; numbers that are not finite
-    as null; what else there is, described."""
+    """Return a JSON-compatible version of `value` whose size is bounded.
+
+    Long texts and sequences are cut and end with their full length. Numbers that are not finite become None. Other
+    objects become a short `repr`.
+    """
     try:
         return _bounded(value, depth)
-    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+    except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are user code)
         return safe_repr(value)
 
 

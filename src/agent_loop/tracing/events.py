@@ -1,4 +1,4 @@
-"""What is told of a finished trajectory: one event per thing that happened, each with what is new in it alone."""
+"""Events of a finished trajectory. Each event holds only what is new in it."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ ROOT_NAME = "agent_loop"
 
 @dataclass(frozen=True, slots=True)
 class TraceAttributes:
-    """By which a trajectory is found."""
+    """Attributes by which a trajectory is found in a tracing system."""
 
     trajectory_id: str
     step: int | None
-    """Of the training; None outside of one."""
+    """Training step; None outside training."""
     sample_index: int
-    """The row's `index`, or its place among the rows."""
+    """The row's `index`, or its position among the rows."""
     rollout_n: int
-    """Which of the row's samples."""
+    """Number of the sample within its row."""
     validate: bool
     agent_name: str
     experiment_name: str
     name: str = ROOT_NAME
 
     def named(self) -> dict[str, Any]:
-        """All but the name of the trace, by name."""
+        """Return all attributes but the name of the trace, by name."""
         values = asdict(self)
         del values["name"]
         return values
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
-    """What was added to the context: ids, or their text where `token2text` asks for it."""
+class AddedTokens:
+    """Tokens that were added to the context: ids, or their text with `token2text`."""
 
     place: int
-    """Of the first one in prompt and response together."""
+    """Index of the first token in prompt and response together."""
     count: int
     ids: TokenIds | None
     text: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Time:
-    """Seconds since the trajectory was asked for."""
+class EventTime:
+    """Start and end in seconds since the trajectory was requested."""
 
     start: float
     end: float
     span: int | None = None
-    """Its number in the trajectory, where others may lie within it."""
+    """Number of the span in the trajectory; set where other spans may be nested in it."""
     within: int | None = None
-    """The number of the one in which it lies."""
+    """Number of the enclosing span."""
 
 
 @dataclass(frozen=True, slots=True)
-class Began:
+class BeginEvent:
     event: ClassVar[str] = "began"
     attributes: TraceAttributes
     began_at: float
@@ -67,23 +67,23 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompted:
+class PromptEvent:
     event: ClassVar[str] = "prompt"
-    tokens: Tokens
+    tokens: AddedTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
-    """One assistant turn, or what one server did of it."""
+class GenerationEvent:
+    """One assistant turn, or the part of it that one server sampled."""
 
     event: ClassVar[str] = "generate"
     turn: int
-    """The first is 0."""
-    tokens: Tokens
+    """Number of the assistant turn, from 0."""
+    tokens: AddedTokens
     weight_version: int | None
-    """Of its last token."""
-    time: Time | None
-    """None where it was not watched, as a turn that a journal gave."""
+    """Weight version of the last token."""
+    time: EventTime | None
+    """None where the turn was not observed, such as a turn restored from a journal."""
     server: str = ""
     prefill_s: float | None = None
     num_cached_tokens: int | None = None
@@ -91,52 +91,52 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True)
-class CalledTool:
+class ToolCallEvent:
     event: ClassVar[str] = "tool"
     turn: int
     number: int
-    """Which call of the turn."""
+    """Number of the call within the turn."""
     name: str
-    time: Time
+    time: EventTime
     arguments: Any = None
-    """With `token2text`, as the reply."""
+    """Set with `token2text`, like `reply`."""
     reply: str | None = None
     reward: float | None = None
     incident: IncidentKind | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Interacted:
+class InteractionEvent:
     event: ClassVar[str] = "interaction"
     turn: int
-    time: Time | None
+    time: EventTime | None
     reply: str | None = None
     reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """What tools or an interaction said to the model."""
+class ObservationEvent:
+    """Tokens of the replies that tools or an interaction returned to the model."""
 
     event: ClassVar[str] = "observation"
     turn: int
     origin: Origin
-    tokens: Tokens
+    tokens: AddedTokens
 
 
 @dataclass(frozen=True, slots=True)
-class Waited:
-    """Any other span: waiting, encoding, scoring, closing, the user's own."""
+class SpanEvent:
+    """Any other span: waiting, encoding, scoring, closing, or a span of the user."""
 
     event: ClassVar[str] = "span"
     kind: str
     name: str
-    time: Time
+    time: EventTime
     details: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class IncidentEvent:
     event: ClassVar[str] = "incident"
     turn: int
     kind: IncidentKind
@@ -144,14 +144,14 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewarded:
+class RewardEvent:
     event: ClassVar[str] = "reward"
     reward: float | None
     extra: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndEvent:
     event: ClassVar[str] = "end"
     stop_reason: StopReason
     seconds: float
@@ -163,5 +163,14 @@ class Ended:
 
 
 Event: TypeAlias = (
-    Began | Prompted | Generated | CalledTool | Interacted | Observed | Waited | Lost | Rewarded | Ended
+    BeginEvent
+    | PromptEvent
+    | GenerationEvent
+    | ToolCallEvent
+    | InteractionEvent
+    | ObservationEvent
+    | SpanEvent
+    | IncidentEvent
+    | RewardEvent
+    | EndEvent
 )

@@ -1,4 +1,4 @@
-"""Tells writers of finished trajectories."""
+"""Hand-over of finished trajectories to the trace writers."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
 from agent_loop.config import Config, RolloutConfig
-from agent_loop.tracing.delivery import BatchWriter, Delivery
+from agent_loop.tracing.background_writer import BackgroundWriter, BatchWriter
 from agent_loop.tracing.events import TraceAttributes
-from agent_loop.tracing.forms import Finished, Form, TextsOf, forms_of
-from agent_loop.tracing.texts import decoder_of
+from agent_loop.tracing.json_traces import FinishedTrajectory, JsonTrace, TokenDecoder, to_json_traces
+from agent_loop.tracing.token_decoder import make_token_decoder
 from agent_loop.tracing.writers import make_writer
 from agent_loop.trajectory import Trajectory
 from agent_loop.types import Row
 
-Told = Callable[[Trajectory], None]
+TrajectoryCallback = Callable[[Trajectory], None]
 
 _STEP = re.compile(r"\bstep=(\d+)")
 
 
 class Tracer:
-    """Hands finished trajectories to the writers that `rollout.trace` names, without waiting for them.
+    """Sender of finished trajectories to the writers that `rollout.trace` names. It never waits for them.
 
     Args:
-        config: Of the rollout.
-        template: Decodes tokens, where texts are asked for.
+        config: Settings of the rollout.
+        template: Decodes tokens with `token2text`.
 
     Raises:
         ConfigError: A writer's package is not installed.
@@ -38,10 +38,10 @@ class Tracer:
 
     def __init__(self, config: RolloutConfig, *, template: ChatTemplate) -> None:
         trace = config.trace
-        texts_of = decoder_of(template) if trace.token2text and trace.backends else None
-        self.deliveries: Sequence[Delivery[Finished]] = [
-            Delivery(
-                FormWriter(make_writer(backend, trace), texts_of=texts_of),
+        decode_runs = make_token_decoder(template) if trace.token2text and trace.backends else None
+        self.background_writers: Sequence[BackgroundWriter[FinishedTrajectory]] = [
+            BackgroundWriter(
+                JsonTraceWriter(make_writer(backend, trace), decode_runs=decode_runs),
                 name=f"traces to {backend}",
                 max_queued=trace.max_queued,
             )
@@ -52,42 +52,46 @@ class Tracer:
         self._num_workers = config.agent.num_workers
         self._default_agent = config.agent.default_agent_loop
 
-    def telling(self, rows: Sequence[Row], *, label: str, validate: bool, then: Told | None) -> Told | None:
-        """What to tell of each trajectory of a rollout as it ends.
+    def trace_callback(
+        self, rows: Sequence[Row], *, label: str, validate: bool, then: TrajectoryCallback | None
+    ) -> TrajectoryCallback | None:
+        """Return the callback to call with each trajectory of a rollout as it ends.
 
         Args:
-            label: Of the rollout; `step=N` in it is the step.
-            then: Told of each too.
+            rows: Rows of the rollout.
+            label: Label of the rollout; `step=N` in it is the training step.
+            validate: Whether the rollout is a validation.
+            then: Further callback for every trajectory.
         """
-        if not self.deliveries:
+        if not self.background_writers:
             return then
         found = _STEP.search(label)
         step = None if found is None else int(found[1])
-        chosen = self._chosen(len(rows), step=step)
+        traced = self._traced_rows(len(rows), step=step)
 
-        def tell(trajectory: Trajectory) -> None:
-            if chosen is None or trajectory.group in chosen:
+        def put_and_pass_on(trajectory: Trajectory) -> None:
+            if traced is None or trajectory.group in traced:
                 self._put(trajectory, step=step, label=label, validate=validate)
             if then is not None:
                 then(trajectory)
 
-        return tell
+        return put_and_pass_on
 
     def num_dropped(self) -> dict[str, int]:
-        """Trajectories that were not written, by backend."""
-        numbers = (delivery.num_dropped for delivery in self.deliveries)
+        """Return the number of trajectories that were not written, by backend."""
+        numbers = (background_writer.num_dropped for background_writer in self.background_writers)
         return dict(zip(self._config.backends, numbers, strict=True))
 
     def close(self) -> None:
-        """Waits until what is queued is written, for `rollout.trace.flush_timeout_s` at most."""
-        if not self.deliveries:
+        """Wait until queued trajectories are written, for `rollout.trace.flush_timeout_s` at most."""
+        if not self.background_writers:
             return
-        with ThreadPoolExecutor(len(self.deliveries)) as threads:
-            for delivery in self.deliveries:
-                threads.submit(delivery.close, timeout_s=self._config.flush_timeout_s)
+        with ThreadPoolExecutor(len(self.background_writers)) as threads:
+            for background_writer in self.background_writers:
+                threads.submit(background_writer.close, timeout_s=self._config.flush_timeout_s)
 
     def _put(self, trajectory: Trajectory, *, step: int | None, label: str, validate: bool) -> None:
-        if trajectory.trace is None:  # it ended before a crash, and was told then
+        if trajectory.trace is None:  # it ended before a crash and was traced then
             return
         row = trajectory.row
         attributes = TraceAttributes(
@@ -99,12 +103,12 @@ class Tracer:
             agent_name=str(row.get("agent_name") or self._default_agent),
             experiment_name=self._config.experiment_name or "",
         )
-        finished = Finished(trajectory, attributes, trajectory.trace)
-        for delivery in self.deliveries:
-            delivery.put(finished)
+        finished = FinishedTrajectory(trajectory, attributes, trajectory.trace)
+        for background_writer in self.background_writers:
+            background_writer.put(finished)
 
-    def _chosen(self, num_rows: int, *, step: int | None) -> frozenset[int] | None:
-        """The rows whose trajectories are told: the same for the same step, whatever runs beside it. None is all."""
+    def _traced_rows(self, num_rows: int, *, step: int | None) -> frozenset[int] | None:
+        """Return the rows whose trajectories are traced; None for all. The choice depends on the seed and step only."""
         per_worker = self._config.max_samples_per_step_per_worker
         if per_worker is None or per_worker * self._num_workers >= num_rows:
             return None
@@ -112,22 +116,22 @@ class Tracer:
         return frozenset(random.permutation(num_rows)[: per_worker * self._num_workers].tolist())
 
 
-class FormWriter:
-    """Hands a writer the forms of trajectories, made in the writer's thread."""
+class JsonTraceWriter:
+    """Adapter that converts trajectories to JSON documents in the writer's thread."""
 
-    def __init__(self, writer: BatchWriter[Form], *, texts_of: TextsOf | None) -> None:
+    def __init__(self, writer: BatchWriter[JsonTrace], *, decode_runs: TokenDecoder | None) -> None:
         self.open = writer.open
         self.close = writer.close
         self.max_batch = writer.max_batch
         self._write = writer.write
-        self._texts_of = texts_of
+        self._texts_of = decode_runs
 
-    def write(self, items: Iterable[Finished], /) -> None:
-        self._write(forms_of(list(items), texts_of=self._texts_of))
+    def write(self, items: Iterable[FinishedTrajectory], /) -> None:
+        self._write(to_json_traces(list(items), decode_runs=self._texts_of))
 
 
 def with_trace_names(config: Config) -> RolloutConfig:
-    """The rollout's settings, with the names of the run where `rollout.trace` gives none."""
+    """Return the rollout's settings, with the run's project and experiment names where `rollout.trace` has none."""
     trainer, trace = config.trainer, config.rollout.trace
     names = {
         "project_name": trace.project_name or trainer.project_name,

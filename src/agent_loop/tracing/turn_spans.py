@@ -1,4 +1,4 @@
-"""Which spans are of which turn."""
+"""Assignment of spans to turns."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from agent_loop.trajectory import Span
 
 
 class TurnSpans:
-    """Gives every span to the turn that it is of. Spans are shared by the branches of a row: what belongs to no turn of
-    a branch is another one's.
+    """Spans of a trajectory, assigned to its turns.
+
+    The branches of a row share their spans. A span that belongs to no turn of a branch belongs to another branch.
 
     Args:
-        spans: Of the trajectory, in any order.
-        num_prompt_tokens: Where its response begins.
-        is_branch: Whether other trajectories have the same spans.
+        spans: Spans of the trajectory, in any order.
+        num_prompt_tokens: Length of the prompt.
+        is_branch: Whether other trajectories share the spans.
     """
 
     def __init__(self, spans: Iterable[Span], *, num_prompt_tokens: int, is_branch: bool) -> None:
         self.interactions: deque[Span] = deque()
-        """Those that were given to no turn yet."""
+        """Interactions that are not assigned to a turn yet."""
         self.others: list[Span] = []
-        """Those that are of no turn."""
+        """Spans that belong to no turn."""
         self._num_prompt_tokens = num_prompt_tokens
         self._is_branch = is_branch
         self._tools: dict[int | None, list[Span]] = defaultdict(list)
         self._left: list[Span] = []
-        """Of turns that are not among this trajectory's."""
+        """Spans of turns that this trajectory does not have."""
         completions: list[Span] = []
         for span in sorted(spans, key=lambda span: span.start):
             if span.kind == WaitKind.GENERATE:
@@ -41,12 +42,13 @@ class TurnSpans:
         self._completions = deque(sorted(completions, key=_context_of))
 
     def completions(self, *, start: int, end: int) -> list[Span]:
-        """Those whose context ended in the turn, which is asked for after those before it: so each span is looked at
-        once.
+        """Return the completions whose context ended in a turn.
+
+        Call it for the turns in order, so that each span is visited once.
 
         Args:
-            start: Place of the turn's first token in prompt and response together.
-            end: The place behind its last token.
+            start: Index of the turn's first token in prompt and response together.
+            end: Index after the turn's last token.
         """
         found: list[Span] = []
         while self._completions and _context_of(self._completions[0]) < end:
@@ -56,12 +58,12 @@ class TurnSpans:
         return exact[:1] if self._is_branch and exact else found
 
     def calls(self, *, end: int) -> list[Span]:
-        """The calls that a turn asked for which ends there, in its order."""
+        """Return the tool calls of the turn that ends at `end`, in the order of the calls."""
         asked = self._tools.pop(end - 1 - self._num_prompt_tokens, ())
         return sorted(asked, key=lambda span: span.details["number"])
 
     def next_interaction(self, *, after: float) -> Span | None:
-        """The first one behind a time."""
+        """Return the first interaction that starts at or after a time."""
         while self.interactions:
             span = self.interactions.popleft()
             if span.start >= after:
@@ -70,7 +72,7 @@ class TurnSpans:
         return None
 
     def rest(self) -> list[Span]:
-        """What was given to no turn, by its start."""
+        """Return the spans that were assigned to no turn, sorted by start."""
         left = [*self.others]
         if not self._is_branch:
             left += [*self._left, *self._completions, *self.interactions]
@@ -81,12 +83,12 @@ class TurnSpans:
 def spans_of_branch(
     spans: Sequence[Span], *, turns: Iterable[tuple[int, int]], num_prompt_tokens: int
 ) -> list[Span]:
-    """Without those of other branches' turns, as far as they can be told, so that many branches do not each have all.
+    """Return the spans without those that clearly belong to turns of other branches, so that branches stay small.
 
     Args:
-        spans: Of all branches.
+        spans: Spans of all branches.
         turns: Start and end of each of the branch's turns, as in `TurnSpans.completions`.
-        num_prompt_tokens: Where its response begins.
+        num_prompt_tokens: Length of the prompt.
     """
     by_turn = TurnSpans(spans, num_prompt_tokens=num_prompt_tokens, is_branch=True)
     own = [*by_turn.others, *by_turn.interactions]
@@ -97,5 +99,5 @@ def spans_of_branch(
 
 
 def _context_of(span: Span) -> int:
-    """Tokens of prompt and response when a completion began."""
+    """Return the number of context tokens when a completion began."""
     return span.details.get("num_prompt_tokens", -1)

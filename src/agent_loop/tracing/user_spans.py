@@ -1,4 +1,4 @@
-"""Spans that users put around their own code, in the form that verl gives them."""
+"""Spans around user code, with verl's names and arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-from agent_loop.runtime.activity import CURRENT, WaitKind, waiting_for
+from agent_loop.runtime.activity import CURRENT_ACTIVITY, WaitKind, waiting_for
 from agent_loop.tracing.bounded import bounded
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -18,8 +18,11 @@ _IS_ON: ContextVar[bool] = ContextVar("agent_loop_user_spans", default=True)
 
 
 def rollout_trace_op(function: FunctionT) -> FunctionT:
-    """Records each call of a function, async or not, as a span of the trajectory for which it is made: its name, and
-    inputs and output in bounded size. Outside of a rollout it costs next to nothing and records nothing."""
+    """Record each call of a function, sync or async, as a span of the current trajectory.
+
+    The span holds the name of the function, and its inputs and output in bounded size. Outside a rollout nothing is
+    recorded, at almost no cost.
+    """
     signature = inspect.signature(function)
 
     def details_of(args: Any, kwargs: Any) -> dict[str, Any]:
@@ -57,10 +60,10 @@ def rollout_trace_attr(
     validate: bool = False,
     trace: bool = True,
 ) -> Generator[None]:
-    """A span of the running trajectory around a piece of code, with these attributes.
+    """Record a span with these attributes around a block of code in the current trajectory.
 
     Args:
-        trace: False records nothing of what `rollout_trace_op` and this would record inside of it.
+        trace: False disables `rollout_trace_op` and `rollout_trace_attr` inside the block.
     """
     if not trace:
         token = _IS_ON.set(False)
@@ -79,7 +82,7 @@ def rollout_trace_attr(
 
 
 def _is_recorded() -> bool:
-    return CURRENT.get() is not None and _IS_ON.get()
+    return CURRENT_ACTIVITY.get() is not None and _IS_ON.get()
 
 
 @contextmanager

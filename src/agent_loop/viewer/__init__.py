@@ -1,1 +1,1 @@
-"""Local web page of a run: curves, trajectories token by token, and how each step spent its time."""
+"""Local web page of a run: metric curves, trajectories token by token, and the time line of each step."""

@@ -1,4 +1,4 @@
-"""The page and its data over HTTP: read-only, nothing from elsewhere."""
+"""HTTP application of the viewer. It is read-only and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agent_loop.errors import DataError
 from agent_loop.runtime.describe import one_line
 from agent_loop.serving.hosts import MISDIRECTED, HostGuard
 from agent_loop.viewer.page import FIRST_PAGE, first_page, media_type, static_files
-from agent_loop.viewer.plain_json import as_bytes
+from agent_loop.viewer.plain_json import encode_json
 from agent_loop.viewer.source import RunSource
 
 CONTENT_POLICY = (
@@ -34,27 +34,28 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 MAX_TEXT = 500
-"""Characters of what is searched for."""
+"""Most characters of a search text."""
 MAX_DIGITS = 18
-"""Most digits of a number in a query, so that it fits into 64 bits."""
+"""Most digits of a number in a query, so that the number fits into 64 bits."""
 MAX_MESSAGE = 300
-"""Characters of an error."""
+"""Most characters of an error message."""
 
 
 def create_viewer_app(source: RunSource, *, hosts: Iterable[str] | None) -> Starlette:
-    """An ASGI application that shows a run.
+    """Return an ASGI application that shows a run.
 
     Args:
-        hosts: The names under which it may be asked for, so that no other site's page reaches it; None is any.
+        source: Data of the run.
+        hosts: Host names that requests may use, so that pages of other sites cannot reach the viewer. None allows all.
     """
     app = Starlette(
         routes=[
             Route("/", _page),
             Route("/static/{name}", _static),
-            *(Route(f"/api/{name}", _answering(answer, source)) for name, answer in ANSWERS.items()),
+            *(Route(f"/api/{name}", _make_endpoint(handler, source)) for name, handler in HANDLERS.items()),
         ],
         middleware=[
-            Middleware(WithHeaders),
+            Middleware(HeadersMiddleware),
             Middleware(HostGuard, hosts=hosts, refuse=_refuse_host),
         ],
         exception_handlers={HTTPException: _on_http_error},
@@ -63,8 +64,8 @@ def create_viewer_app(source: RunSource, *, hosts: Iterable[str] | None) -> Star
     return app
 
 
-class WithHeaders:
-    """Middleware: adds `HEADERS` to each answer."""
+class HeadersMiddleware:
+    """Middleware that adds `HEADERS` to each response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -106,20 +107,20 @@ def _config(source: RunSource, _: Request) -> Any:
 
 
 def _metrics(source: RunSource, request: Request) -> Any:
-    return source.metrics(request.query_params.get("place", ""))
+    return source.metrics(request.query_params.get("cursor", ""))
 
 
 def _table(source: RunSource, request: Request) -> Any:
-    return source.table(_numbers(request))
+    return source.table(_file_numbers(request))
 
 
 def _trajectory(source: RunSource, request: Request) -> Any:
-    split, step = _step(request)
+    split, step = _split_and_step(request)
     return source.trajectory(split=split, step=step, trajectory_id=request.query_params.get("id", ""))
 
 
 def _timeline(source: RunSource, request: Request) -> Any:
-    split, step = _step(request)
+    split, step = _split_and_step(request)
     return source.timeline(split=split, step=step)
 
 
@@ -127,10 +128,10 @@ def _search(source: RunSource, request: Request) -> Any:
     text = request.query_params.get("text", "")
     if not 0 < len(text) <= MAX_TEXT:
         raise HTTPException(400, f"text has {len(text)} characters; give 1 to {MAX_TEXT}")
-    return source.search(text, _numbers(request))
+    return source.search(text, _file_numbers(request))
 
 
-ANSWERS: dict[str, Callable[[RunSource, Request], Any]] = {
+HANDLERS: dict[str, Callable[[RunSource, Request], Any]] = {
     "state": _state,
     "config": _config,
     "metrics": _metrics,
@@ -139,29 +140,30 @@ ANSWERS: dict[str, Callable[[RunSource, Request], Any]] = {
     "timeline": _timeline,
     "search": _search,
 }
-"""By the last part of their path."""
+"""Functions that return the data of a request, by the last part of the request's path."""
 
 
-def _answering(
-    answer: Callable[[RunSource, Request], Any], source: RunSource
+def _make_endpoint(
+    handler: Callable[[RunSource, Request], Any], source: RunSource
 ) -> Callable[[Request], Response]:
-    """Runs in a thread: files are read."""
+    """Return the endpoint of a handler. It is synchronous, so that Starlette runs it in a thread while it reads
+    files."""
 
     def endpoint(request: Request) -> Response:
         try:
-            reply = answer(source, request)
+            reply = handler(source, request)
         except DataError as error:
             raise HTTPException(404, one_line(str(error), max_length=MAX_MESSAGE)) from error
         if isinstance(reply, bytes):
             return Response(reply, media_type="application/octet-stream")
-        return Response(as_bytes(reply), media_type="application/json")
+        return Response(encode_json(reply), media_type="application/json")
 
     return endpoint
 
 
-def _step(request: Request) -> tuple[str, int]:
+def _split_and_step(request: Request) -> tuple[str, int]:
     split, step = request.query_params.get("split", ""), request.query_params.get("step", "")
-    number = _number(step)
+    number = _parse_number(step)
     if not split or number is None:
         raise HTTPException(
             400, f"split is {split[:80]!r} and step is {step[:80]!r}; give a name and a number"
@@ -169,17 +171,17 @@ def _step(request: Request) -> tuple[str, int]:
     return split, number
 
 
-def _numbers(request: Request) -> list[int]:
+def _file_numbers(request: Request) -> list[int]:
     given = request.query_params.get("files", "")
-    numbers = [_number(part) for part in given.split(",")]
+    numbers = [_parse_number(part) for part in given.split(",")]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
         raise HTTPException(400, f"files is {given[:80]!r}; give numbers, with commas between them")
     return known
 
 
-def _number(text: str) -> int | None:
-    """The whole number that a text holds; None if it holds none, or one of too many digits."""
+def _parse_number(text: str) -> int | None:
+    """Return the integer that a text holds; None if it is not an integer or has more than `MAX_DIGITS` digits."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS else None
 
 
@@ -189,4 +191,4 @@ def _on_http_error(_: Request, error: Exception) -> Response:
 
 
 def _error(message: str, *, status: int) -> Response:
-    return Response(as_bytes({"error": message}), status_code=status, media_type="application/json")
+    return Response(encode_json({"error": message}), status_code=status, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Serves the page of a run until a signal comes."""
+"""`agent-loop view`: serves the page of a run until a signal arrives."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ PORTS_TRIED = 20
 
 
 def view(path: Path, *, host: str, port: int | None, opens_browser: bool, console: Console) -> int | None:
-    """Shows a run until a signal comes, which is returned.
+    """Serve the page of a run until a signal arrives, and return the signal's number.
 
     Args:
-        port: None takes the first free one from `FIRST_PORT` on; 0 takes any.
+        path: Folder of the run, a folder of Parquet files, or one Parquet file.
+        host: Address to listen at.
+        port: Port to listen at. None tries ports from `FIRST_PORT` on; 0 takes any free port.
+        opens_browser: Whether to open the page in a browser.
+        console: Receives the address of the page.
 
     Raises:
         DataError: There is no such run.
@@ -35,7 +39,7 @@ def view(path: Path, *, host: str, port: int | None, opens_browser: bool, consol
     with free_listener(host, port) as listener:
         url = base_url(listener, host=host).removesuffix("v1")
         console.print(f"{path} at [bold]{url}[/]", highlight=False, soft_wrap=True)
-        console.print("Ctrl-C stops it; the run does not notice.", highlight=False)
+        console.print("Ctrl-C stops the viewer; the run continues.", highlight=False)
         if opens_browser:
             _open(url)
         return asyncio.run(_serve(source, listener=listener, hosts=hosts))
@@ -46,10 +50,10 @@ async def _serve(source: RunSource, *, listener: socket.socket, hosts: frozenset
 
 
 def free_listener(host: str, port: int | None) -> socket.socket:
-    """Listens at a port, or at the first free one from `FIRST_PORT` on.
+    """Return a socket that listens at a port, or at the first free port from `FIRST_PORT` on.
 
     Raises:
-        ConfigError: It is taken, or all of those that were tried are.
+        ConfigError: The port is taken, or all ports that were tried are taken.
     """
     if port is not None:
         return listening_socket(host, port)
@@ -62,7 +66,7 @@ def free_listener(host: str, port: int | None) -> socket.socket:
 
 
 def _open(url: str) -> None:
-    """In a browser with windows, if there is one; one in the terminal would take the terminal."""
+    """Open a URL in a graphical browser, if there is one. A text browser would take over the terminal."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:

@@ -1,4 +1,4 @@
-"""The page with its data in one file that needs no server."""
+"""Export of the page with its data to one HTML file that needs no server."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 
 from agent_loop.errors import ConfigError, DataError
 from agent_loop.viewer.page import static_files, style_names
-from agent_loop.viewer.plain_json import as_bytes
+from agent_loop.viewer.plain_json import encode_json
 from agent_loop.viewer.source import RunSource
 
 MAX_ROWS = 50_000
-"""Of the table."""
+"""Most rows of the table."""
 MAX_BYTES = 64 * 2**20
-"""Of trajectories and times in full, before they are packed."""
+"""Most bytes of full trajectories and timelines, before compression."""
 IMPORT = re.compile(r'(from\s+|import\s+)"\./([\w.]+)"')
 
 
 @dataclass(slots=True)
-class _Parts:
-    """The data as it goes into the file."""
+class _EmbeddedParts:
+    """Data that is embedded in the file."""
 
     packed: dict[str, bytes] = field(default_factory=dict[str, bytes])
     num_bytes: int = 0
@@ -38,8 +38,8 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """A trajectory that may go in, the most telling first."""
+class _Candidate:
+    """Trajectory that may be exported in full."""
 
     split: str
     step: int
@@ -49,21 +49,23 @@ class _Chosen:
 
 
 def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
-    """Writes the file, and says in a line what is in it.
+    """Write the file and return a line that describes its contents.
 
     Args:
-        max_trajectories: So many go in with all their tokens, those of the newest steps.
+        run: Folder of the run.
+        target: HTML file to write.
+        max_trajectories: Most trajectories to export with all their tokens. The newest steps come first.
 
     Raises:
         DataError: There is no such run.
         ConfigError: The file cannot be written.
     """
     source = RunSource(run)
-    parts = _Parts()
+    parts = _EmbeddedParts()
     files = _newest_files(source)
     parts.add("data-table", source.table([file for file, _ in files]))
     num_rows = sum(count for _, count in files)
-    chosen = list(_chosen(source, {file for file, _ in files}))
+    chosen = list(_candidates(source, {file for file, _ in files}))
     trajectories = _add_trajectories(source, chosen[:max_trajectories], parts)
     timelines = _add_timelines(source, [(one.split, one.step) for one in chosen[:max_trajectories]], parts)
     omitted = _omitted(source, num_rows=num_rows, num_full=len(trajectories), num_steps=len(timelines))
@@ -76,7 +78,7 @@ def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
         "trajectories": trajectories,
         "timelines": timelines,
     }
-    parts.add("data-head", as_bytes(head))
+    parts.add("data-head", encode_json(head))
     text = _page(parts.packed)
     try:
         target.write_text(text, encoding="utf-8")
@@ -88,7 +90,7 @@ def write_export(run: Path, *, target: Path, max_trajectories: int) -> str:
 
 
 def _newest_files(source: RunSource) -> list[tuple[int, int]]:
-    """Number and rows of the files that fit into the table, in their order."""
+    """Return the number and row count of each file that fits into the table, oldest first."""
     fitting: list[tuple[int, int]] = []
     num_rows = 0
     for file in reversed(source.files.refresh()):
@@ -102,24 +104,26 @@ def _newest_files(source: RunSource) -> list[tuple[int, int]]:
     return fitting[::-1]
 
 
-def _chosen(source: RunSource, numbers: set[int]) -> Iterator[_Chosen]:
-    """The trajectories of these files, those of the newest file first."""
+def _candidates(source: RunSource, numbers: set[int]) -> Iterator[_Candidate]:
+    """Yield the trajectories of these files, newest file first."""
     for file in reversed(source.files.refresh()):
         table = source.files.scalars(file) if file.number in numbers else None
         if table is None or not {"split", "step", "trajectory_id"} <= {*table.column_names}:
             continue
         rows = zip(*(table[name].to_pylist() for name in ("split", "step", "trajectory_id")), strict=True)
         for row, (split, step, trajectory_id) in enumerate(rows):
-            yield _Chosen(split, step, trajectory_id, file.number, row)
+            yield _Candidate(split, step, trajectory_id, file.number, row)
 
 
-def _add_trajectories(source: RunSource, chosen: list[_Chosen], parts: _Parts) -> dict[str, dict[str, Any]]:
+def _add_trajectories(
+    source: RunSource, chosen: list[_Candidate], parts: _EmbeddedParts
+) -> dict[str, dict[str, Any]]:
     added: dict[str, dict[str, Any]] = {}
     for one in chosen:
         try:
             data = source.trajectory(split=one.split, step=one.step, trajectory_id=one.trajectory_id)
         except DataError:
-            continue  # a run that goes on may have removed it
+            continue  # a running run may have removed the file
         if parts.num_bytes + len(data) > MAX_BYTES:
             break
         part = parts.add(f"data-trajectory-{len(added)}", data)
@@ -131,10 +135,10 @@ def _add_trajectories(source: RunSource, chosen: list[_Chosen], parts: _Parts) -
     return added
 
 
-def _add_timelines(source: RunSource, steps: list[tuple[str, int]], parts: _Parts) -> dict[str, str]:
+def _add_timelines(source: RunSource, steps: list[tuple[str, int]], parts: _EmbeddedParts) -> dict[str, str]:
     added: dict[str, str] = {}
     for split, step in dict.fromkeys(steps):
-        data = as_bytes(source.timeline(split=split, step=step))
+        data = encode_json(source.timeline(split=split, step=step))
         if parts.num_bytes + len(data) > MAX_BYTES:
             break
         added[f"{split} {step}"] = parts.add(f"data-timeline-{len(added)}", data)
@@ -142,20 +146,20 @@ def _add_timelines(source: RunSource, steps: list[tuple[str, int]], parts: _Part
 
 
 def _omitted(source: RunSource, *, num_rows: int, num_full: int, num_steps: int) -> str:
-    """What is not in the file; empty if everything is."""
+    """Return a sentence about the data that the file lacks; empty if nothing is missing."""
     tables = [source.files.scalars(file) for file in source.files.refresh()]
     num_stored = sum(table.num_rows for table in tables if table is not None)
     if num_full == num_stored == num_rows:
         return ""
     rows = "" if num_rows == num_stored else f"the newest {num_rows} of {num_stored} trajectories, and "
     return (
-        f"This copy holds {rows}{num_full} of {num_stored} trajectories with messages and tokens, and the times of "
-        f"{num_steps} steps; a search looks into those {num_full}."
+        f"This copy contains {rows}{num_full} of {num_stored} trajectories with messages and tokens, and the times "
+        f"of {num_steps} steps. Search covers those {num_full} trajectories."
     )
 
 
 def _page(parts: Mapping[str, bytes]) -> str:
-    """Modules become `data:` addresses that an import map names; nothing is loaded from elsewhere."""
+    """Return the HTML of the page. Modules become `data:` URLs in an import map, so that nothing is loaded."""
     texts = static_files()
     modules = {
         f"viewer/{name}": "data:text/javascript;base64," + _base64(_renamed(text).encode())

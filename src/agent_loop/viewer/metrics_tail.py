@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, read on from where it was read to."""
+"""Incremental reading of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsPart:
-    """Lines that the page does not have yet."""
+class NewMetrics:
+    """Metrics that the page does not have yet."""
 
-    place: str
-    """Where the next part begins; to be given back."""
+    cursor: str
+    """Opaque position in the file, to pass to the next call."""
     is_new: bool
-    """The file was replaced: what the page has is void."""
+    """Whether the file was replaced, so that the page has to drop its metrics."""
     lines: list[dict[str, Any]]
     num_damaged: int
 
 
-def read_on(path: Path, place: str = "") -> MetricsPart:
-    """The lines after a place. One that is still being written is left for the next part."""
+def read_new_lines(path: Path, cursor: str = "") -> NewMetrics:
+    """Return the lines after a cursor. An incomplete last line is left for the next call."""
     try:
         with path.open("rb") as file:
             inode = path.stat().st_ino
-            start = _offset_of(place, inode=inode, size=path.stat().st_size)
+            start = _offset_of(cursor, inode=inode, size=path.stat().st_size)
             file.seek(start)
             data = file.read()
     except FileNotFoundError:
-        return MetricsPart("", is_new=bool(place), lines=[], num_damaged=0)
+        return NewMetrics("", is_new=bool(cursor), lines=[], num_damaged=0)
     whole = data[: data.rfind(b"\n") + 1]
-    parsed = [_parsed(line) for line in whole.splitlines() if line.strip()]
+    parsed = [_parse_line(line) for line in whole.splitlines() if line.strip()]
     lines = [line for line in parsed if line is not None]
-    is_new = bool(place) and start == 0
-    return MetricsPart(f"{inode}-{start + len(whole)}", is_new, lines, len(parsed) - len(lines))
+    is_new = bool(cursor) and start == 0
+    return NewMetrics(f"{inode}-{start + len(whole)}", is_new, lines, len(parsed) - len(lines))
 
 
-def _offset_of(place: str, *, inode: int, size: int) -> int:
-    """0 if the place is in another file, or in none."""
-    before, _, offset = place.partition("-")
+def _offset_of(cursor: str, *, inode: int, size: int) -> int:
+    """Return the offset of a cursor in the file; 0 if the cursor is empty or belongs to another file."""
+    before, _, offset = cursor.partition("-")
     fits = before == str(inode) and offset.isdecimal() and int(offset) <= size
     return int(offset) if fits else 0
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
         values = json.loads(line)
     except ValueError:

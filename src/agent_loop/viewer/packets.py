@@ -1,4 +1,5 @@
-"""How columns travel to the page: a JSON head, then plain arrays that it reads in place."""
+"""Binary format for columns that are sent to the page: a JSON head, then plain arrays that JavaScript reads in
+place."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ NULL_FLAG = 2
 
 
 def packet(meta: Mapping[str, Any], columns: Mapping[str, Any]) -> bytes:
-    """The bytes that `packets.js` reads: the length of the head (uint32, little-endian), the head, the arrays.
+    """Return the bytes that `packets.js` reads: the length of the head (uint32, little-endian), the head, the arrays.
 
     Args:
-        meta: What else is said, in JSON.
+        meta: Further values, which are sent as JSON.
         columns: Numpy arrays of `KINDS`, or Arrow columns of numbers, booleans or strings.
     """
     heads: list[dict[str, Any]] = []
     parts: list[bytes] = []
     offset = 0
     for name, column in columns.items():
-        array, dictionary = _plain(column)
+        array, dictionary = _to_array(column)
         data = np.ascontiguousarray(array).tobytes()
         data += b"\0" * (-len(data) % ALIGNMENT)
         head = {"name": name, "kind": KINDS[array.dtype.name], "offset": offset, "length": len(array)}
@@ -42,16 +43,19 @@ def packet(meta: Mapping[str, Any], columns: Mapping[str, Any]) -> bytes:
     return b"".join([struct.pack("<I", len(head_bytes)), head_bytes, *parts])
 
 
-def is_plain(kind: Any) -> bool:
-    """Whether Arrow columns of this type can be sent."""
+def is_sendable(kind: Any) -> bool:
+    """Return whether Arrow columns of this type can be sent."""
     types = pa.types
     return bool(
         types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_string(kind)
     )
 
 
-def _plain(column: Any) -> tuple[NDArray[Any], list[str] | None]:
-    """Its values, and the strings that they are codes of. Nulls are NaN, `NULL_FLAG` or `NULL_CODE`."""
+def _to_array(column: Any) -> tuple[NDArray[Any], list[str] | None]:
+    """Return the values of a column, and the dictionary if they are codes of strings.
+
+    Nulls become NaN, `NULL_FLAG` or `NULL_CODE`.
+    """
     if isinstance(column, np.ndarray):
         return cast(NDArray[Any], column), None
     if pa.types.is_string(column.type):

@@ -1,4 +1,4 @@
-"""The files of the page."""
+"""Static files of the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_PAGE = "index.html"
 
 @cache
 def static_files() -> Mapping[str, str]:
-    """Their texts, by name."""
+    """Return the texts of the static files by name."""
     folder = files("agent_loop.viewer") / "static"
     return {
         item.name: item.read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def static_files() -> Mapping[str, str]:
 
 @cache
 def first_page() -> str:
-    """It names all modules, so that the browser asks for them at once and not one after the other."""
+    """Return the HTML page. It preloads all modules, so that the browser requests them in parallel."""
     texts = static_files()
     preloads = (
         f'<link rel="modulepreload" href="static/{name}">\n' for name in texts if name.endswith(".js")
@@ -35,10 +35,10 @@ def first_page() -> str:
 
 
 def style_names() -> list[str]:
-    """The style sheets, in the order in which the page names them."""
+    """Return the names of the style sheets in the order of the page."""
     return STYLE.findall(static_files()[FIRST_PAGE])
 
 
 def media_type(name: str) -> str:
-    """Empty for what is no part of the page."""
+    """Return the media type of a file; empty if the file is not part of the page."""
     return next((kind for ending, kind in MEDIA_TYPES.items() if name.endswith(ending)), "")

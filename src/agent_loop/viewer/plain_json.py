@@ -1,4 +1,4 @@
-"""JSON that a browser reads, whatever was stored."""
+"""JSON that browsers can parse, for any stored values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 
-def decoded(text: Any) -> Any:
-    """A stored JSON document; text that is none stays as it is, numbers that JSON lacks become text."""
+def decode_json(text: Any) -> Any:
+    """Return the value of a stored JSON document.
+
+    Text that is not valid JSON is returned unchanged. NaN and infinities become text.
+    """
     if not isinstance(text, str):
         return text
     try:
@@ -19,7 +22,7 @@ def decoded(text: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The same value with null in place of NaN and infinities."""
+    """Return the value with None in place of NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -29,6 +32,6 @@ def finite(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def as_bytes(value: Any) -> bytes:
-    """A reply in JSON."""
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON in ASCII."""
     return json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode("ascii")

@@ -1,4 +1,4 @@
-"""The stored trajectories of a run, file by file, as they come and go while it trains."""
+"""Access to the trajectory files of a run, which may be added and removed while the run trains."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from typing import Any
 from agent_loop.storage.arrow import compute, mask_of_rows, pa, parquet
 from agent_loop.storage.files import parquet_files
 from agent_loop.storage.schema import SCALARS
-from agent_loop.viewer.packets import is_plain
+from agent_loop.viewer.packets import is_sendable
 
 
 @dataclass(frozen=True, slots=True)
-class SeenFile:
-    """One Parquet file, as it was when it was seen."""
+class RunFile:
+    """One version of a Parquet file."""
 
     number: int
-    """Of this viewer's counting; a file that is written anew gets another one."""
+    """Number that the viewer assigned. A file that is rewritten gets a new number."""
     path: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a trajectory is stored."""
+class StoredRow:
+    """Location of a stored trajectory: file and row."""
 
-    file: SeenFile
+    file: RunFile
     row: int
 
 
 class RunFiles:
-    """Lists and reads them, and keeps their scalar columns. What is damaged, or gone by the time it is read, is left
-    out and told of in `problems`: a run may write and remove files at any time.
+    """Parquet files of a run, with a cache of their scalar columns.
+
+    A run may write and remove files at any time. Files that are damaged or gone are skipped and listed in `problems`.
 
     Args:
-        path: The folder of a run, a folder of Parquet files, or one of them.
+        path: Folder of a run, a folder of Parquet files, or one Parquet file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._known: dict[tuple[Any, ...], SeenFile] = {}
+        self._known: dict[tuple[Any, ...], RunFile] = {}
         self._scalars: dict[int, Any] = {}
         self._num_seen = 0
         self.problems: dict[int, str] = {}
-        """By number of the file."""
+        """Error of each unreadable file, by the number of the file."""
 
-    def refresh(self) -> Sequence[SeenFile]:
-        """The files that are there, in the order of their steps."""
+    def refresh(self) -> Sequence[RunFile]:
+        """Return the files that exist, in the order of their steps."""
         with self._lock:
             stamps = {
                 stamp: path for path in parquet_files(self._path) if (stamp := _stamp(path)) is not None
             }
             for stamp, path in stamps.items():
                 if stamp not in self._known:
-                    self._known[stamp] = SeenFile(self._num_seen, path)
+                    self._known[stamp] = RunFile(self._num_seen, path)
                     self._num_seen += 1
             for stamp in [stamp for stamp in self._known if stamp not in stamps]:
                 gone = self._known.pop(stamp).number
@@ -64,8 +65,8 @@ class RunFiles:
                 self.problems.pop(gone, None)
             return [self._known[stamp] for stamp in stamps]
 
-    def scalars(self, file: SeenFile) -> Any:
-        """A pyarrow Table of what a table shows of it, one row per trajectory; None if it cannot be read."""
+    def scalars(self, file: RunFile) -> Any:
+        """Return a pyarrow Table of the scalar columns, one row per trajectory; None if the file cannot be read."""
         known = self._scalars.get(file.number)
         if known is None and file.number not in self.problems:
             known = self._read(file, _is_scalar)
@@ -73,8 +74,8 @@ class RunFiles:
                 self._scalars[file.number] = known
         return known
 
-    def columns(self, file: SeenFile, names: Iterable[str]) -> Any:
-        """A pyarrow Table of those of these columns that it has; None if it cannot be read."""
+    def columns(self, file: RunFile, names: Iterable[str]) -> Any:
+        """Return a pyarrow Table of the named columns that the file has; None if the file cannot be read."""
         wanted = frozenset(names)
 
         def is_wanted(field: Any) -> bool:
@@ -82,19 +83,19 @@ class RunFiles:
 
         return self._read(file, is_wanted)
 
-    def find(self, *, split: str, step: int, trajectory_id: str | None = None) -> list[Place]:
-        """Where a step's trajectories are stored, or one of them."""
+    def find(self, *, split: str, step: int, trajectory_id: str | None = None) -> list[StoredRow]:
+        """Return the locations of a step's trajectories, or of one trajectory."""
         wanted = {"split": split, "step": step, "trajectory_id": trajectory_id}
         wanted = {name: value for name, value in wanted.items() if value is not None}
-        places: list[Place] = []
+        stored_rows: list[StoredRow] = []
         for file in self.refresh():
             table = self.scalars(file)
             if table is not None and wanted.keys() <= {*table.column_names}:
                 rows = compute.indices_nonzero(mask_of_rows(table, **wanted)).to_pylist()
-                places += [Place(file, row) for row in rows]
-        return places
+                stored_rows += [StoredRow(file, row) for row in rows]
+        return stored_rows
 
-    def _read(self, file: SeenFile, is_wanted: Callable[[Any], bool]) -> Any:
+    def _read(self, file: RunFile, is_wanted: Callable[[Any], bool]) -> Any:
         try:
             with parquet.ParquetFile(file.path) as stored:
                 return stored.read([field.name for field in stored.schema_arrow if is_wanted(field)])
@@ -104,12 +105,12 @@ class RunFiles:
 
 
 def _is_scalar(field: Any) -> bool:
-    """Strings that nobody knows may be long: they are not read for a table."""
-    return is_plain(field.type) and (field.name in SCALARS or not pa.types.is_string(field.type))
+    """Return whether a column is shown in the table. Unknown string columns are not, because they may be long."""
+    return is_sendable(field.type) and (field.name in SCALARS or not pa.types.is_string(field.type))
 
 
 def _stamp(path: Path) -> tuple[Any, ...] | None:
-    """What changes when a file is written anew; None if it is gone."""
+    """Return a key that changes when a file is rewritten; None if the file is gone."""
     try:
         status = path.stat()
     except OSError:

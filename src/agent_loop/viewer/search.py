@@ -1,4 +1,4 @@
-"""Which trajectories contain a text."""
+"""Full-text search in stored trajectories."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, cast
 import numpy as np
 
 from agent_loop.storage.arrow import compute, pa
-from agent_loop.viewer.run_files import RunFiles, SeenFile
+from agent_loop.viewer.run_files import RunFile, RunFiles
 
 JSON_COLUMNS = frozenset({"messages", "incidents", "feedback", "row", "reward_extra"})
 TEXT_COLUMNS = frozenset({"answer", "failure", "failure_traceback", *JSON_COLUMNS})
 
 
-def rows_with(text: str, *, file: SeenFile, files: RunFiles) -> list[int]:
-    """The rows of a file whose words contain a text, in whatever case."""
+def rows_with(text: str, *, file: RunFile, files: RunFiles) -> list[int]:
+    """Return the rows of a file whose texts contain `text`, ignoring case."""
     table = files.columns(file, TEXT_COLUMNS)
     if table is None:
         return []
@@ -30,7 +30,7 @@ def rows_with(text: str, *, file: SeenFile, files: RunFiles) -> list[int]:
                 [
                     row
                     for row in _candidates(column, text)
-                    if not found[row] and _says(column[row].as_py(), text)
+                    if not found[row] and _has_matching_value(column[row].as_py(), text)
                 ]
             ] = True
         else:
@@ -39,20 +39,22 @@ def rows_with(text: str, *, file: SeenFile, files: RunFiles) -> list[int]:
 
 
 def _candidates(column: Any, text: str) -> list[int]:
-    """The rows of a JSON column that contain it in one of the ways in which JSON may write it."""
-    first, *others = _written(text)
+    """Return the rows of a JSON column that contain `text` in one of its JSON spellings."""
+    first, *others = _spellings(text)
     mask = _contains(column, first)
     for form in others:
         mask = compute.or_kleene(mask, _contains(column, form))
     return compute.indices_nonzero(mask).to_pylist()
 
 
-def _written(text: str) -> set[str]:
-    """As a value, and as one in JSON that is a value itself, as the arguments of a call are. Escaped letters differ
-    in upper and lower case, which no search is to do."""
+def _spellings(text: str) -> set[str]:
+    """Return the spellings of a text in JSON, and in JSON nested in a JSON string, such as the arguments of a call.
+
+    Escaped letters differ in upper and lower case, so both are included.
+    """
     forms = {text} if text.isascii() else {text, text.lower(), text.upper()}
-    once = {form for said in forms for form in _escaped(said)}
-    return once | {form for said in once for form in _escaped(said)}
+    once = {escaped for form in forms for escaped in _escaped(form)}
+    return once | {escaped for form in once for escaped in _escaped(form)}
 
 
 def _escaped(text: str) -> tuple[str, str]:
@@ -63,25 +65,25 @@ def _contains(column: Any, text: str) -> Any:
     return compute.match_substring(column, text, ignore_case=True)
 
 
-def _says(document: str, text: str) -> bool:
-    """Whether it is in one of the values: the keys of JSON do not count."""
+def _has_matching_value(document: str, text: str) -> bool:
+    """Return whether a value of a JSON document contains `text`. Keys are not searched."""
     wanted = text.casefold()
-    return any(wanted in said.casefold() for said in _strings(document))
+    return any(wanted in value.casefold() for value in _strings(document))
 
 
 def _strings(document: str) -> Iterator[str]:
-    """The values, those in JSON within them included."""
+    """Yield all values of a JSON document as text, including the values of nested JSON strings."""
     try:
-        waiting: list[Any] = [json.loads(document)]
+        stack: list[Any] = [json.loads(document)]
     except ValueError:
         yield document
         return
-    while waiting:
-        value = waiting.pop()
+    while stack:
+        value = stack.pop()
         if isinstance(value, dict):
-            waiting += cast(dict[str, Any], value).values()
+            stack += cast(dict[str, Any], value).values()
         elif isinstance(value, list):
-            waiting += cast(list[Any], value)
+            stack += cast(list[Any], value)
         elif isinstance(value, str) and value[:1] in ("{", "["):
             yield from _strings(value)
         elif value is not None:

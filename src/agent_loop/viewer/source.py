@@ -1,4 +1,4 @@
-"""All that the page asks for, of one run."""
+"""Data of one run, as the page requests it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_loop.storage.files import FOLDER
 from agent_loop.storage.metrics_file import METRICS_FILE
 from agent_loop.storage.schema import VOCABULARY_FILE
 from agent_loop.storage.vocabulary import Piece
-from agent_loop.viewer.metrics_tail import read_on
+from agent_loop.viewer.metrics_tail import read_new_lines
 from agent_loop.viewer.packets import packet
 from agent_loop.viewer.run_files import RunFiles
 from agent_loop.viewer.search import rows_with
@@ -31,10 +31,10 @@ ROW_COLUMN = "row_in_file"
 
 
 class RunSource:
-    """Reads a run, and never writes to it. Methods may be called from several threads.
+    """Read-only access to a run. Methods are thread-safe.
 
     Args:
-        path: The folder of a run, a folder of Parquet files, or one of them.
+        path: Folder of a run, a folder of Parquet files, or one Parquet file.
 
     Raises:
         DataError: There is no such run.
@@ -43,7 +43,7 @@ class RunSource:
     def __init__(self, path: Path) -> None:
         if not path.exists():
             raise DataError(
-                f"there is no run at {str(path)!r}; give the folder of a run, or a Parquet file of one"
+                f"there is no run at {str(path)!r}; give the folder of a run, or one of its Parquet files"
             )
         self.path = path
         self.files = RunFiles(path)
@@ -55,18 +55,18 @@ class RunSource:
             and not (self._folder / CONFIG_FILE).exists()
         ):
             raise DataError(
-                f"{str(path)!r} holds no run: neither {METRICS_FILE} nor {CONFIG_FILE} nor stored trajectories; "
+                f"{str(path)!r} holds no run: it has neither {METRICS_FILE} nor {CONFIG_FILE} nor stored trajectories; "
                 "give the folder that trainer.run_dir or --out names"
             )
         self._session = secrets.token_hex(4)
         self._vocabulary: tuple[float, Sequence[Piece]] = (0.0, ())
 
     def warm_up(self) -> None:
-        """Reads what the first page asks for first."""
+        """Load the data that the first page requests first."""
         self.table(self.state()["files"][-2:])
 
     def state(self) -> dict[str, Any]:
-        """What is there by now. Numbers of files hold within a `session`."""
+        """Return the current files and the time of the last change. File numbers are valid within a `session`."""
         files = self.files.refresh()
         paths = [self._folder / METRICS_FILE, *(file.path for file in files[-1:])]
         return {
@@ -80,18 +80,18 @@ class RunSource:
         }
 
     def config(self) -> Any:
-        """The configuration as plain values; None if there is none that can be read."""
+        """Return the configuration as plain values; None if it is missing or cannot be read."""
         try:
             return yaml.safe_load((self._folder / CONFIG_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
             return None
 
-    def metrics(self, place: str = "") -> dict[str, Any]:
-        """The lines after a place, which is what the last answer said."""
-        return asdict(read_on(self._folder / METRICS_FILE, place))
+    def metrics(self, cursor: str = "") -> dict[str, Any]:
+        """Return the metrics after the cursor of the previous call."""
+        return asdict(read_new_lines(self._folder / METRICS_FILE, cursor))
 
     def table(self, numbers: Sequence[int]) -> bytes:
-        """The scalar columns of these files, those that are gone left out."""
+        """Return the scalar columns of these files as a packet. Files that are gone are skipped."""
         wanted = set(numbers)
         tables: list[Any] = []
         for file in self.files.refresh():
@@ -102,31 +102,31 @@ class RunSource:
         return packet({}, {name: whole[name] for name in whole.column_names})
 
     def trajectory(self, *, split: str, step: int, trajectory_id: str) -> bytes:
-        """One of them in full.
+        """Return one trajectory in full as a packet.
 
         Raises:
-            DataError: It is not there, or cannot be read.
+            DataError: The trajectory is not stored, or cannot be read.
         """
-        places = self.files.find(split=split, step=step, trajectory_id=trajectory_id)
-        if not places:
+        stored_rows = self.files.find(split=split, step=step, trajectory_id=trajectory_id)
+        if not stored_rows:
             raise DataError(
                 f"no trajectory {trajectory_id} of {split} step {step} is stored; it may have been removed"
             )
-        row = StoredRun(places[-1].file.path).trajectory(split, step, trajectory_id)
+        row = StoredRun(stored_rows[-1].file.path).trajectory(split, step, trajectory_id)
         return trajectory_packet(row, self._pieces())
 
     def timeline(self, *, split: str, step: int) -> list[dict[str, Any]]:
-        """What the trajectories of a step did when."""
+        """Return the times and spans of the trajectories of a step."""
         return timeline(self.files, split=split, step=step)
 
     def search(self, text: str, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """The rows of these files that contain a text, by number of the file."""
+        """Return the rows of these files that contain a text, by the number of the file."""
         wanted = set(numbers)
         files = [file for file in self.files.refresh() if file.number in wanted]
         return {file.number: rows_with(text, file=file, files=self.files) for file in files}
 
     def _pieces(self) -> Sequence[Piece]:
-        """The vocabulary, read again when it changed; empty until it is there."""
+        """Return the vocabulary, reloaded when its file changes; empty until the file exists."""
         modified_at = _modified_at(self._folder / VOCABULARY_FILE)
         if modified_at != self._vocabulary[0]:
             self._vocabulary = modified_at, StoredRun(self.path).vocabulary() or ()

@@ -1,4 +1,4 @@
-"""What the trajectories of a step did when."""
+"""Times and spans of the trajectories of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
-from agent_loop.viewer.plain_json import decoded
+from agent_loop.viewer.plain_json import decode_json
 from agent_loop.viewer.run_files import RunFiles
 
 COLUMNS = (
@@ -26,11 +26,11 @@ COLUMNS = (
 
 
 def timeline(files: RunFiles, *, split: str, step: int) -> list[dict[str, Any]]:
-    """One entry per trajectory that was watched; branches of one row share theirs."""
-    places = files.find(split=split, step=step)
-    tables = {place.file.number: files.columns(place.file, COLUMNS) for place in places}
+    """Return one entry per traced trajectory. The branches of a row share one entry."""
+    stored_rows = files.find(split=split, step=step)
+    tables = {place.file.number: files.columns(place.file, COLUMNS) for place in stored_rows}
     entries: dict[tuple[Any, Any], dict[str, Any]] = {}
-    for place in places:
+    for place in stored_rows:
         table = tables[place.file.number]
         if table is None or place.row >= table.num_rows:
             continue
@@ -47,7 +47,7 @@ def _row(table: Any, row: int) -> dict[str, Any]:
 
 def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
     versions = _versions(row.get("segments") or ())
-    spans = decoded(row["spans"])
+    spans = decode_json(row["spans"])
     shown = {name: value for name, value in row.items() if name not in ("segments", "spans")}
     return shown | {"spans": [_with_version(span, versions) for span in spans if _is_span(span)]}
 
@@ -62,7 +62,7 @@ def _is_span(value: Any) -> bool:
 
 
 def _versions(segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The weight version of each segment of the model, by the number of tokens before it."""
+    """Return the weight version of each model segment, by the number of tokens before the segment."""
     starts = accumulate((segment["num_tokens"] for segment in segments), initial=0)
     return {
         start: segment["weight_version"]

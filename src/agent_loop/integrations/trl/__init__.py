@@ -1,4 +1,4 @@
-"""Our loops, tools and servers under TRL's trainers.
+"""Agent loops, tools and servers of this package for TRL's trainers.
 
 ```python
 from agent_loop.integrations.trl import AgentLoopRollouts
@@ -14,7 +14,7 @@ with AgentLoopRollouts(config) as rollouts:
     trainer.train()
 ```
 
-docs/trl.md says what TRL decides, what the configuration decides, and how `AsyncGRPOTrainer` is given a worker.
+docs/trl.md describes what TRL decides, what the configuration decides, and how to pass a worker to `AsyncGRPOTrainer`.
 """
 
 from agent_loop.integrations.trl.rollouts import AgentLoopRollouts as AgentLoopRollouts

@@ -1,4 +1,4 @@
-"""Trajectories in the forms in which TRL's trainers take them."""
+"""Conversion of trajectories to the inputs of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from agent_loop.trajectory import Trajectory
 from agent_loop.types import StopReason
 
 TRAJECTORY_KEY = "agent_loop_trajectory"
-"""The keyword under which TRL hands each reward function the list of trajectories."""
+"""Keyword under which TRL passes the list of trajectories to each reward function."""
 UNTRAINED = (StopReason.FAILED, StopReason.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """The tokens of one trajectory as `GRPOTrainer` takes them; never without any."""
+class TrlCompletion:
+    """Tokens of one trajectory for `GRPOTrainer`; never empty."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     env_mask: list[int]
-    """1 where the loss counts: what the model said, unless the trajectory failed."""
+    """1 for tokens in the loss: the sampled tokens, unless the trajectory failed."""
     logprobs: list[float] | None
 
     @classmethod
-    def of(cls, trajectory: Trajectory, *, max_tokens: int, pad_token_id: int) -> Completion:
-        """The tokens of a trajectory, at most `max_tokens` after the prompt. One without any gets a padding token
-        outside the mask."""
+    def of(cls, trajectory: Trajectory, *, max_tokens: int, pad_token_id: int) -> TrlCompletion:
+        """Return the tokens of a trajectory, at most `max_tokens` after the prompt.
+
+        An empty response becomes one padding token outside the mask.
+        """
         output = trajectory.output
         prompt_ids: list[int] = output.prompt_ids.tolist() or [pad_token_id]
         token_ids: list[int] = output.response_ids.tolist()[:max_tokens]
@@ -48,14 +50,14 @@ class Completion:
 def rollout_output(
     trajectories: Sequence[Trajectory], *, max_tokens: int, pad_token_id: int
 ) -> dict[str, list[Any] | None]:
-    """What a `rollout_func` returns: one entry per trajectory under each key.
+    """Return the result of a `rollout_func`: one entry per trajectory under each key.
 
     Raises:
-        DataError: A loop returned several outputs for one prompt, or there are images.
+        DataError: A loop returned several outputs for one prompt, or a trajectory has images.
     """
-    _refuse_what_trl_cannot_take(trajectories)
+    _raise_if_unsupported(trajectories)
     completions = [
-        Completion.of(trajectory, max_tokens=max_tokens, pad_token_id=pad_token_id)
+        TrlCompletion.of(trajectory, max_tokens=max_tokens, pad_token_id=pad_token_id)
         for trajectory in trajectories
     ]
     logprobs = [completion.logprobs for completion in completions]
@@ -71,37 +73,41 @@ def rollout_output(
 def agent_loop_reward(
     *, agent_loop_trajectory: Sequence[Trajectory], log_metric: Any = None, **_: Any
 ) -> list[float | None]:
-    """The reward function to give `GRPOTrainer`: what each trajectory earned, None where it failed.
+    """Return the reward of each trajectory, None if it failed. The reward function for `GRPOTrainer`.
 
     Raises:
-        RolloutError: Nothing scored any of them.
+        RolloutError: No trajectory has a reward.
     """
-    _refuse_unscored(agent_loop_trajectory)
+    _raise_if_unscored(agent_loop_trajectory)
     if log_metric is not None:
         num_failed = sum(t.output.stop_reason is StopReason.FAILED for t in agent_loop_trajectory)
         log_metric("agent_loop/failed_share", num_failed / len(agent_loop_trajectory))
         for name in ("num_turns", "num_tool_calls"):
-            values = [_measures(trajectory)[f"agent_loop/{name}"] for trajectory in agent_loop_trajectory]
+            values = [
+                _trajectory_metrics(trajectory)[f"agent_loop/{name}"] for trajectory in agent_loop_trajectory
+            ]
             log_metric(f"agent_loop/{name}", sum(values) / len(values))
     return [trajectory.reward for trajectory in agent_loop_trajectory]
 
 
 def rollout_samples(trajectories: Sequence[Trajectory], *, group_id: int, max_tokens: int) -> list[Any]:
-    """The samples of one group for `AsyncGRPOTrainer`: those that something scored, with their advantages.
+    """Return the samples of one group for `AsyncGRPOTrainer`: the scored trajectories with their advantages.
 
     Raises:
-        ConfigError: The servers give no log-probs, or TRL is missing.
-        DataError: A loop returned several outputs for one prompt, or there are images.
-        RolloutError: Nothing scored any of them, or the model said nothing.
+        ConfigError: The servers return no log-probs, or TRL is not installed.
+        DataError: A loop returned several outputs for one prompt, or a trajectory has images.
+        RolloutError: No trajectory has a reward, or none has sampled tokens.
     """
-    _refuse_what_trl_cannot_take(trajectories)
-    _refuse_unscored(trajectories)
+    _raise_if_unsupported(trajectories)
+    _raise_if_unscored(trajectories)
     rewards_B = torch.tensor([torch.nan if t.reward is None else t.reward for t in trajectories])
     advantages_B = grpo_advantages(rewards_B, groups_B=torch.zeros(len(trajectories), dtype=torch.int64))
     advantages: list[float] = cast(Any, advantages_B).tolist()
     std = float(np.std([t.reward for t in trajectories if t.reward is not None] or [0.0]))
     samples = [
-        _sample(trajectory, advantage=advantage, group_id=group_id, max_tokens=max_tokens, reward_std=std)
+        _rollout_sample(
+            trajectory, advantage=advantage, group_id=group_id, max_tokens=max_tokens, reward_std=std
+        )
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         if trajectory.reward is not None and trajectory.output.response_mask[:max_tokens].any()
     ]
@@ -113,7 +119,7 @@ def rollout_samples(trajectories: Sequence[Trajectory], *, group_id: int, max_to
     return samples
 
 
-def _sample(
+def _rollout_sample(
     trajectory: Trajectory, *, advantage: float, group_id: int, max_tokens: int, reward_std: float
 ) -> Any:
     try:
@@ -123,7 +129,7 @@ def _sample(
     output = trajectory.output
     if output.response_logprobs is None:
         raise ConfigError(
-            "the servers give no log-probs, which AsyncGRPOTrainer needs; use an engine that gives them"
+            "the servers return no log-probs, which AsyncGRPOTrainer needs; use an engine that returns them"
         )
     num_prompt = len(output.prompt_ids)
     zeros = np.zeros(num_prompt)
@@ -140,13 +146,13 @@ def _sample(
         metrics={
             "reward": float(trajectory.reward or 0.0),
             "reward_std": reward_std,
-            **_measures(trajectory),
+            **_trajectory_metrics(trajectory),
         },
         enqueued_at=time.time(),
     )
 
 
-def _measures(trajectory: Trajectory) -> Mapping[str, float]:
+def _trajectory_metrics(trajectory: Trajectory) -> Mapping[str, float]:
     output = trajectory.output
     return {
         "agent_loop/num_turns": float(output.num_turns),
@@ -154,23 +160,23 @@ def _measures(trajectory: Trajectory) -> Mapping[str, float]:
     }
 
 
-def _refuse_unscored(trajectories: Sequence[Trajectory]) -> None:
+def _raise_if_unscored(trajectories: Sequence[Trajectory]) -> None:
     if all(t.reward is None and t.output.stop_reason not in UNTRAINED for t in trajectories):
         raise RolloutError(
-            f"none of {len(trajectories)} trajectories has a reward: set reward.function, or let tools or the loop "
-            "give rewards"
+            f"none of {len(trajectories)} trajectories has a reward; set reward.function, or return rewards from tools "
+            "or the loop"
         )
 
 
-def _refuse_what_trl_cannot_take(trajectories: Sequence[Trajectory]) -> None:
+def _raise_if_unsupported(trajectories: Sequence[Trajectory]) -> None:
     for trajectory in trajectories:
         if trajectory.branch is not None:
             raise DataError(
-                f"the loop of {trajectory.trajectory_id} returned a list of outputs, but TRL takes one completion per "
-                "prompt; return one output, or train with agent-loop train"
+                f"the loop of {trajectory.trajectory_id} returned a list of outputs, but TRL accepts one completion "
+                "per prompt; return one output, or train with agent-loop train"
             )
         if trajectory.output.attachments:
             raise DataError(
-                f"{trajectory.trajectory_id} has images, which this integration does not hand to TRL; train with "
+                f"{trajectory.trajectory_id} has images, which this integration does not pass to TRL; train with "
                 "agent-loop train"
             )

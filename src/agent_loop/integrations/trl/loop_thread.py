@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: TRL's trainers block, the rollout layer does not."""
+"""Event loop in a background thread, for the rollout layer beside TRL's blocking trainers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
-END_TIMEOUT_S = 60.0
-"""What is interrupted gets so long to clean up."""
-LOOK_EVERY_S = 0.5
-"""A signal that comes just before a thread waits for a lock is not seen before the wait is over."""
+CANCEL_TIMEOUT_S = 60.0
+"""Seconds that an interrupted coroutine has to clean up."""
+POLL_INTERVAL_S = 0.5
+"""Longest wait in one go. A signal that arrives just before a wait is handled only after the wait."""
 
 
 class LoopThread:
-    """Runs coroutines for callers in other threads. Single use; `close` ends it."""
+    """Event loop that runs coroutines for other threads until it is closed. Single use."""
 
     def __init__(self, name: str) -> None:
         self._loop_made: Future[asyncio.AbstractEventLoop] = Future()
@@ -29,13 +29,13 @@ class LoopThread:
         self._loop = self._loop_made.result()
 
     def run(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Waits for a coroutine's result. Ctrl-C cancels it, and is raised when it has ended."""
+        """Run a coroutine and return its result. Ctrl-C cancels the coroutine and is raised once it has ended."""
         future: Future[ResultT] = Future()
         tasks: list[asyncio.Task[ResultT]] = []
 
         def begin() -> None:
             tasks.append(self._loop.create_task(call))
-            tasks[0].add_done_callback(partial(_hand_over, to=future))
+            tasks[0].add_done_callback(partial(_copy_result, to=future))
 
         def end() -> None:
             for task in tasks:
@@ -47,25 +47,25 @@ class LoopThread:
         try:
             self._loop.call_soon_threadsafe(begin)
             while not future.done():
-                wait([future], timeout=LOOK_EVERY_S)
+                wait([future], timeout=POLL_INTERVAL_S)
         except BaseException:
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(end)  # it comes after `begin`
-                wait([future], timeout=END_TIMEOUT_S)
+                self._loop.call_soon_threadsafe(end)  # runs after `begin`
+                wait([future], timeout=CANCEL_TIMEOUT_S)
             raise
         return future.result()
 
     def start(self, call: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Begins a coroutine and returns its result to come."""
+        """Start a coroutine and return a future of its result."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        """Has the loop call a function; nothing if the loop is closed."""
+        """Schedule a call of a function in the event loop. Do nothing if the loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
 
     def close(self) -> None:
-        """Cancels what still runs, and waits for the thread to end."""
+        """Cancel running coroutines, and wait for the thread to end."""
         self.call_soon(self._closing.set)
         self._thread.join()
 
@@ -74,7 +74,7 @@ class LoopThread:
         await self._closing.wait()
 
 
-def _hand_over(task: asyncio.Task[ResultT], *, to: Future[ResultT]) -> None:
+def _copy_result(task: asyncio.Task[ResultT], *, to: Future[ResultT]) -> None:
     if task.cancelled():
         to.set_exception(CancelledError())
     elif (error := task.exception()) is not None:

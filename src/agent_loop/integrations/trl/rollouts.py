@@ -1,4 +1,4 @@
-"""What a user of TRL holds: the rollout layer of one configuration, in a thread beside the trainer."""
+"""Rollout layer of one configuration for TRL's trainers, in a thread beside the trainer."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from agent_loop.config import Config
-from agent_loop.integrations.trl.agreement import check_async_args, check_grpo_trainer
+from agent_loop.integrations.trl.argument_checks import check_async_args, check_grpo_trainer
 from agent_loop.integrations.trl.completions import agent_loop_reward, rollout_output
 from agent_loop.integrations.trl.loop_thread import LoopThread
-from agent_loop.integrations.trl.row_book import RowBook
+from agent_loop.integrations.trl.row_store import RowStore
 from agent_loop.integrations.trl.weights import policy_weights
 from agent_loop.integrations.trl.worker import AgentLoopRolloutWorker
 from agent_loop.rollout.manager import AgentLoopManager
@@ -21,53 +21,53 @@ from agent_loop.types import Row
 class AgentLoopRollouts:
     """Loops, tools, rewards and servers of a configuration, for `GRPOTrainer` and `AsyncGRPOTrainer`.
 
-    Opened with `with`, which brings the servers up; single use. Of the configuration `model`, `rollout`, `reward` and
-    `data` count; what the other sections decide is up to TRL.
+    Open it with `with`, which starts the servers. Single use. The sections `model`, `rollout`, `reward` and `data` of
+    the configuration are used; TRL decides what the other sections would.
 
     Args:
-        config: As for `agent-loop train`. `model.path` is where the servers begin.
-        manager: Takes the place of the one that the configuration describes; closed with the rollouts.
+        config: Configuration as for `agent-loop train`. The servers start with the weights at `model.path`.
+        manager: Replaces the manager that the configuration describes. It is closed on exit.
     """
 
     reward_func = staticmethod(agent_loop_reward)
-    """For `reward_funcs`: what the configuration's reward function, the tools or the loop gave."""
+    """For `reward_funcs`: the reward from the configuration's reward function, the tools or the loop."""
 
     def __init__(self, config: Config, *, manager: AgentLoopManager | None = None) -> None:
         self._config = config
         self._given_manager = manager
-        self._book = RowBook()
+        self._row_store = RowStore()
         self._thread: LoopThread | None = None
         self._manager: AgentLoopManager | None = None
         self._workers: list[AgentLoopRolloutWorker] = []
         self._published: tuple[Any, int] | None = None
-        """The trainer whose weights the servers have, and the step after which it had them."""
+        """Trainer whose weights the servers have, and the step of these weights."""
 
     def dataset(self, rows: Iterable[Row] | None = None) -> Any:
-        """The data set to give a trainer; its prompts lead back to the rows, all their columns as they are.
+        """Return the data set for a trainer. Its prompts refer to the rows, whose columns stay unchanged.
 
         Args:
-            rows: Each with the column `data.prompt_key` or `raw_prompt`; None loads `data.train_files`.
+            rows: Rows with the column `data.prompt_key` or `raw_prompt`; None loads `data.train_files`.
 
         Raises:
             DataError: A row has no prompt, or there are no rows.
-            ConfigError: TRL is missing.
+            ConfigError: TRL is not installed.
         """
-        return self._book.dataset(self._prepared(rows))
+        return self._row_store.dataset(self._prepared(rows))
 
     def rollout_func(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """For `GRPOTrainer(rollout_func=...)`: publishes the trainer's weights, and runs one trajectory per prompt.
+        """Publish the trainer's weights and run one trajectory per prompt. For `GRPOTrainer(rollout_func=...)`.
 
-        In evaluation they are sampled as `rollout.val` says.
+        Evaluation uses the sampling parameters of `rollout.val`.
 
         Raises:
-            ConfigError: The trainer's arguments do not fit.
-            DataError: The trainer's data set is not from `dataset`, or the loop returned what TRL cannot take.
+            ConfigError: The trainer's arguments do not agree with the configuration.
+            DataError: The trainer's data set is not from `dataset`, or the loop's output is not supported by TRL.
             RolloutError: More trajectories failed than `rollout.max_failed_share` allows.
             WeightsError: The trainer's model is not the servers' model.
         """
-        thread, manager = self._opened()
+        thread, manager = self._require_open()
         check_grpo_trainer(trainer, config=self._config.rollout)
-        rows, size = self._book.rows_of(prompts)
+        rows, size = self._row_store.rows_of(prompts)
         step: int = trainer.state.global_step
         self._publish(trainer, step=step)
         trajectories = thread.run(
@@ -80,17 +80,17 @@ class AgentLoopRollouts:
         )
 
     def worker(self, rows: Iterable[Row] | None = None, *, args: Any) -> AgentLoopRolloutWorker:
-        """A rollout worker for `AsyncGRPOTrainer(rollout_worker=worker, weight_transfer=worker.weight_transfer)`.
+        """Return a worker for `AsyncGRPOTrainer(rollout_worker=worker, weight_transfer=worker.weight_transfer)`.
 
         Args:
-            rows: As for `dataset`; taken in the order that `data.shuffle` and `data.seed` give, over and over.
+            rows: Rows as for `dataset`, repeated without limit in the order of `data.shuffle` and `data.seed`.
             args: The trainer's `AsyncGRPOConfig`.
 
         Raises:
-            ConfigError: The arguments do not fit.
+            ConfigError: The arguments do not agree with the configuration.
             DataError: A row has no prompt, or there are no rows.
         """
-        thread, manager = self._opened()
+        thread, manager = self._require_open()
         check_async_args(args, config=self._config.rollout)
         data = self._config.data
         sampler = RowSampler(self._prepared(rows), batch_size=1, shuffle=data.shuffle, seed=data.seed)
@@ -110,7 +110,7 @@ class AgentLoopRollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        thread, manager = self._opened()
+        thread, manager = self._require_open()
         try:
             for worker in self._workers:
                 worker.stop()
@@ -124,7 +124,7 @@ class AgentLoopRollouts:
         await manager.start()
         return manager
 
-    def _opened(self) -> tuple[LoopThread, AgentLoopManager]:
+    def _require_open(self) -> tuple[LoopThread, AgentLoopManager]:
         if self._thread is None or self._manager is None:
             raise RuntimeError(
                 "AgentLoopRollouts is not open; use it inside `with AgentLoopRollouts(config) as rollouts:`"
@@ -132,10 +132,11 @@ class AgentLoopRollouts:
         return self._thread, self._manager
 
     def _publish(self, trainer: Any, *, step: int) -> None:
-        """Once per step: several rollouts of a step, such as those of an evaluation, have the same weights."""
+        """Publish the trainer's weights once per step. All rollouts of a step, as in evaluation, use the same
+        weights."""
         if self._published is not None and self._published[0] is trainer and self._published[1] == step:
             return
-        thread, manager = self._opened()
+        thread, manager = self._require_open()
         model = trainer.accelerator.unwrap_model(trainer.model)
         thread.run(manager.update_weights(policy_weights(model), weight_version=step))
         self._published = trainer, step

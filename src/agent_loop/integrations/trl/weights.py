@@ -1,4 +1,4 @@
-"""From TRL's model to our servers."""
+"""Transfer of weights from TRL's model to the servers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Publish = Callable[[list[tuple[str, Tensor]]], None]
 
 
 def policy_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """All weights of a model that TRL trains under the names that servers know, LoRA adapters merged.
+    """Return all weights of a model that TRL trains, with LoRA adapters merged and under the names of the servers.
 
     Raises:
-        ConfigError: The model has other adapters than plain LoRA.
+        ConfigError: The model has adapters other than plain LoRA.
     """
     for name, adapter in getattr(model, "peft_config", {}).items():
         extras = [key for key in ("use_dora", "modules_to_save") if getattr(adapter, key, None)]
@@ -30,31 +30,31 @@ def policy_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class AgentLoopWeightTransfer:
-    """Implements TRL's `WeightTransferProtocol`: what it sends is published to the servers.
+    """Implementation of TRL's `WeightTransferProtocol` that publishes weights to the servers.
 
-    Servers take new weights between two steps of their engines, with what is in flight, so there is nothing to set up,
-    to pause or to resume.
+    Servers load new weights between two engine steps while requests are in flight. So `init_weight_transfer`, `pause`,
+    `resume` and `destroy` do nothing.
     """
 
     def __init__(self, publish: Publish) -> None:
         self._publish = publish
 
     def init_weight_transfer(self) -> None:
-        """Nothing to set up."""
+        """Do nothing: no setup is needed."""
 
     def pause(self) -> None:
-        """Nothing to pause."""
+        """Do nothing: servers load weights while requests are in flight."""
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Publishes the weights as the next version.
+        """Publish the weights as the next version.
 
         Raises:
-            WeightsError: They do not fit the servers' model; nothing was changed.
+            WeightsError: The weights do not fit the servers' model; nothing was changed.
         """
         self._publish(list(iterator))
 
     def resume(self) -> None:
-        """Nothing to resume."""
+        """Do nothing: `pause` does not pause."""
 
     def destroy(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: no resources are held."""

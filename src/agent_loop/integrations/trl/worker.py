@@ -1,4 +1,4 @@
-"""A rollout worker for TRL's `AsyncGRPOTrainer`: groups of trajectories ahead of the training."""
+"""Rollout worker for TRL's `AsyncGRPOTrainer`, which samples groups of trajectories ahead of training."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ from agent_loop.rollout.rows import RowSampler
 from agent_loop.runtime.concurrency import run_until
 from agent_loop.trajectory import Trajectory
 
-MOST_LOST_IN_A_ROW = 8
-"""Groups of which too many trajectories failed; one more, and the worker gives up."""
+MAX_LOST_GROUPS_IN_A_ROW = 8
+"""Number of consecutive lost groups that the worker tolerates. One more ends the worker."""
 logger = logging.getLogger(__name__)
 
 
 class AgentLoopRolloutWorker:
-    """Implements TRL's `RolloutWorkerProtocol`. `AgentLoopRollouts.worker` makes it.
+    """Implementation of TRL's `RolloutWorkerProtocol`, created by `AgentLoopRollouts.worker`.
 
-    Consumes rows, one group of `args.num_generations` trajectories each; produces scored samples. What is in flight and
-    what waits in `rollout_buffer` is at most `args.max_inflight_tasks` samples, or one group. Single use, as TRL's.
+    Consumes rows, with a group of `args.num_generations` trajectories per row, and produces scored samples. The samples
+    in flight and in `rollout_buffer` are at most `args.max_inflight_tasks`, or one group. Single use, like TRL's
+    worker.
     """
 
     def __init__(
         self, manager: AgentLoopManager, *, thread: LoopThread, sampler: RowSampler, args: Any
     ) -> None:
-        """Args:
-        manager: Runs the trajectories, in the thread's loop.
-        sampler: Gives one row per step: that of a group.
-        args: The trainer's, which completes them when it is made.
+        """Create the worker; `start` starts it.
+
+        Args:
+            manager: Runs the trajectories in the thread's event loop.
+            thread: The event loop of the manager.
+            sampler: Returns one row per step, for one group.
+            args: Arguments of the trainer, which completes them when it is created.
         """
-        self.rollout_buffer: queue.Queue[Any] = SampleBuffer(on_take=self._note_taken)
+        self.rollout_buffer: queue.Queue[Any] = SampleBuffer(on_take=self._on_sample_taken)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.weight_transfer = AgentLoopWeightTransfer(self._publish)
-        """To give the trainer beside the worker."""
+        """Weight transfer to pass to the trainer together with the worker."""
         self.model_version = 0
         self._manager = manager
         self._thread = thread
@@ -53,36 +57,37 @@ class AgentLoopRolloutWorker:
         self._args = args
         self._num_groups_in_flight = 0
         self._num_lost_in_a_row = 0
-        self._moved = asyncio.Event()
+        self._room_changed = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._running: Future[None] | None = None
-        self._last_sign = time.monotonic()
+        self._producing: Future[None] | None = None
+        self._last_activity = time.monotonic()
 
     def start(self) -> None:
-        """Begins to produce samples."""
-        self._last_sign = time.monotonic()
-        self._running = self._thread.start(run_until(self._produce(), self._stopping))
+        """Start to produce samples."""
+        self._last_activity = time.monotonic()
+        self._producing = self._thread.start(run_until(self._produce(), self._stopping))
 
     def stop(self) -> None:
-        """Cancels what is in flight, and waits for that."""
-        if self._running is not None:
+        """Cancel trajectories in flight, and wait until they have ended."""
+        if self._producing is not None:
             self._thread.call_soon(self._stopping.set)
-            wait([self._running])
+            wait([self._producing])
 
     def update_model_version(self, model_version: int) -> None:
-        """Takes note of the version that the trainer counts."""
+        """Set the weight version that the trainer counts."""
         self.model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Says why no samples come.
+        """Raise an error that explains why there are no samples, if the worker is broken or stalled.
 
         Raises:
-            RolloutError: The worker broke, which `__cause__` explains, or no trajectory has ended for that long.
+            RolloutError: The worker has ended, for the reason in `__cause__`, or no trajectory has ended for
+                `stale_after_s` seconds.
         """
-        if self._running is not None and self._running.done():
-            error = None if self._running.cancelled() else _root(self._running.exception())
+        if self._producing is not None and self._producing.done():
+            error = None if self._producing.cancelled() else _root_cause(self._producing.exception())
             raise RolloutError(f"the rollout worker has ended: {error or 'it was stopped'}") from error
-        silence_s = time.monotonic() - self._last_sign
+        silence_s = time.monotonic() - self._last_activity
         if silence_s > stale_after_s:
             raise RolloutError(
                 f"no trajectory has ended for {silence_s:.0f} s, more than heartbeat_stale_after_s={stale_after_s:g}; "
@@ -92,13 +97,13 @@ class AgentLoopRolloutWorker:
     async def _produce(self) -> None:
         async with self._manager.awake(), asyncio.TaskGroup() as groups:
             for group_id in count():
-                while not self._has_room():
-                    self._moved.clear()
-                    await self._moved.wait()
+                while not self._has_capacity():
+                    self._room_changed.clear()
+                    await self._room_changed.wait()
                 self._num_groups_in_flight += 1
                 groups.create_task(self._run_group(group_id))
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         size: int = self._args.num_generations
         taken = self._num_groups_in_flight * size + self.rollout_buffer.qsize()
         bound = min(self._args.max_inflight_tasks, self._args.queue_maxsize)
@@ -110,44 +115,44 @@ class AgentLoopRolloutWorker:
                 self._sampler.batch(group_id + 1),
                 n=self._args.num_generations,
                 label=f"group={group_id}",
-                on_trajectory=self._note_ended,
+                on_trajectory=self._record_activity,
             )
             samples = rollout_samples(
                 trajectories, group_id=group_id, max_tokens=self._args.max_completion_length
             )
         except RolloutError as error:
-            self._note_lost(error)
+            self._count_lost_group(error)
         else:
             self._num_lost_in_a_row = 0
             for sample in samples:
                 self.rollout_buffer.put_nowait(sample)
         finally:
             self._num_groups_in_flight -= 1
-            self._moved.set()
+            self._room_changed.set()
 
-    def _note_lost(self, error: RolloutError) -> None:
-        """A group that failed is left out; many in a row are a broken run."""
+    def _count_lost_group(self, error: RolloutError) -> None:
+        """Skip a failed group. Raise its error if too many groups in a row have failed."""
         self._num_lost_in_a_row += 1
-        if self._num_lost_in_a_row > MOST_LOST_IN_A_ROW:
+        if self._num_lost_in_a_row > MAX_LOST_GROUPS_IN_A_ROW:
             raise error
-        logger.warning("a group is left out: %s", error)
+        logger.warning("a group is skipped: %s", error)
         self.metrics_queue.put_nowait({"agent_loop/lost_groups_total": 1.0})
 
-    def _note_ended(self, _: Trajectory) -> None:
-        self._last_sign = time.monotonic()
+    def _record_activity(self, _: Trajectory) -> None:
+        self._last_activity = time.monotonic()
 
-    def _note_taken(self) -> None:
-        """Called in the trainer's thread."""
-        self._last_sign = time.monotonic()
-        self._thread.call_soon(self._moved.set)
+    def _on_sample_taken(self) -> None:
+        """Wake the producer. Called in the trainer's thread."""
+        self._last_activity = time.monotonic()
+        self._thread.call_soon(self._room_changed.set)
 
     def _publish(self, weights: list[tuple[str, Tensor]]) -> None:
-        """TRL counts the version after it has sent the weights."""
+        """Publish weights as the next version, because TRL counts the version after it has sent the weights."""
         self._thread.run(self._manager.update_weights(weights, weight_version=self.model_version + 1))
 
 
 class SampleBuffer(queue.Queue[Any]):
-    """A queue that tells when something is taken out of it."""
+    """Queue that calls a function whenever an item is taken out of it."""
 
     def __init__(self, *, on_take: Callable[[], None]) -> None:
         super().__init__()
@@ -159,8 +164,8 @@ class SampleBuffer(queue.Queue[Any]):
         return item
 
 
-def _root(error: BaseException | None) -> BaseException | None:
-    """What task groups have wrapped."""
+def _root_cause(error: BaseException | None) -> BaseException | None:
+    """Return the first exception inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = cast(BaseExceptionGroup[BaseException], error).exceptions[0]
     return error

@@ -1,10 +1,10 @@
-"""The names that code written for verl's agent loop imports: changing its imports to this module is enough.
+"""Names that code for verl's agent loop imports. Such code runs after its imports are changed to this module.
 
 ```python
 from agent_loop.integrations.verl import AgentLoopBase, AgentLoopOutput, register, rollout_trace_op, simple_timer
 ```
 
-docs/from-verl.md says what stands for what, and what differs.
+docs/from-verl.md lists the counterparts of verl's names, and the differences.
 """
 
 from agent_loop.integrations.verl.gsm8k import Gsm8kInteraction as Gsm8kInteraction
@@ -46,6 +46,6 @@ from agent_loop.trajectory import AgentLoopMetrics as AgentLoopMetrics
 from agent_loop.types import AgentState as AgentState
 
 AsyncLLMServerManager = LLMServerClient
-"""The name of `LLMServerClient` in earlier versions of verl."""
+"""Name of `LLMServerClient` in earlier versions of verl."""
 
 __getattr__ = load_name

@@ -1,4 +1,4 @@
-"""The configuration of a run by verl's names, as verl's loops read it."""
+"""Configuration of a run under verl's names, for loops written for verl."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from agent_loop.loops.base import LoopContext
 
 UNLIMITED = -1
 _latest: list[tuple[Config, DictConfig]] = []
-"""The configuration that was written last, since every trajectory of a run asks for the same one."""
+"""Cache of the last configuration, because every trajectory of a run requests the same one."""
 
 
 def verl_config(context: LoopContext) -> DictConfig:
-    """Return the settings of the run under verl's names, beside the names that they have here.
+    """Return the settings of the run under verl's names and under their own names.
 
-    Options of verl that do not exist here have the value that describes what happens here, such as
+    Options of verl without a counterpart have the value that describes the behaviour of this package, such as
     `rollout.calculate_log_probs: true`.
     """
     settings = context.settings
     if settings is None:
-        return _written(_settings_of(context), context)
+        return _build_config(_settings_of(context), context)
     if not _latest or _latest[0][0] is not settings:
-        _latest[:] = [(settings, _written(settings, context))]
+        _latest[:] = [(settings, _build_config(settings, context))]
     return _latest[0][1]
 
 
 def _settings_of(context: LoopContext) -> Config:
-    """Return what a context that was made by hand says of the settings."""
+    """Return the settings of a context that was created without a configuration."""
     rollout = RolloutConfig(
         prompt_length=context.limits.prompt_length,
         response_length=context.limits.response_length,
@@ -39,7 +39,7 @@ def _settings_of(context: LoopContext) -> Config:
     return Config(rollout=rollout)
 
 
-def _written(settings: Config, context: LoopContext) -> DictConfig:
+def _build_config(settings: Config, context: LoopContext) -> DictConfig:
     path = settings.model.path or str(getattr(context.template.tokenizer, "name_or_path", ""))
     settings = settings.model_copy(update={"model": settings.model.model_copy(update={"path": path})})
     sections = {

@@ -1,4 +1,4 @@
-"""Interactions as verl's loops load them."""
+"""verl's function for loading interactions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from agent_loop.interactions.registry import load_interactions
 
 
 def initialize_interactions_from_config(interaction_config_file: str | Path) -> Mapping[str, BaseInteraction]:
-    """The interactions of a YAML file, by name.
+    """Return the interactions of a YAML file by name.
 
     Raises:
-        ConfigError: One cannot be loaded.
+        ConfigError: An interaction cannot be loaded.
     """
     return load_interactions(interaction_config_file)

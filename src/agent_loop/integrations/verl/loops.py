@@ -1,4 +1,4 @@
-"""Loops with verl's constructor, configuration, tokenizer and server client."""
+"""Base class of agent loops with verl's constructor, configuration, tokenizer and server client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from agent_loop import trajectory
 from agent_loop.errors import EpisodeError, did_you_mean
 from agent_loop.integrations.verl.configuration import verl_config
-from agent_loop.integrations.verl.parsing import EarlyToolParser, ToolParser
+from agent_loop.integrations.verl.parsing import CallsOnlyToolParser, ToolParser
 from agent_loop.loops import base
 from agent_loop.servers.completion_memory import RememberingServerManager
 from agent_loop.servers.manager import AsyncLLMServerManager
@@ -25,14 +25,14 @@ from agent_loop.types import TokenIds, TokenOutput
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfigOf:
+class DataConfigWrapper:
     """The `data_config` of loops with verl's constructor."""
 
     config: DictConfig
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerConfigOf:
+class TrainerConfigWrapper:
     """The `trainer_config` of loops with verl's constructor."""
 
     config: DictConfig
@@ -40,40 +40,40 @@ class TrainerConfigOf:
 
     @property
     def actor_rollout_ref(self) -> DictConfig:
-        """For loops that take it for the configuration itself."""
+        """Section for loops that use `trainer_config` as the configuration itself."""
         return self.config.actor_rollout_ref
 
 
-class _MadeAsInVerl(ABCMeta):
-    """Makes a loop of what a worker has with the arguments that verl gives."""
+class _VerlLoopMeta(ABCMeta):
+    """Metaclass that creates a loop from a `LoopContext` with the arguments of verl's constructor."""
 
     def __call__(cls: Any, context: base.LoopContext, **kwargs: Any) -> Any:
         config, tokenizer = verl_config(context), _tokenizer_of(context)
         processor = getattr(context.template.media, "processor", None)
-        more = {"processor": processor, "dataset_cls": None, "data_config": DataConfigOf(config.data)}
-        cls.init_class(config=config, tokenizer=tokenizer, **_taken(cls.init_class, more))
+        more = {"processor": processor, "dataset_cls": None, "data_config": DataConfigWrapper(config.data)}
+        cls.init_class(config=config, tokenizer=tokenizer, **_accepted_arguments(cls.init_class, more))
         manager = context.server_manager
         if context.completions is not None:
             manager = RememberingServerManager(manager, context.completions)
         client = LLMServerClient(manager)
-        arguments = {**_taken(cls.__init__, more), **kwargs}
-        loop = super().__call__(TrainerConfigOf(config, context), client, tokenizer, **arguments)
+        arguments = {**_accepted_arguments(cls.__init__, more), **kwargs}
+        loop = super().__call__(TrainerConfigWrapper(config, context), client, tokenizer, **arguments)
         if "messages" in inspect.signature(loop.run).parameters:
             loop.run = partial(_run_with_messages, loop.run)
         return loop
 
 
-class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
+class AgentLoopBase(base.AgentLoopBase, metaclass=_VerlLoopMeta):
     """`agent_loop.AgentLoopBase` with verl's constructor and attributes.
 
-    `config` is an OmegaConf `DictConfig` with the settings of the run by verl's names.
+    `config` is an OmegaConf `DictConfig` with the settings of the run under verl's names.
     """
 
     _class_initialized = False
 
     def __init__(
         self,
-        trainer_config: TrainerConfigOf,
+        trainer_config: TrainerConfigWrapper,
         server_manager: LLMServerClient,
         tokenizer: Any,
         processor: Any = None,
@@ -91,16 +91,16 @@ class AgentLoopBase(base.AgentLoopBase, metaclass=_MadeAsInVerl):
 
     @classmethod
     def init_class(cls, config: DictConfig, tokenizer: Any, **kwargs: Any) -> None:
-        """Called before each loop is made; those that override it look at `_class_initialized`."""
+        """Initialize the class. Called before each loop is created; overrides check `_class_initialized`."""
 
     @classmethod
-    def get_tool_parser(cls, name: str) -> EarlyToolParser:
-        """For classes that have a `tokenizer`: the parser as it was before it gave the text too."""
-        return EarlyToolParser(ToolParser.get_tool_parser(name, cast(Any, cls).tokenizer))
+    def get_tool_parser(cls, name: str) -> CallsOnlyToolParser:
+        """Return a parser with the interface of verl's first versions. The class needs a `tokenizer`."""
+        return CallsOnlyToolParser(ToolParser.get_tool_parser(name, cast(Any, cls).tokenizer))
 
 
 class SampledTokens(list[int]):
-    """A completion: the list of its tokens, with the fields of `TokenOutput`."""
+    """Completion as a list of token ids, with the fields of `TokenOutput`."""
 
     def __init__(self, output: TokenOutput) -> None:
         super().__init__(output.token_ids)
@@ -112,7 +112,7 @@ class SampledTokens(list[int]):
 
 
 class LLMServerClient:
-    """`server_manager` of a loop. Also named `AsyncLLMServerManager`, as verl named it first."""
+    """The `server_manager` of a loop. Also exported as `AsyncLLMServerManager`, its earlier name in verl."""
 
     def __init__(self, manager: AsyncLLMServerManager) -> None:
         self._manager = manager
@@ -120,10 +120,10 @@ class LLMServerClient:
     async def generate(
         self, request_id: str, *, prompt_ids: TokenIds, sampling_params: Mapping[str, Any], **media: Any
     ) -> SampledTokens:
-        """Samples one completion.
+        """Sample one completion.
 
         Raises:
-            EpisodeError: Images or videos are given: those go through `AgentLoopBase.episode`.
+            EpisodeError: Images or videos were passed, which only `AgentLoopBase.episode` supports.
             ServerError: The server failed.
         """
         for name, value in media.items():
@@ -138,32 +138,37 @@ class LLMServerClient:
 
 
 class AgentLoopOutput(trajectory.AgentLoopOutput):
-    """`agent_loop.AgentLoopOutput` that takes `metrics` as a mapping, as `simple_timer` fills it."""
+    """`agent_loop.AgentLoopOutput` that accepts `metrics` as a mapping, such as `simple_timer` fills."""
 
     def __init__(
         self, *, metrics: AgentLoopMetrics | Mapping[str, float] | None = None, **fields: Any
     ) -> None:
-        """Raises: EpisodeError: There is no such metric, or the lists do not agree in length."""
+        """Create the output.
+
+        Raises:
+            EpisodeError: A metric is unknown, or the lists differ in length.
+        """
         if isinstance(metrics, Mapping):
             known = AgentLoopMetrics.__struct_fields__
             for name in metrics:
                 if name not in known:
                     raise EpisodeError(
-                        f"metrics has {name!r}{did_you_mean(name, known)}; put others into extra_fields"
+                        f"metrics has the unknown name {name!r}{did_you_mean(name, known)}; put other values into "
+                        "extra_fields"
                     )
             metrics = AgentLoopMetrics(**cast(Mapping[str, Any], metrics))
         super().__init__(metrics=metrics, **fields)
 
 
-def _taken(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that a function takes."""
+def _accepted_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function accepts."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
 def _tokenizer_of(context: base.LoopContext) -> Any:
-    """The tokenizer, whose `apply_chat_template` gives a list of ids unless asked for more."""
+    """Return the tokenizer with an `apply_chat_template` that returns a list of ids by default."""
     tokenizer = copy.copy(context.template.tokenizer)
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, return_dict=False)
     return tokenizer
@@ -172,5 +177,5 @@ def _tokenizer_of(context: base.LoopContext) -> Any:
 async def _run_with_messages(
     run: Callable[..., Awaitable[Any]], sampling_params: dict[str, Any], **row: Any
 ) -> Any:
-    """Calls the `run(messages, sampling_params)` of verl's first versions."""
+    """Call the `run(messages, sampling_params)` of verl's first versions."""
     return await run(messages=list(row["raw_prompt"]), sampling_params=sampling_params)

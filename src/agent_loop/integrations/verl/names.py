@@ -1,4 +1,4 @@
-"""Loads names of verl on demand, and explains those that have no counterpart."""
+"""Lazy loading of verl's names, and explanations of names without a counterpart."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ LOADED_LATER = {
     "AsyncvLLMServer": "agent_loop.servers.vllm:VLLMServer",
     "SearchTool": "agent_loop.tools.search.tool:SearchTool",
 }
-"""Classes whose modules need more packages, or time, than the others."""
+"""Classes whose modules are slow to import or need optional packages."""
 
 NO_COUNTERPART = {
     "ActorRolloutRefWorker": "set rollout.engine for the servers, and run agent-loop train",
-    "AsyncActorRolloutRefWorker": "servers are objects of their own; set rollout.engine",
-    "AsyncEngine": "set rollout.engine=sglang; its options go into rollout.engine_kwargs",
+    "AsyncActorRolloutRefWorker": "servers are separate objects; set rollout.engine",
+    "AsyncEngine": "set rollout.engine=sglang, and its options in rollout.engine_kwargs",
     "DataProto": "AgentLoopManager.generate_sequences takes a list of rows and returns a tensordict.TensorDict",
     "RLHFDataset": "name files or a function in data.train_files; agent_loop.rollout.rows.load_rows reads them",
     "RayPPOTrainer": "run agent-loop train, or agent_loop.training",
     "RayWorkerGroup": "set trainer.runtime=ray; AgentLoopManager.from_config makes servers and workers",
     "RolloutTraceConfig": "set rollout.trace.backend and rollout.trace.token2text in the configuration",
-    "RolloutWorker": "servers are objects of their own; set rollout.engine",
+    "RolloutWorker": "servers are separate objects; set rollout.engine",
     "SGLangRollout": "set rollout.engine=sglang",
     "TaskRunner": "run agent-loop train",
     "_agent_loop_registry": "register loops with @register; agent_loop.loops.registry.LoopRegistry finds them",
-    "copy_to_local": "give model.path a folder or a hub name",
+    "copy_to_local": "set model.path to a folder or a name on the Hugging Face hub",
     "hf_tokenizer": "use self.tokenizer of the loop, or transformers.AutoTokenizer",
 }
-"""What to use instead."""
+"""Names of verl without a counterpart, and what to use instead."""
 
 
 def load_name(name: str) -> Any:
-    """Return the attribute of the module for movers that is not imported at once.
+    """Return an attribute of `agent_loop.integrations.verl` that is imported on demand.
 
     Raises:
-        ImportError: The name has no counterpart; the message says what to use instead.
-        AttributeError: verl's documents have no such name.
+        ImportError: The name has no counterpart. The message states what to use instead.
+        AttributeError: The name is unknown.
     """
     if name in LOADED_LATER:
         module, _, attribute = LOADED_LATER[name].partition(":")
@@ -66,7 +66,7 @@ def async_server_class(
 
 
 async def get_trajectory_info(step: int, index: Iterable[Any], validate: bool) -> list[dict[str, Any]]:
-    """Return for each trajectory its step, the index of its sample, and how many of that sample came before it."""
+    """Return the step, the sample index and the number within the sample of each trajectory."""
     seen: dict[Any, int] = {}
     info: list[dict[str, Any]] = []
     for sample_index in index:

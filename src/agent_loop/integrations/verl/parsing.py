@@ -1,4 +1,4 @@
-"""Tool parsers as verl's loops ask for them."""
+"""Tool parsers with verl's interface."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ParserT = TypeVar("ParserT", bound="type[ToolParser]")
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call that could be read."""
+    """Well-formed tool call."""
 
     name: str
     arguments: str
-    """A JSON object."""
+    """Arguments as a JSON object."""
 
 
 class ToolParser(ABC):
-    """Reads the calls out of the tokens of a completion."""
+    """Parser of the tool calls in the tokens of a completion."""
 
     _registry: ClassVar[dict[str, type[ToolParser]]] = {}
 
@@ -33,14 +33,14 @@ class ToolParser(ABC):
 
     @abstractmethod
     async def extract_tool_calls(self, responses_ids: Sequence[int]) -> tuple[str, list[FunctionCall]]:
-        """The text around the calls, and the calls; one that cannot be read is left out."""
+        """Return the text around the calls, and the calls. Malformed calls are skipped."""
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """The parser of that name: one that was registered here, or one of `agent_loop.ToolParser`.
+        """Return the parser with a name: a parser registered here, or a parser of `agent_loop.ToolParser`.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: There is no such parser.
         """
         if name in cls._registry:
             return cls._registry[name](tokenizer)
@@ -60,7 +60,7 @@ class ToolParser(ABC):
 
 
 class ShippedToolParser(ToolParser):
-    """One of `agent_loop.ToolParser`."""
+    """Adapter of a parser of `agent_loop.ToolParser`."""
 
     def __init__(self, tokenizer: Any, parser: parsers.ToolParser) -> None:
         super().__init__(tokenizer)
@@ -79,19 +79,19 @@ class ShippedToolParser(ToolParser):
 
 
 class HermesToolParser(ShippedToolParser):
-    """The shipped parser of Hermes calls."""
+    """Parser of Hermes tool calls."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, parsers.HermesToolParser())
 
 
-class EarlyToolParser:
-    """A parser as it was in verl's first versions, where it gave the calls alone."""
+class CallsOnlyToolParser:
+    """Adapter with the interface of verl's first versions, which returns the calls without the text."""
 
     def __init__(self, parser: ToolParser) -> None:
         self._parser = parser
 
     async def extract_tool_calls(self, responses_ids: Sequence[int]) -> list[FunctionCall]:
-        """The calls that can be read."""
+        """Return the well-formed calls."""
         _, calls = await self._parser.extract_tool_calls(responses_ids)
         return calls

@@ -1,4 +1,4 @@
-"""Servers as verl's code writes them: lists of token ids in and out, chat requests from Starlette."""
+"""Base class of servers with verl's interface: lists of token ids, and chat requests from Starlette."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 
 class AsyncServerBase(base.AsyncServerBase):
-    """`agent_loop.AsyncServerBase` in the form of verl's.
+    """`agent_loop.AsyncServerBase` with verl's interface.
 
-    A subclass writes `generate(prompt_ids: list[int], sampling_params: dict, request_id: str)`, which returns the list
-    of response ids, or a `TokenOutput`. All else has a default.
+    A subclass defines `generate(prompt_ids: list[int], sampling_params: dict, request_id: str)`, which returns a list
+    of response ids or a `TokenOutput`. All other methods have defaults.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "generate" in vars(cls):
-            cast(Any, cls).generate = _with_lists(vars(cls)["generate"])
+            cast(Any, cls).generate = _adapt_generate(vars(cls)["generate"])
 
     async def chat_completion(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, raw_request: Request, *, template: ChatTemplate | None = None
     ) -> Response:
-        """Answer an OpenAI chat request with JSON, or with a stream of events if it asks for one.
+        """Return the response to an OpenAI chat request: JSON, or an event stream if the request sets `stream`.
 
         Args:
             raw_request: The HTTP request.
-            template: Of the model; by default the one that `AgentLoopManager` gave the server.
+            template: Chat template of the model; by default the template that `AgentLoopManager` set.
 
         Raises:
             ConfigError: There is no template.
@@ -55,8 +55,8 @@ class AsyncServerBase(base.AsyncServerBase):
         return await chat_response(raw_request, template=template, sampler=self)
 
 
-def _with_lists(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[TokenOutput]]:
-    """Give a `generate` in verl's form the arguments that it expects, and complete what it returns."""
+def _adapt_generate(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[TokenOutput]]:
+    """Return a `generate` that calls verl's form with lists and dicts, and returns a `TokenOutput`."""
 
     @wraps(generate)
     async def generate_with_lists(

@@ -1,4 +1,4 @@
-"""The loops that ship, with verl's constructor, for subclasses that were written for it."""
+"""The shipped agent loops with verl's constructor, for subclasses written for verl."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from agent_loop.loops import agent_data, partial, single_turn, tool_agent
 
 
 class AgentData(agent_data.AgentData):
-    """`agent_loop.loops.agent_data.AgentData`, whose token lists are verl's."""
+    """`agent_loop.loops.agent_data.AgentData` with verl's token lists."""
 
     @property
     def prompt_ids(self) -> list[int]:
-        """All tokens so far, as the next completion will be given them."""
+        """All tokens so far: the prompt of the next completion."""
         return [*super().prompt_ids, *super().response_ids]
 
     @property
@@ -25,7 +25,7 @@ class SingleTurnAgentLoop(AgentLoopBase, single_turn.SingleTurnAgentLoop):
 
 
 class ToolAgentLoop(AgentLoopBase, tool_agent.ToolAgentLoop):
-    """`agent_loop.ToolAgentLoop` with verl's constructor, and `AgentData` as verl's handlers read it."""
+    """`agent_loop.ToolAgentLoop` with verl's constructor and `AgentData`."""
 
     agent_data_class = AgentData
 

@@ -1,4 +1,4 @@
-"""What verl's code wraps around what it measures."""
+"""verl's timer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def simple_timer(name: str, timing_raw: dict[str, float]) -> Generator[None]:
-    """Adds the seconds that the body takes to `timing_raw[name]`."""
+    """Add the seconds that the body takes to `timing_raw[name]`."""
     started = time.perf_counter()
     try:
         yield

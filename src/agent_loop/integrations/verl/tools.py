@@ -1,4 +1,4 @@
-"""Tools as verl's code writes them, and as its loops call them."""
+"""Base class, schemas and loader of tools with verl's interface."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from agent_loop.tools.registry import load_tools
 from agent_loop.tools.results import read_result
 
 VALUE_KEYWORDS = ("const", "default", "enum", "examples")
-"""Keywords of a schema that hold values of the user's."""
+"""Keywords of a schema whose values are user data."""
 
 
-class _Fields(dict[str, Any]):
-    """A dict whose keys are attributes too. Keys with None are left out, as verl's models leave them out."""
+class _AttributeDict(dict[str, Any]):
+    """Dict whose keys are also attributes. Keys with None are dropped, as in verl's models."""
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(_without_none(dict[str, Any](*args, **fields)))
@@ -43,31 +43,31 @@ class _Fields(dict[str, Any]):
         return cls(fields)
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Return a copy as plain dicts, which holds what was set and nothing else, whatever the options."""
+        """Return a copy as plain dicts with the fields that were set. The options are ignored."""
         return copy.deepcopy(_plain(self))
 
 
-class OpenAIFunctionToolSchema(_Fields):
-    """A tool's schema: `type` and `function`."""
+class OpenAIFunctionToolSchema(_AttributeDict):
+    """Schema of a tool: `type` and `function`."""
 
 
-class OpenAIFunctionSchema(_Fields):
+class OpenAIFunctionSchema(_AttributeDict):
     """`name`, `description` and `parameters` of a function."""
 
 
-class OpenAIFunctionParametersSchema(_Fields):
+class OpenAIFunctionParametersSchema(_AttributeDict):
     """`type`, `properties` and `required` of a function's parameters."""
 
 
-class OpenAIFunctionPropertySchema(_Fields):
+class OpenAIFunctionPropertySchema(_AttributeDict):
     """`type`, `description` and `enum` of one parameter."""
 
 
-class _MadeAsInVerl(ABCMeta):
+class _VerlToolMeta(ABCMeta):
     def __call__(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and isinstance(
             args[1], Mapping
-        ):  # config and tool_schema, as a registry gives them
+        ):  # config and tool_schema, as a registry passes them
             args = (args[0], OpenAIFunctionToolSchema(cast(Mapping[str, Any], args[1])))
         tool: Any = super().__call__(*args, **kwargs)
         if cls.create is not BaseTool.create:
@@ -75,11 +75,11 @@ class _MadeAsInVerl(ABCMeta):
         return tool
 
 
-class BaseTool(base.BaseTool, metaclass=_MadeAsInVerl):
-    """`agent_loop.BaseTool` as verl has it.
+class BaseTool(base.BaseTool, metaclass=_VerlToolMeta):
+    """`agent_loop.BaseTool` with verl's interface.
 
-    `tool_schema` has attributes, and may come from `get_openai_tool_schema`. `execute` has a default. `create` gets the
-    row's `create_kwargs` one by one, and all of them as `create_kwargs` too if it takes that argument.
+    `tool_schema` has attributes, and may come from `get_openai_tool_schema`. `execute` has a default. `create` receives
+    the row's `create_kwargs` as single arguments, and also as `create_kwargs` if it accepts that argument.
     """
 
     def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
@@ -88,7 +88,7 @@ class BaseTool(base.BaseTool, metaclass=_MadeAsInVerl):
             schema = schema.model_dump(exclude_unset=True, exclude_none=True)
         if not isinstance(schema, Mapping):
             raise ConfigError(
-                f"{type(self).__name__} has no schema; give tool_schema in the YAML, or define get_openai_tool_schema"
+                f"{type(self).__name__} has no schema; set tool_schema in the YAML, or define get_openai_tool_schema"
             )
         super().__init__(config, cast(Mapping[str, Any], schema))
         self.tool_schema = OpenAIFunctionToolSchema(cast(Mapping[str, Any], schema))
@@ -98,7 +98,7 @@ class BaseTool(base.BaseTool, metaclass=_MadeAsInVerl):
         return getattr(self, "tool_schema", None)
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer as verl's base class does."""
+        """Return the default result of verl's base class."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
 
@@ -109,7 +109,7 @@ async def _create(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a tool's `create` with the arguments of the row, in the form that the tool reads."""
+    """Call a tool's `create` with the arguments of the row, in the form that its signature accepts."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     if not takes_any and "create_kwargs" not in takes:
         return await create(*args, **kwargs)
@@ -118,7 +118,7 @@ async def _create(
 
 
 class InstanceId(str):
-    """What `create` returns: the id, which also unpacks as `instance_id, response`."""
+    """Result of `create`: the instance id, which also unpacks as `instance_id, response`."""
 
     def __iter__(self) -> Iterator[Any]:
         yield str(self)
@@ -126,7 +126,7 @@ class InstanceId(str):
 
 
 class ToolText(str):
-    """A tool's answer: its text, with the fields of `ToolResponse`."""
+    """Text of a tool's response, with the fields of `ToolResponse`."""
 
     def __new__(cls, response: ToolResponse) -> ToolText:
         return super().__new__(cls, response.text or "")
@@ -138,7 +138,7 @@ class ToolText(str):
 
 
 class LoadedTool:
-    """A tool as verl's loops call it. What else it has is the tool's own."""
+    """Adapter of a tool with verl's calling convention. Other attributes are those of the tool."""
 
     def __init__(self, tool: base.BaseTool) -> None:
         self.tool = tool
@@ -154,7 +154,7 @@ class LoadedTool:
         create_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> InstanceId:
-        """Set up an instance and return its id: the tool's own if `create` returns one."""
+        """Create an instance and return its id: the id that the tool's `create` returned, if any."""
         instance_id = instance_id or uuid4().hex
         created: Any = await self.tool.create(instance_id, **{**(create_kwargs or {}), **kwargs})
         if isinstance(created, tuple) and created:
@@ -164,30 +164,32 @@ class LoadedTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolText, float | None, dict[str, Any]]:
-        """Runs one call.
+        """Run one call.
 
         Raises:
-            ToolBug: What it returned is no result.
+            ToolBug: The tool did not return a valid result.
         """
         result = read_result(await self.tool.execute(instance_id, parameters, **kwargs), name=self.tool.name)
         return ToolText(result.response), result.reward, dict(result.extra)
 
 
 def initialize_tools_from_config(tools_config_file: str | Path) -> Sequence[LoadedTool]:
-    """The tools of a YAML file.
+    """Return the tools of a YAML file.
 
     Raises:
-        ConfigError: One cannot be loaded.
+        ConfigError: A tool cannot be loaded.
     """
     return [LoadedTool(tool) for tool in load_tools([], config_path=tools_config_file).values()]
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a schema without those that are None. Values such as `default` are kept as they are."""
+    """Return the fields of a schema without None fields. Values of keywords such as `default` are not changed."""
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and name not in VALUE_KEYWORDS:
-            kept[name] = value if isinstance(value, _Fields) else _without_none(cast(dict[str, Any], value))
+            kept[name] = (
+                value if isinstance(value, _AttributeDict) else _without_none(cast(dict[str, Any], value))
+            )
         elif value is not None or name == "const":
             kept[name] = value
     return kept

@@ -1,4 +1,4 @@
-"""Where finished trajectories are told: one module per place, its package imported when it is asked for."""
+"""Trace writers: one module per backend, which imports its package on first use."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import Any
 
 from agent_loop.config import TraceConfig
-from agent_loop.tracing.delivery import BatchWriter
-from agent_loop.tracing.forms import Form
+from agent_loop.tracing.background_writer import BatchWriter
+from agent_loop.tracing.json_traces import JsonTrace
 
 MODULES: Mapping[str, str] = {name: f"{__name__}.{name}" for name in ("file", "mlflow", "otel", "weave")}
 
 
-def make_writer(backend: str, config: TraceConfig) -> BatchWriter[Form]:
-    """The writer of a backend; it connects to nothing yet.
+def make_writer(backend: str, config: TraceConfig) -> BatchWriter[JsonTrace]:
+    """Return the writer of a backend. It connects in `open`.
 
     Raises:
-        ConfigError: The package that it needs is not installed.
+        ConfigError: The backend's package is not installed.
     """
     make: Callable[[TraceConfig], Any] = import_module(MODULES[backend]).make
     return make(config)

@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines."""
+"""Trace writer for JSON lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import orjson
 from agent_loop.config import TraceConfig
 from agent_loop.runtime.user_values import finite, plain_value
 from agent_loop.tracing.bounded import bounded
-from agent_loop.tracing.forms import Form
+from agent_loop.tracing.json_traces import JsonTrace
 
 
 def make(config: TraceConfig) -> FileWriter:
@@ -22,7 +22,7 @@ def make(config: TraceConfig) -> FileWriter:
 
 
 class FileWriter:
-    """Appends one line per trajectory; those of a batch whole or not at all."""
+    """Writer of one line per trajectory. A batch is appended completely or not at all."""
 
     max_batch = 64
 
@@ -34,7 +34,7 @@ class FileWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab", buffering=0)
 
-    def write(self, items: Iterable[Form], /) -> None:
+    def write(self, items: Iterable[JsonTrace], /) -> None:
         assert self._file is not None
         data = b"".join(map(line_of, items))
         begin = self._file.tell()
@@ -52,15 +52,15 @@ class FileWriter:
             self._file.close()
 
 
-def line_of(form: Form) -> bytes:
-    """Texts that no file holds, which are those with halves of surrogates, have question marks there."""
+def line_of(form: JsonTrace) -> bytes:
+    """Return the JSON line of a document. Lone surrogates become question marks, because UTF-8 cannot encode them."""
     options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
     try:
         return orjson.dumps(form, default=_plain, option=options)
     except orjson.JSONEncodeError:
         try:
             text = json.dumps(finite(form), default=_plain, ensure_ascii=False)
-        except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are foreign code)
+        except BaseException:  # noqa: BLE001  (columns of rows may be objects, whose methods are user code)
             text = json.dumps(finite(plain_value(form)), default=_plain, ensure_ascii=False)
         return text.encode("utf-8", "replace") + b"\n"
 

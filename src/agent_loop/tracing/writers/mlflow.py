@@ -1,4 +1,4 @@
-"""Traces in MLflow's tracking store."""
+"""Trace writer for MLflow's tracking store."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ import orjson
 
 from agent_loop.config import TraceConfig
 from agent_loop.loading import import_extra
-from agent_loop.tracing.events import CalledTool, Generated, Interacted
-from agent_loop.tracing.forms import Form
-from agent_loop.tracing.tree import SpanNode, Tree, tree_of, values_of_node
+from agent_loop.tracing.events import GenerationEvent, InteractionEvent, ToolCallEvent
+from agent_loop.tracing.json_traces import JsonTrace
+from agent_loop.tracing.span_tree import SpanNode, SpanTree, build_span_tree, node_attributes
 
 BY = "rollout.trace.backend=mlflow"
 
 
 def make(config: TraceConfig) -> MlflowWriter:
-    """Raises: ConfigError: The package of `agent-loop[mlflow]` is not installed."""
-    # What telemetry there is, is for whoever runs it to decide.
+    """Return the writer.
+
+    Raises:
+        ConfigError: The package of `agent-loop[mlflow]` is not installed.
+    """
+    # MLflow's own telemetry is off unless the user enables it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import_extra("mlflow", extra="mlflow", by=BY)
     return MlflowWriter(config)
 
 
 class MlflowWriter:
-    """Keeps each trajectory as one trace, those of a batch in one call of the store. MLflow's own exporter would make a
-    call for each span, and tell nobody that it failed; nor does this touch the tracking URI that the process has."""
+    """Writer of one MLflow trace per trajectory, with one call of the store per batch.
+
+    MLflow's own exporter makes a call per span and does not report failures. The process's tracking URI is not changed.
+    """
 
     max_batch = 16
 
@@ -48,50 +54,54 @@ class MlflowWriter:
         self._experiment_id = experiment_id(uri, project)
         self._client = import_module("mlflow.tracing.client").TracingClient(uri)
 
-    def write(self, items: Iterable[Form], /) -> None:
+    def write(self, items: Iterable[JsonTrace], /) -> None:
         self._client.log_spans(self._experiment_id, [span for item in items for span in self._spans_of(item)])
 
     def close(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the writer has no buffer."""
 
-    def _spans_of(self, form: Form) -> list[Any]:
+    def _spans_of(self, form: JsonTrace) -> list[Any]:
         from agent_loop.tracing.writers.otel_spans import (  # late: optional
-            Description,
+            SpanDescription,
             new_trace_id,
             readable_spans,
         )
 
-        tree = tree_of(form)
+        span_tree = build_span_tree(form)
         number = new_trace_id()
         trace_id = f"tr-{number:032x}"
-        root = Description(
-            name=tree.attributes.name,
+        root = SpanDescription(
+            name=span_tree.attributes.name,
             attributes=_attributes(
-                trace_id, "AGENT", tree.inputs, tree.outputs, {**tree.values, **_tags_of(tree)}
+                trace_id,
+                "AGENT",
+                span_tree.inputs,
+                span_tree.outputs,
+                {**span_tree.values, **_tags_of(span_tree)},
             ),
-            error=tree.ended.failure,
+            error=span_tree.ended.failure,
         )
         nodes = [
-            Description(name=node.name, attributes=_attributes_of(node, trace_id), error=node.error)
-            for node in tree.nodes
+            SpanDescription(name=node.name, attributes=_attributes_of(node, trace_id), error=node.error)
+            for node in span_tree.nodes
         ]
-        spans = readable_spans(tree, trace_id=number, root=root, nodes=nodes, resource=self._resource)
+        spans = readable_spans(span_tree, trace_id=number, root=root, nodes=nodes, resource=self._resource)
         as_span = import_module("mlflow.entities").Span
         return [as_span(span) for span in spans]
 
 
-def _tags_of(tree: Tree) -> dict[str, str]:
-    """MLflow makes tags of the trace of them."""
-    tags = tree.attributes.named() | {
-        "mlflow.traceName": tree.attributes.name,
-        "stop_reason": tree.ended.stop_reason,
-        "reward": tree.reward,
+def _tags_of(span_tree: SpanTree) -> dict[str, str]:
+    """Return the attributes that MLflow turns into tags of the trace."""
+    tags = span_tree.attributes.named() | {
+        "mlflow.traceName": span_tree.attributes.name,
+        "stop_reason": span_tree.ended.stop_reason,
+        "reward": span_tree.reward,
     }
     return {f"mlflow.traceTag.{name}": str(value) for name, value in tags.items() if value is not None}
 
 
 def experiment_id(tracking_uri: str | None, name: str) -> str:
-    """The experiment of that name; made if there is none."""
+    """Return the id of the experiment with a name. Create the experiment if it does not exist."""
     mlflow: Any = import_module("mlflow")
     client = mlflow.MlflowClient(tracking_uri)
     found = client.get_experiment_by_name(name)
@@ -99,7 +109,7 @@ def experiment_id(tracking_uri: str | None, name: str) -> str:
         return found.experiment_id
     try:
         return client.create_experiment(name)
-    except mlflow.MlflowException:  # another process was quicker
+    except mlflow.MlflowException:  # another process created it first
         found = client.get_experiment_by_name(name)
         if found is None:
             raise
@@ -107,9 +117,9 @@ def experiment_id(tracking_uri: str | None, name: str) -> str:
 
 
 def _attributes_of(node: SpanNode, trace_id: str) -> dict[str, str]:
-    event, values = node.event, values_of_node(node)
+    event, values = node.event, node_attributes(node)
     match event:
-        case Generated():
+        case GenerationEvent():
             kind = "LLM"
             num_read, num_written = event.tokens.place, event.tokens.count
             values["mlflow.chat.tokenUsage"] = {
@@ -117,9 +127,9 @@ def _attributes_of(node: SpanNode, trace_id: str) -> dict[str, str]:
                 "output_tokens": num_written,
                 "total_tokens": num_read + num_written,
             }
-        case CalledTool():
+        case ToolCallEvent():
             kind = "TOOL"
-        case Interacted():
+        case InteractionEvent():
             kind = "CHAIN"
         case _:
             kind = "UNKNOWN"
@@ -129,7 +139,7 @@ def _attributes_of(node: SpanNode, trace_id: str) -> dict[str, str]:
 def _attributes(
     trace_id: str, kind: str, inputs: dict[str, Any], outputs: dict[str, Any], values: dict[str, Any]
 ) -> dict[str, str]:
-    """MLflow keeps every attribute as JSON."""
+    """Return the attributes of a span, each encoded as JSON as MLflow stores it."""
     plain = {
         "mlflow.traceRequestId": trace_id,
         "mlflow.spanType": kind,
@@ -143,5 +153,5 @@ def _attributes(
 def _json(value: Any) -> str:
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-    except orjson.JSONEncodeError:  # halves of surrogates, or numbers beyond 64 bits
+    except orjson.JSONEncodeError:  # lone surrogates, or integers beyond 64 bits
         return json.dumps(value, default=np.ndarray.tolist)

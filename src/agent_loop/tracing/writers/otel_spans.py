@@ -1,4 +1,4 @@
-"""A trajectory's spans as OpenTelemetry has them: what MLflow and OTLP are both given."""
+"""A trajectory's spans as OpenTelemetry objects, for the MLflow and OTLP writers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from agent_loop.tracing.tree import Tree
+from agent_loop.tracing.span_tree import SpanTree
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What a tracing system is to show of a span."""
+class SpanDescription:
+    """Name, attributes and status of a span in a tracing system."""
 
     name: str
     attributes: Mapping[str, Any]
@@ -26,23 +26,35 @@ class Description:
 
 
 def new_trace_id() -> int:
-    """Not from `random`, whose state is the user's."""
+    """Return a random trace id. The module `random` is not used, because its state belongs to the user."""
     return secrets.randbits(128) or 1
 
 
 def readable_spans(
-    tree: Tree, *, trace_id: int, root: Description, nodes: Sequence[Description], resource: Resource
+    span_tree: SpanTree,
+    *,
+    trace_id: int,
+    root: SpanDescription,
+    nodes: Sequence[SpanDescription],
+    resource: Resource,
 ) -> list[ReadableSpan]:
-    """The trajectory's own span, then those of its nodes.
+    """Return the trajectory's root span, then the spans of its nodes.
 
     Args:
-        nodes: One per node of the tree, in order.
+        nodes: One description per node of the tree, in order.
     """
     contexts = [_context(trace_id) for _ in range(len(nodes) + 1)]
     spans = [
-        _span(root, contexts[0], parent=None, start_ns=tree.start_ns, end_ns=tree.end_ns, resource=resource)
+        _span(
+            root,
+            contexts[0],
+            parent=None,
+            start_ns=span_tree.start_ns,
+            end_ns=span_tree.end_ns,
+            resource=resource,
+        )
     ]
-    for place, (node, description) in enumerate(zip(tree.nodes, nodes, strict=True), start=1):
+    for place, (node, description) in enumerate(zip(span_tree.nodes, nodes, strict=True), start=1):
         parent = contexts[0] if node.parent is None else contexts[node.parent + 1]
         spans.append(
             _span(
@@ -64,7 +76,7 @@ def _context(trace_id: int) -> SpanContext:
 
 
 def _span(
-    description: Description,
+    description: SpanDescription,
     context: SpanContext,
     *,
     parent: SpanContext | None,

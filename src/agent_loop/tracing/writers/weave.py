@@ -1,4 +1,4 @@
-"""Calls in Weave."""
+"""Trace writer for Weave."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ import numpy as np
 from agent_loop.config import TraceConfig
 from agent_loop.errors import AgentLoopError
 from agent_loop.loading import import_extra
-from agent_loop.tracing.delivery import OneByOne
-from agent_loop.tracing.forms import Form
-from agent_loop.tracing.tree import tree_of, values_of_node
+from agent_loop.tracing.background_writer import OneAtATimeWriter
+from agent_loop.tracing.json_traces import JsonTrace
+from agent_loop.tracing.span_tree import build_span_tree, node_attributes
 
 
 class FailedSpan(AgentLoopError):
-    """How a call in Weave is shown to have failed."""
+    """Error that marks a call in Weave as failed."""
 
 
-def make(config: TraceConfig) -> OneByOne[Form]:
-    """Raises: ConfigError: The package of `agent-loop[weave]` is not installed."""
+def make(config: TraceConfig) -> OneAtATimeWriter[JsonTrace]:
+    """Return the writer.
+
+    Raises:
+        ConfigError: The package of `agent-loop[weave]` is not installed.
+    """
     import_extra("weave", extra="weave", by="rollout.trace.backend=weave")
-    return OneByOne(WeaveWriter(config))
+    return OneAtATimeWriter(WeaveWriter(config))
 
 
 class WeaveWriter:
-    """Keeps each trajectory as a call with calls below it. Weave sends them from threads of its own."""
+    """Writer of one Weave call per trajectory, with nested calls for its spans. Weave sends them from its own
+    threads."""
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
@@ -36,23 +41,28 @@ class WeaveWriter:
     def open(self) -> None:
         self._client = import_module("weave").init(self._config.project_name or "agent_loop")
 
-    def write(self, item: Form, /) -> None:
-        tree = tree_of(item)
-        attributes = tree.attributes
+    def write(self, item: JsonTrace, /) -> None:
+        span_tree = build_span_tree(item)
+        attributes = span_tree.attributes
         root = self._begin(
-            attributes.name, tree.inputs, attributes.named(), parent=None, start_ns=tree.start_ns
+            attributes.name, span_tree.inputs, attributes.named(), parent=None, start_ns=span_tree.start_ns
         )
         calls: list[Any] = []
-        for node in tree.nodes:
+        for node in span_tree.nodes:
             parent = root if node.parent is None else calls[node.parent]
             calls.append(
                 self._begin(
-                    node.name, node.inputs, values_of_node(node), parent=parent, start_ns=node.start_ns
+                    node.name, node.inputs, node_attributes(node), parent=parent, start_ns=node.start_ns
                 )
             )
-        for node, call in zip(tree.nodes, calls, strict=True):
+        for node, call in zip(span_tree.nodes, calls, strict=True):
             self._end(call, node.outputs, error=node.error, end_ns=node.end_ns)
-        self._end(root, {**tree.outputs, **tree.values}, error=tree.ended.failure, end_ns=tree.end_ns)
+        self._end(
+            root,
+            {**span_tree.outputs, **span_tree.values},
+            error=span_tree.ended.failure,
+            end_ns=span_tree.end_ns,
+        )
 
     def close(self) -> None:
         self._client.flush()
@@ -75,7 +85,7 @@ class WeaveWriter:
 
 
 def _listed(values: dict[str, Any]) -> dict[str, Any]:
-    """Weave does not know arrays of token ids."""
+    """Return the values with arrays as lists, because Weave does not accept arrays."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.config import Config
-from agent_loop.tracing.delivery import Delivery, OneByOne, Writer
+from agent_loop.tracing.background_writer import BackgroundWriter, ItemWriter, OneAtATimeWriter
 
 LOGGER_TIMEOUT_S = 30.0
 """Seconds that the end of a run waits for each logger."""
@@ -50,7 +50,7 @@ class RunNames:
         )
 
 
-def make_loggers(config: Config) -> list[Delivery[Scalars]]:
+def make_loggers(config: Config) -> list[BackgroundWriter[Scalars]]:
     """Return the loggers that `trainer.logger` names, which are not connected yet.
 
     Raises:
@@ -60,12 +60,14 @@ def make_loggers(config: Config) -> list[Delivery[Scalars]]:
     given = config.trainer.logger
     wanted = [logger for logger in ([given] if isinstance(given, str) else given) if logger != NOT_A_LOGGER]
     return [
-        Delivery(OneByOne(_make(logger)(names)), name=f"metrics to {logger}", max_queued=MAX_QUEUED)
+        BackgroundWriter(
+            OneAtATimeWriter(_make(logger)(names)), name=f"metrics to {logger}", max_queued=MAX_QUEUED
+        )
         for logger in wanted
     ]
 
 
-def _make(logger: str) -> Callable[[RunNames], Writer[Scalars]]:
+def _make(logger: str) -> Callable[[RunNames], ItemWriter[Scalars]]:
     return import_module(f"{__name__}.{logger}").make
 
 

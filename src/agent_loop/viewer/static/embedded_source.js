@@ -28,8 +28,8 @@ export class EmbeddedSource {
     return this.#head.config;
   }
 
-  async metrics(place) {
-    return place ? { ...this.#head.metrics, lines: [], is_new: false } : this.#head.metrics;
+  async metrics(cursor) {
+    return cursor ? { ...this.#head.metrics, lines: [], is_new: false } : this.#head.metrics;
   }
 
   async table() {

@@ -14,8 +14,8 @@ export class LiveSource {
     return this.#json("config");
   }
 
-  metrics(place) {
-    return this.#json("metrics", { place });
+  metrics(cursor) {
+    return this.#json("metrics", { cursor });
   }
 
   async table(files) {

@@ -4,17 +4,17 @@ export class MetricLog {
   #series = new Map();
   steps = [];
   lines = [];
-  place = "";
+  cursor = "";
   numDamaged = 0;
 
   /** Whether something came. */
-  take({ place, is_new, lines, num_damaged }) {
+  take({ cursor, is_new, lines, num_damaged }) {
     if (is_new) {
       this.#series.clear();
       this.steps = [];
       this.lines = [];
     }
-    this.place = place;
+    this.cursor = cursor;
     this.numDamaged += num_damaged;
     for (const line of lines) {
       this.lines.push(line);

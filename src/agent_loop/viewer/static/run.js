@@ -64,7 +64,7 @@ export class Run {
   }
 
   async #loadMetrics() {
-    if (this.metrics.take(await this.source.metrics(this.metrics.place))) this.#say("metrics");
+    if (this.metrics.take(await this.source.metrics(this.metrics.cursor))) this.#say("metrics");
   }
 
   async #loadConfig() {

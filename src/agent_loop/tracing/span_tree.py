@@ -1,4 +1,4 @@
-"""Events as spans that lie within each other: the form in which tracing systems want them."""
+"""Conversion of events to a tree of nested spans, which tracing systems expect."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from typing import Any, TypeAlias
 
 from agent_loop.runtime.activity import WaitKind
 from agent_loop.tracing.events import (
-    Began,
-    CalledTool,
-    Ended,
-    Generated,
-    Interacted,
-    Lost,
-    Observed,
-    Prompted,
-    Rewarded,
-    Time,
+    BeginEvent,
+    EndEvent,
+    EventTime,
+    GenerationEvent,
+    IncidentEvent,
+    InteractionEvent,
+    ObservationEvent,
+    PromptEvent,
+    RewardEvent,
+    SpanEvent,
+    ToolCallEvent,
     TraceAttributes,
-    Waited,
 )
-from agent_loop.tracing.forms import Form, account_of
+from agent_loop.tracing.json_traces import JsonTrace, account_from_json
 from agent_loop.tracing.reading import events_of
 from agent_loop.types import TokenIds
 
 SHORTEST_WAIT_S = 0.001
 
-TimedEvent: TypeAlias = Generated | CalledTool | Interacted | Waited
+TimedEvent: TypeAlias = GenerationEvent | ToolCallEvent | InteractionEvent | SpanEvent
 
 
 @dataclass(frozen=True, slots=True)
 class SpanNode:
-    """A span below the trajectory's."""
+    """Span below the trajectory's root span."""
 
     event: TimedEvent
     name: str
     parent: int | None
-    """Place of the node in which it lies; it comes before. None is the trajectory's own span."""
+    """Index of the enclosing node, which comes earlier in the list; None for the root span."""
     start_ns: int
-    """Since 1970."""
+    """Nanoseconds since 1970."""
     end_ns: int
     inputs: dict[str, Any]
     outputs: dict[str, Any]
@@ -48,23 +48,23 @@ class SpanNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """A trajectory as spans."""
+class SpanTree:
+    """Spans of a trajectory."""
 
     attributes: TraceAttributes
     start_ns: int
     end_ns: int
     inputs: dict[str, Any]
     outputs: dict[str, Any]
-    ended: Ended
+    ended: EndEvent
     reward: float | None
-    incidents: Sequence[Lost]
+    incidents: Sequence[IncidentEvent]
     nodes: Sequence[SpanNode]
-    """Parents before children, else by their start."""
+    """Parents before children, otherwise sorted by start."""
 
     @property
     def values(self) -> dict[str, Any]:
-        """What describes the trajectory in single values."""
+        """Scalar values that describe the trajectory."""
         ended = self.ended
         return {
             "stop_reason": str(ended.stop_reason),
@@ -78,44 +78,44 @@ class Tree:
 
 
 @dataclass(slots=True)
-class _Words:
-    """What was last said to the model, and by it."""
+class _LatestTexts:
+    """Latest texts or token ids that the model received and sampled."""
 
     prompt: dict[str, Any] = field(default_factory=dict[str, Any])
     added: dict[str, Any] = field(default_factory=dict[str, Any])
     answer: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def tree_of(form: Form) -> Tree:
-    """The spans of a trajectory. What a completion's span has as input is what is new in its context."""
-    events, words = events_of(account_of(form)), _Words()
+def build_span_tree(form: JsonTrace) -> SpanTree:
+    """Return the spans of a trajectory. The input of a completion's span is what is new in its context."""
+    events, latest = events_of(account_from_json(form)), _LatestTexts()
     timed: list[tuple[TimedEvent, dict[str, Any]]] = []
     began, ended = events[0], events[-1]
-    assert isinstance(began, Began)
-    assert isinstance(ended, Ended)
+    assert isinstance(began, BeginEvent)
+    assert isinstance(ended, EndEvent)
     reward: float | None = None
-    incidents: list[Lost] = []
+    incidents: list[IncidentEvent] = []
     for event in events:
-        if isinstance(event, Prompted):
-            words.prompt = words.added = _said(event.tokens.text, event.tokens.ids)
-        elif isinstance(event, Observed):
-            words.added = _said(event.tokens.text, event.tokens.ids)
-        elif isinstance(event, Generated):
-            timed.append((event, words.added))
-            words.answer = _said(event.tokens.text, event.tokens.ids) or words.answer
-        elif isinstance(event, CalledTool | Interacted | Waited):
+        if isinstance(event, PromptEvent):
+            latest.prompt = latest.added = _text_or_ids(event.tokens.text, event.tokens.ids)
+        elif isinstance(event, ObservationEvent):
+            latest.added = _text_or_ids(event.tokens.text, event.tokens.ids)
+        elif isinstance(event, GenerationEvent):
+            timed.append((event, latest.added))
+            latest.answer = _text_or_ids(event.tokens.text, event.tokens.ids) or latest.answer
+        elif isinstance(event, ToolCallEvent | InteractionEvent | SpanEvent):
             timed.append((event, {}))
-        elif isinstance(event, Lost):
+        elif isinstance(event, IncidentEvent):
             incidents.append(event)
-        elif isinstance(event, Rewarded):
+        elif isinstance(event, RewardEvent):
             reward = event.reward
     start_ns = int(began.began_at * 1e9)
-    return Tree(
+    return SpanTree(
         attributes=began.attributes,
         start_ns=start_ns,
         end_ns=start_ns + int(ended.seconds * 1e9),
-        inputs=words.prompt,
-        outputs=words.answer,
+        inputs=latest.prompt,
+        outputs=latest.answer,
         ended=ended,
         reward=reward,
         incidents=incidents,
@@ -124,11 +124,11 @@ def tree_of(form: Form) -> Tree:
 
 
 def _nodes(timed: Sequence[tuple[TimedEvent, dict[str, Any]]], *, start_ns: int) -> list[SpanNode]:
-    """One per event that was watched."""
+    """Return one node per event that has a time."""
     watched = [
         (event, event.time, inputs)
         for event, inputs in timed
-        if event.time is not None and not _is_trifle(event, event.time)
+        if event.time is not None and not _is_negligible(event, event.time)
     ]
     watched.sort(key=lambda entry: (entry[1].start, -entry[1].end, entry[1].span or math.inf))
     nodes: list[SpanNode] = []
@@ -148,29 +148,31 @@ def _nodes(timed: Sequence[tuple[TimedEvent, dict[str, Any]]], *, start_ns: int)
     return nodes
 
 
-def _is_trifle(event: TimedEvent, time: Time) -> bool:
-    """Waiting that took no time to speak of."""
+def _is_negligible(event: TimedEvent, time: EventTime) -> bool:
+    """Return whether an event is a wait below `SHORTEST_WAIT_S`."""
     return (
-        isinstance(event, Waited) and event.kind != WaitKind.USER and time.end - time.start < SHORTEST_WAIT_S
+        isinstance(event, SpanEvent)
+        and event.kind != WaitKind.USER
+        and time.end - time.start < SHORTEST_WAIT_S
     )
 
 
 def _node(
-    event: TimedEvent, time: Time, inputs: dict[str, Any], *, parent: int | None, start_ns: int
+    event: TimedEvent, time: EventTime, inputs: dict[str, Any], *, parent: int | None, start_ns: int
 ) -> SpanNode:
     outputs: dict[str, Any] = {}
     error: str | None = None
     match event:
-        case Generated():
-            name, outputs = "generate", _said(event.tokens.text, event.tokens.ids)
-        case CalledTool():
+        case GenerationEvent():
+            name, outputs = "generate", _text_or_ids(event.tokens.text, event.tokens.ids)
+        case ToolCallEvent():
             name = event.name
             inputs = {} if event.arguments is None else {"arguments": event.arguments}
-            outputs = _said(event.reply, None)
+            outputs = _text_or_ids(event.reply, None)
             error = None if event.incident is None else str(event.incident)
-        case Interacted():
-            name, outputs = "interaction", _said(event.reply, None)
-        case Waited():
+        case InteractionEvent():
+            name, outputs = "interaction", _text_or_ids(event.reply, None)
+        case SpanEvent():
             name, details = event.name or event.kind, event.details
             inputs = details.get("inputs") or {}
             outputs = {} if details.get("output") is None else {"output": details["output"]}
@@ -187,18 +189,18 @@ def _node(
     )
 
 
-def _said(text: str | None, ids: TokenIds | None) -> dict[str, Any]:
+def _text_or_ids(text: str | None, ids: TokenIds | None) -> dict[str, Any]:
     if text is not None:
         return {"text": text}
     return {} if ids is None else {"token_ids": ids}
 
 
-def values_of_node(node: SpanNode) -> dict[str, Any]:
-    """What describes a span in single values; those that are not known are left out."""
+def node_attributes(node: SpanNode) -> dict[str, Any]:
+    """Return the scalar values that describe a span, without unknown ones."""
     event = node.event
     values: dict[str, Any] = {}
     match event:
-        case Generated():
+        case GenerationEvent():
             values = {
                 "turn": event.turn,
                 "server": event.server,
@@ -209,10 +211,10 @@ def values_of_node(node: SpanNode) -> dict[str, Any]:
                 "prefill_s": event.prefill_s,
                 "weight_version": event.weight_version,
             }
-        case CalledTool():
+        case ToolCallEvent():
             values = {"turn": event.turn, "number": event.number, "reward": event.reward}
-        case Interacted():
+        case InteractionEvent():
             values = {"turn": event.turn, "reward": event.reward}
-        case Waited():
+        case SpanEvent():
             values = {"kind": event.kind, **(event.details.get("attributes") or {})}
     return {key: value for key, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What the messages of a trajectory say of its calls."""
+"""Texts of tool calls and replies, taken from the messages of a trajectory."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from agent_loop.types import Message
 
 
 @dataclass(frozen=True, slots=True)
-class CallWords:
-    """What a call asked, and what it was answered."""
+class CallTexts:
+    """Arguments of a tool call, and its reply."""
 
     arguments: Any = None
     reply: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class TurnWords:
-    """What the messages behind an assistant turn hold. All of it is missing where nobody kept messages."""
+class TurnTexts:
+    """Texts from the messages after an assistant turn. Empty if no messages were kept."""
 
-    calls: Sequence[CallWords] = ()
-    said: str | None = None
-    """By an interaction, or a loop's own words to the model."""
+    calls: Sequence[CallTexts] = ()
+    user_text: str | None = None
+    """Text that an interaction or the loop sent to the model."""
 
-    def call(self, number: int) -> CallWords:
-        return self.calls[number] if number < len(self.calls) else CallWords()
+    def call(self, number: int) -> CallTexts:
+        return self.calls[number] if number < len(self.calls) else CallTexts()
 
 
 @dataclass(slots=True)
@@ -37,25 +37,27 @@ class _Turn:
     replies: list[Message] = field(default_factory=list[Message])
 
 
-def said_messages(trajectory: Trajectory) -> list[Message]:
-    """The messages from the first completion on (the prompt may hold assistant messages of its own), without what the
-    model's tokens say. Pictures are named, not held."""
+def messages_to_trace(trajectory: Trajectory) -> list[Message]:
+    """Return the messages from the first completion on, without the text that the model's tokens contain.
+
+    Assistant messages of the prompt are skipped. Images and videos are replaced by the name of their type.
+    """
     messages = trajectory.output.messages
     prompt: Sequence[Message] = trajectory.row.get("raw_prompt") or ()
     skip = sum(1 for message in prompt if message.get("role") == "assistant")
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             if skip == 0:
-                return [_said(message) for message in messages[place:]]
+                return [_without_sampled_text(message) for message in messages[place:]]
             skip -= 1
     return []
 
 
-def words_of_turns(messages: Sequence[Message]) -> list[TurnWords]:
-    """One per assistant turn, in order.
+def collect_turn_texts(messages: Sequence[Message]) -> list[TurnTexts]:
+    """Return the texts of each assistant turn, oldest first.
 
     Args:
-        messages: Those of `said_messages`.
+        messages: Result of `messages_to_trace`.
     """
     turns: list[_Turn] = []
     for message in messages:
@@ -66,28 +68,28 @@ def words_of_turns(messages: Sequence[Message]) -> list[TurnWords]:
     return [_words_of(turn) for turn in turns]
 
 
-def _said(message: Message) -> Message:
+def _without_sampled_text(message: Message) -> Message:
     if message["role"] == "assistant":
         calls = message.get("tool_calls")
         return {"role": "assistant", "tool_calls": calls} if calls else {"role": "assistant"}
-    said: Message = {"role": message["role"], "content": _text_of(message)}
+    user_text: Message = {"role": message["role"], "content": _text_of(message)}
     name = message.get("name")
-    return said | {"name": name} if name else said
+    return user_text | {"name": name} if name else user_text
 
 
-def _words_of(turn: _Turn) -> TurnWords:
-    # A call that could not be read is answered without a name.
+def _words_of(turn: _Turn) -> TurnTexts:
+    # The reply to a malformed call has no name.
     answers = [reply["content"] for reply in turn.replies if reply["role"] == "tool" and "name" in reply]
-    said = [reply["content"] for reply in turn.replies if reply["role"] != "tool"]
+    user_text = [reply["content"] for reply in turn.replies if reply["role"] != "tool"]
     calls: Sequence[Mapping[str, Any]] = turn.message.get("tool_calls") or ()
-    return TurnWords(
+    return TurnTexts(
         calls=[
-            CallWords(
+            CallTexts(
                 bounded(call["function"]["arguments"]), answers[number] if number < len(answers) else None
             )
             for number, call in enumerate(calls)
         ],
-        said="\n".join(said) or None,
+        user_text="\n".join(user_text) or None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The rows behind TRL's prompts: TRL hands on the prompts alone, and Arrow would change the other columns."""
+"""Rows behind TRL's prompts. TRL passes on the prompts alone, and Arrow would change the other columns."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from agent_loop.errors import ConfigError, DataError
 from agent_loop.types import Message, Row
 
 ROW_KEY = "agent_loop_row"
-"""In each message of a prompt that TRL sees: the number of its row."""
+"""Key in each message of a TRL prompt that holds the number of the row."""
 
 
-class RowBook:
-    """Keeps rows as they are and gives TRL prompts that carry their numbers."""
+class RowStore:
+    """Store of unchanged rows, whose numbers are carried by the prompts for TRL."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
 
     def dataset(self, rows: Sequence[Row]) -> Any:
-        """A `datasets.Dataset` with one column, `prompt`, whose messages say which row they are of.
+        """Return a `datasets.Dataset` with one column, `prompt`, whose messages hold the number of their row.
 
         Args:
-            rows: Each with `raw_prompt`. What TRL sees of it is role and text, for its logs and for reward models.
+            rows: Rows with `raw_prompt`. TRL sees role and text of its messages, for its logs and for reward models.
 
         Raises:
-            ConfigError: TRL is missing.
+            ConfigError: TRL is not installed.
         """
         try:
             from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
@@ -35,20 +35,20 @@ class RowBook:
         first = len(self._rows)
         self._rows.extend(rows)
         prompts = [
-            [_numbered(message, number=number) for message in row["raw_prompt"]]
+            [_with_row_number(message, number=number) for message in row["raw_prompt"]]
             for number, row in enumerate(rows, start=first)
         ]
         return cast(Any, Dataset).from_dict({"prompt": prompts})
 
     def rows_of(self, prompts: Sequence[Any]) -> tuple[list[Row], int]:
-        """The rows behind prompts, and how many samples of each are wanted.
+        """Return the rows of prompts, and the number of samples per row.
 
         Returns:
-            Each row once and the size of a group, where all rows come equally often in a row, as TRL repeats them;
-            else one row per prompt and 1. Either way samples in the order of the rows are in the order of the prompts.
+            Each row once and the group size if every row is repeated equally often, as TRL does. Otherwise one row per
+            prompt and 1. In both cases the order of the samples is the order of the prompts.
 
         Raises:
-            DataError: A prompt is not of a data set that `dataset` made.
+            DataError: A prompt is not from a data set of `dataset`.
         """
         numbers = [self._number_of(prompt) for prompt in prompts]
         runs = [(number, len(list(run))) for number, run in groupby(numbers)]
@@ -63,13 +63,13 @@ class RowBook:
         number = first.get(ROW_KEY)
         if not isinstance(number, int) or not 0 <= number < len(self._rows):
             raise DataError(
-                f"a prompt has {ROW_KEY}={number!r}, which is no row of these rollouts; give the trainer "
-                "train_dataset=rollouts.dataset(rows), and eval_dataset likewise"
+                f"a prompt has {ROW_KEY}={number!r}, which is not a row of these rollouts; pass "
+                "train_dataset=rollouts.dataset(rows) to the trainer, and eval_dataset likewise"
             )
         return number
 
 
-def _numbered(message: Message, *, number: int) -> dict[str, Any]:
+def _with_row_number(message: Message, *, number: int) -> dict[str, Any]:
     return {"role": message["role"], "content": _text(message.get("content")), ROW_KEY: number}
 
 

@@ -1,4 +1,4 @@
-"""A thread that writes what it is given, and never holds up who gives it."""
+"""Writers that run in a background thread, so that the rollout never waits for them."""
 
 from __future__ import annotations
 
@@ -12,52 +12,60 @@ from agent_loop.runtime.describe import describe_error
 
 logger = logging.getLogger(__name__)
 
-LINGER_S = 0.1
-"""How long a first item waits for others: one batch costs less than many items, and a thread that sleeps nothing."""
+BATCH_WINDOW_S = 0.1
+"""Seconds for which the first item of a batch waits for others. A batch costs less than single items."""
 
 ItemT = TypeVar("ItemT")
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 
 
 class BatchWriter(Protocol[ItemT_contra]):
-    """Writes items of one kind, as many at once as there are. All methods are called in one thread."""
+    """Writer of batches of items. All methods are called in one thread."""
 
     @property
     def max_batch(self) -> int:
-        """How many items it is given at once at most."""
+        """Largest number of items in one call of `write`."""
         ...
 
     def open(self) -> None:
-        """Called once before the first items; again for the next ones if it raises."""
+        """Prepare the writer. Called before the first batch, and again before the next batch if it raised."""
         ...
 
     def write(self, items: Iterable[ItemT_contra], /) -> None:
-        """Raises: Exception: None of the items was written."""
+        """Write all items of a batch.
+
+        Raises:
+            Exception: None of the items was written.
+        """
         ...
 
     def close(self) -> None:
-        """Writes what is held back, and ends. Called once, if `open` succeeded."""
+        """Flush buffered items and close. Called once, if `open` succeeded."""
         ...
 
 
-class Writer(Protocol[ItemT_contra]):
-    """Like `BatchWriter`, for one item at a time."""
+class ItemWriter(Protocol[ItemT_contra]):
+    """Writer of one item at a time; otherwise like `BatchWriter`."""
 
     def open(self) -> None: ...
 
     def write(self, item: ItemT_contra, /) -> None:
-        """Raises: Exception: The item was not written."""
+        """Write one item.
+
+        Raises:
+            Exception: The item was not written.
+        """
         ...
 
     def close(self) -> None: ...
 
 
-class OneByOne(Generic[ItemT]):
-    """A writer of single items as a `BatchWriter`."""
+class OneAtATimeWriter(Generic[ItemT]):
+    """Adapter that makes a `BatchWriter` of an `ItemWriter`."""
 
     max_batch = 1
 
-    def __init__(self, writer: Writer[ItemT]) -> None:
+    def __init__(self, writer: ItemWriter[ItemT]) -> None:
         self.open = writer.open
         self.close = writer.close
         self._write = writer.write
@@ -67,38 +75,41 @@ class OneByOne(Generic[ItemT]):
             self._write(item)
 
 
-class Delivery(Generic[ItemT]):
-    """A bounded queue in front of a writer. What does not fit, and what the writer fails on, is dropped, counted and
-    said: once per kind of trouble, and in all at the end."""
+class BackgroundWriter(Generic[ItemT]):
+    """Bounded queue and thread in front of a `BatchWriter`.
+
+    Items are dropped if the queue is full or the writer fails. Dropped items are counted. A warning is logged once per
+    reason, and the total when the writer is closed.
+    """
 
     def __init__(self, writer: BatchWriter[ItemT], *, name: str, max_queued: int) -> None:
         self.name = name
-        """Of the writer, in logs and metrics."""
+        """Name of the writer in logs and metrics."""
         self.num_dropped = 0
         self._writer = writer
         self._max_queued = max_queued
-        self._is_enough = min(writer.max_batch, max_queued)
-        """So many do not wait for more."""
+        self._full_batch = min(writer.max_batch, max_queued)
+        """Number of queued items that is written without waiting for more."""
         self._queue: deque[ItemT] = deque()
-        self._num_in_hand = 0
-        """Of the items that are being written."""
+        self._num_in_write = 0
+        """Number of items that are being written."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._said: set[str] = set()
+        self._reported_kinds: set[str] = set()
         self._is_closing = False
 
     def put(self, item: ItemT) -> None:
-        """Returns at once."""
+        """Queue an item and return at once."""
         with self._changed:
             if self._is_closing:
                 return
             is_full = len(self._queue) >= self._max_queued
             if not is_full:
                 self._queue.append(item)
-                if len(self._queue) in (1, self._is_enough):
+                if len(self._queue) in (1, self._full_batch):
                     self._changed.notify()
         if is_full:
-            self._drop("full", f"it is {self._max_queued} behind")
+            self._drop("full", f"{self._max_queued} items are queued already")
         elif self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, daemon=True, name=f"agent-loop-{self.name}-writer"
@@ -106,21 +117,21 @@ class Delivery(Generic[ItemT]):
             self._thread.start()
 
     def close(self, *, timeout_s: float) -> None:
-        """Waits at most so long until what is queued is written; the rest is dropped."""
+        """Wait up to `timeout_s` seconds for queued items to be written, and drop the rest."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
-                self._drop("end", f"it did not end in {timeout_s:g} s", count=self._give_up())
+                self._drop("end", f"it did not finish in {timeout_s:g} s", count=self._discard_queue())
         if self.num_dropped:
-            logger.warning("%s: %d in all were not written", self.name, self.num_dropped)
+            logger.warning("%s: %d in total were not written", self.name, self.num_dropped)
 
-    def _give_up(self) -> int:
-        """How many items are left, the ones in hand included."""
+    def _discard_queue(self) -> int:
+        """Clear the queue and return the number of items that were not written."""
         with self._changed:
-            num_left = len(self._queue) + self._num_in_hand
+            num_left = len(self._queue) + self._num_in_write
             self._queue.clear()
             return num_left
 
@@ -132,29 +143,29 @@ class Delivery(Generic[ItemT]):
                     self._writer.open()
                     is_open = True
                 self._writer.write(batch)
-            except Exception as error:  # noqa: BLE001  (whatever it raises, the rollout does not notice)
+            except Exception as error:  # noqa: BLE001  (a writer's error must not reach the rollout)
                 self._drop(type(error).__name__, describe_error(error), count=len(batch))
         if is_open:
             try:
                 self._writer.close()
             except Exception as error:  # noqa: BLE001  (as above)
-                logger.warning("%s could not be closed: %s", self.name, describe_error(error))
+                logger.warning("%s: closing failed: %s", self.name, describe_error(error))
 
     def _next_batch(self) -> list[ItemT]:
-        """What has come, and comes within a moment; nothing at the end."""
+        """Wait for items and return up to `max_batch` of them; an empty list after `close`."""
         with self._changed:
-            self._num_in_hand = 0
+            self._num_in_write = 0
             self._changed.wait_for(lambda: self._queue or self._is_closing)
             self._changed.wait_for(
-                lambda: len(self._queue) >= self._is_enough or self._is_closing, timeout=LINGER_S
+                lambda: len(self._queue) >= self._full_batch or self._is_closing, timeout=BATCH_WINDOW_S
             )
-            self._num_in_hand = min(len(self._queue), self._writer.max_batch)
-            return [self._queue.popleft() for _ in range(self._num_in_hand)]
+            self._num_in_write = min(len(self._queue), self._writer.max_batch)
+            return [self._queue.popleft() for _ in range(self._num_in_write)]
 
     def _drop(self, kind: str, reason: str, *, count: int = 1) -> None:
         with self._changed:
             self.num_dropped += count
-            is_new = kind not in self._said
-            self._said.add(kind)
+            is_new = kind not in self._reported_kinds
+            self._reported_kinds.add(kind)
         if is_new:
-            logger.warning("%s: not written, as others like it will not be: %s", self.name, reason)
+            logger.warning("%s: items are dropped (reported once for this reason): %s", self.name, reason)

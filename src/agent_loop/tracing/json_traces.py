@@ -1,5 +1,8 @@
-"""Accounts as JSON holds them. All of a rollout's trajectories become forms, so that is made to take little time: lists
-in the place of objects, and nothing worked out that a reader can."""
+"""Accounts as JSON documents.
+
+Every trajectory of a rollout is converted, so the conversion is kept cheap: lists instead of objects, and no values
+that a reader can compute.
+"""
 
 from __future__ import annotations
 
@@ -11,53 +14,58 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agent_loop.tracing.account import Account, Run
+from agent_loop.tracing.account import Account, TokenRun
 from agent_loop.tracing.bounded import bounded
 from agent_loop.tracing.events import TraceAttributes
 from agent_loop.tracing.turn_spans import spans_of_branch
-from agent_loop.tracing.words import said_messages
+from agent_loop.tracing.turn_texts import messages_to_trace
 from agent_loop.trajectory import Feedback, Incident, IncidentKind, Segment, Span, Trace, Trajectory
 from agent_loop.types import IntArray, Origin, StopReason
 
 VERSION = 1
 
-Form: TypeAlias = Mapping[str, Any]
-TextsOf: TypeAlias = Callable[[Sequence[IntArray]], Sequence[str]]
-"""The texts of several runs of tokens."""
+JsonTrace: TypeAlias = Mapping[str, Any]
+TokenDecoder: TypeAlias = Callable[[Sequence[IntArray]], Sequence[str]]
+"""Function that decodes several runs of tokens at once."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A trajectory that ended, on its way to the writers."""
+class FinishedTrajectory:
+    """Finished trajectory that is queued for the writers."""
 
     trajectory: Trajectory
     attributes: TraceAttributes
     trace: Trace
 
 
-def forms_of(items: Sequence[Finished], *, texts_of: TextsOf | None) -> Iterator[Form]:
-    """The form of each, one at a time: so few objects live at once that Python's garbage collection stays quiet.
+def to_json_traces(
+    items: Sequence[FinishedTrajectory], *, decode_runs: TokenDecoder | None
+) -> Iterator[JsonTrace]:
+    """Yield the JSON document of each trajectory.
+
+    Documents are built one at a time, so that few objects are alive at once and Python's gc rarely runs.
 
     Args:
-        texts_of: Gives texts in the place of token ids; None leaves the ids, and the words of tools out.
+        items: Finished trajectories.
+        decode_runs: Decodes token ids into texts. None keeps the ids and leaves out the texts of tools.
     """
     runs_of_items = [_runs_of(item.trajectory.output.segments) for item in items]
     texts: Iterator[str | None] = repeat(None)
-    if texts_of is not None:
-        texts = iter(texts_of([run.token_ids for runs in runs_of_items for run in runs]))
+    if decode_runs is not None:
+        texts = iter(decode_runs([run.token_ids for runs in runs_of_items for run in runs]))
     for item, runs in zip(items, runs_of_items, strict=True):
-        yield _form_of(item, runs, texts, has_texts=texts_of is not None)
+        yield _to_json_trace(item, runs, texts, has_texts=decode_runs is not None)
 
 
-def account_of(form: Form) -> Account:
-    """What a form says; it may have been JSON in between.
+def account_from_json(form: JsonTrace) -> Account:
+    """Return the account that a JSON document describes.
 
     Raises:
-        KeyError, TypeError, ValueError: It is no form.
+        KeyError, TypeError, ValueError: `form` is not such a document.
     """
     return Account(
         attributes=TraceAttributes(**form["attributes"]),
-        **{name: form[name] for name in _AS_THEY_ARE},
+        **{name: form[name] for name in _COPIED_FIELDS},
         stop_reason=StopReason(form["stop_reason"]),
         runs=[_run_of(*run) for run in form["runs"]],
         feedback=[_feedback_of(*each) for each in form["feedback"]],
@@ -66,7 +74,7 @@ def account_of(form: Form) -> Account:
     )
 
 
-_AS_THEY_ARE = (
+_COPIED_FIELDS = (
     "began_at",
     "seconds",
     "failure",
@@ -78,12 +86,12 @@ _AS_THEY_ARE = (
 )
 
 
-def _form_of(
-    item: Finished, runs: Sequence[Segment], texts: Iterator[str | None], *, has_texts: bool
-) -> Form:
+def _to_json_trace(
+    item: FinishedTrajectory, runs: Sequence[Segment], texts: Iterator[str | None], *, has_texts: bool
+) -> JsonTrace:
     trajectory, attributes, trace = item.trajectory, item.attributes, item.trace
     output, is_branch = trajectory.output, trajectory.branch is not None
-    spans = _spans_of_branch(trace.spans, runs) if is_branch else trace.spans
+    spans = _branch_spans(trace.spans, runs) if is_branch else trace.spans
     return {
         "version": VERSION,
         "attributes": {name: getattr(attributes, name) for name in TraceAttributes.__slots__},
@@ -99,7 +107,7 @@ def _form_of(
             (run.origin, len(run), run.weight_version, run.token_ids if text is None else text)
             for run, text in zip(runs, texts, strict=False)
         ],
-        "messages": said_messages(trajectory) if has_texts else (),
+        "messages": messages_to_trace(trajectory) if has_texts else (),
         "feedback": [(f.origin, f.name, f.place, f.reward, f.incident) for f in output.feedback],
         "incidents": [(i.kind, i.detail, i.assistant_turn) for i in output.incidents],
         "spans": [(s.kind, s.name, s.start, s.end, s.details) for s in spans],
@@ -107,7 +115,7 @@ def _form_of(
 
 
 def _runs_of(segments: Sequence[Segment]) -> Sequence[Segment]:
-    """Segments that follow each other and have one origin, as one; of the last one's version."""
+    """Merge consecutive segments of one origin. A merged segment has the weight version of its last part."""
     if all(one.origin is not other.origin for one, other in pairwise(segments)):
         return segments
     runs: list[Segment] = []
@@ -118,7 +126,7 @@ def _runs_of(segments: Sequence[Segment]) -> Sequence[Segment]:
     return runs
 
 
-def _spans_of_branch(spans: Sequence[Span], runs: Sequence[Segment]) -> list[Span]:
+def _branch_spans(spans: Sequence[Span], runs: Sequence[Segment]) -> list[Span]:
     places = pairwise(accumulate(map(len, runs), initial=0))
     return spans_of_branch(
         spans,
@@ -127,9 +135,9 @@ def _spans_of_branch(spans: Sequence[Span], runs: Sequence[Segment]) -> list[Spa
     )
 
 
-def _run_of(origin: str, num_tokens: int, weight_version: int | None, tokens: Any) -> Run:
+def _run_of(origin: str, num_tokens: int, weight_version: int | None, tokens: Any) -> TokenRun:
     ids, text = (None, tokens) if isinstance(tokens, str) else (tokens, None)
-    return Run(Origin(origin), num_tokens, weight_version, ids, text)
+    return TokenRun(Origin(origin), num_tokens, weight_version, ids, text)
 
 
 def _feedback_of(

@@ -1,4 +1,4 @@
-"""The texts of many runs of tokens at once."""
+"""Decoding of many runs of tokens at once."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any
 import numpy as np
 
 from agent_loop.chat.template import ChatTemplate
-from agent_loop.tracing.forms import TextsOf
+from agent_loop.tracing.json_traces import TokenDecoder
 from agent_loop.types import IntArray
 
 
-def decoder_of(template: ChatTemplate) -> TextsOf:
-    """What writes tokens out, control tokens included. Threads may share it."""
+def make_token_decoder(template: ChatTemplate) -> TokenDecoder:
+    """Return a thread-safe function that decodes token ids, control tokens included."""
     token_bytes = template.encoder.token_bytes
     if token_bytes is not None:
-        return BytesJoiner(token_bytes)
-    # With a tokenizer of its own: one that is changed in one thread while another one uses it raises.
+        return BytesDecoder(token_bytes)
+    # A copy, because a tokenizer raises if one thread changes it while another thread uses it.
     tokenizer: Any = copy.deepcopy(template.tokenizer.backend_tokenizer)
     return lambda runs: tokenizer.decode_batch([run.tolist() for run in runs], skip_special_tokens=False)
 
 
-class BytesJoiner:
-    """For tokens that are bytes: Arrow joins them, many times faster than Python or a tokenizer.
+class BytesDecoder:
+    """Decoder for byte-level tokens. Arrow joins the bytes, many times faster than Python or a tokenizer.
 
     Args:
-        token_bytes: What each id stands for.
+        token_bytes: Bytes of each token id.
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        self._arrow: Any = import_module("pyarrow")  # takes a moment: only who asks for texts waits for it
+        self._arrow: Any = import_module("pyarrow")  # late: the import is slow, and only texts need it
         self._num_known = len(token_bytes)
         self._table: Any = self._arrow.array([*token_bytes, b""], self._arrow.large_binary())
 
     def __call__(self, runs: Sequence[IntArray]) -> list[str]:
-        """Ids that stand for nothing are left out."""
+        """Return the text of each run. Unknown ids are skipped."""
         if not sum(map(len, runs)):
             return [""] * len(runs)
         known = np.minimum(np.concatenate(runs), self._num_known)
